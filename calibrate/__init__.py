@@ -1,0 +1,1 @@
+"""Sample data -> amax histories -> scales. Installed as `fp8serve.calibration`."""

@@ -1,0 +1,38 @@
+"""Calibrate to FP8, serve, fine-tune in FP8, and serve the result with the scales it was trained with.
+
+Names are imported on first use, so that `fp8serve --help` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DelayedScaling": "fp8serve.fp8.recipe",
+    "Float8BlockScaling": "fp8serve.fp8.recipe",
+    "Float8CurrentScaling": "fp8serve.fp8.recipe",
+    "Format": "fp8serve.fp8.recipe",
+    "quantize": "fp8serve.fp8.ops",
+    "dequantize": "fp8serve.fp8.ops",
+    "scaled_mm": "fp8serve.fp8.ops",
+    "backends": "fp8serve.fp8.ops",
+    "autocast": "fp8serve.fp8.autocast",
+    "Linear": "fp8serve.fp8.linear",
+    "convert": "fp8serve.fp8.linear",
+    "scaling_state": "fp8serve.fp8.linear",
+    "Engine": "fp8serve.engine.engine",
+    "calibrate": "fp8serve.calibration.pipeline",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names are served by __getattr__
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fp8serve' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Requests become tokens. `request`, `kv_cache` and `scheduler` never import torch."""

@@ -1,0 +1,36 @@
+"""The failures a user can have, one class each; every message is one sentence that says what was wrong and what to do.
+
+The command line prints the message and exits with 1, the server renders it as a 4xx; neither shows a traceback.
+"""
+
+
+class Fp8ServeError(Exception):
+    """Base of every error that is the input's fault and not the program's."""
+
+
+class RecipeError(Fp8ServeError):
+    """A recipe's parameter or name is not one that exists."""
+
+
+class ModelError(Fp8ServeError):
+    """A model directory is missing, damaged, or of an architecture we do not run."""
+
+
+class ScalesError(Fp8ServeError):
+    """A scale is missing, zero, negative, not finite, never observed, or belongs to another model."""
+
+
+class DataError(Fp8ServeError):
+    """A text or JSON-lines file cannot be read as examples; names the file and the line."""
+
+
+class RequestError(Fp8ServeError):
+    """A generation request asks for something impossible, such as a prompt longer than the context."""
+
+
+class JobError(Fp8ServeError):
+    """A fine-tune job does not exist, or is not in a state that allows what was asked."""
+
+
+class MachineError(Fp8ServeError):
+    """This machine lacks what was asked for: a device, a free port, memory, disk."""

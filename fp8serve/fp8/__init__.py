@@ -1,0 +1,1 @@
+"""Numbers: tensors in, tensors out. Knows no model, no file and no request."""

@@ -1,0 +1,1 @@
+"""A directory becomes a module, and back."""

@@ -1,0 +1,1 @@
+"""Data becomes a better checkpoint."""

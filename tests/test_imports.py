@@ -1,0 +1,62 @@
+"""Imports point one way: fp8 <- model <- {engine, calibration, train} <- server <- command line."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED = {
+    "fp8": {"fp8", "errors"},
+    "model": {"model", "fp8", "errors"},
+    "engine": {"engine", "model", "fp8", "errors"},
+    "calibration": {"calibration", "model", "fp8", "errors"},
+    "train": {"train", "model", "fp8", "errors"},
+    "server": {"server", "engine", "train", "model", "fp8", "errors"},
+}
+NOTHING_OF_OURS = {"fp8serve.fp8.recipe", "fp8serve.fp8.reference", "fp8serve.engine.request", "fp8serve.errors"}
+NO_TORCH = {"fp8serve.fp8.recipe", "fp8serve.engine.request", "fp8serve.engine.kv_cache", "fp8serve.engine.scheduler"}
+
+
+def sources() -> dict[str, Path]:
+    """Every module by its installed name."""
+    files = {p: ("fp8serve", *p.relative_to(ROOT / "fp8serve").with_suffix("").parts) for p in (ROOT / "fp8serve").rglob("*.py")}
+    files |= {p: ("fp8serve", "calibration", *p.relative_to(ROOT / "calibrate").with_suffix("").parts) for p in (ROOT / "calibrate").rglob("*.py")}
+    return {".".join(parts).removesuffix(".__init__"): path for path, parts in files.items()}
+
+
+def imports(module: str, path: Path) -> set[str]:
+    """Absolute names of all modules that `path` imports, inside functions too."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            found |= {".".join(filter(None, (base, node.module, alias.name))) for alias in node.names}
+    return found
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if name.startswith("fp8serve.") else ""
+
+
+@pytest.mark.parametrize("module", sorted(m for m in sources() if room(m) in ALLOWED))
+def test_arrows_point_one_way(module: str) -> None:
+    wrong = {i for i in imports(module, sources()[module]) if room(i) and room(i) not in ALLOWED[room(module)]}
+    assert not wrong, f"{module} may import only {sorted(ALLOWED[room(module)])}, not {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("module", sorted(sources()))
+def test_special_rules(module: str) -> None:
+    found = imports(module, sources()[module])
+    tops = {i.split(".")[0] for i in found}
+    if module in NOTHING_OF_OURS:
+        assert not {i for i in found if i.startswith("fp8serve") and not i.startswith("fp8serve.errors")}
+    if module in NO_TORCH:
+        assert "torch" not in tops
+    if room(module) != "server" and module != "fp8serve.cli":
+        assert "fastapi" not in tops
+    if module != "fp8serve.fp8.ops":
+        assert not {i for i in found if i.startswith("torch.library")}
