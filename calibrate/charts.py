@@ -1,8 +1,8 @@
 """Two drawings as inline SVG text: one dot per layer and projection, and a line of a few dozen values.
 
 By hand and not by a plotting library: a page with the library inline weighs 4 MB and needs scripts, these weigh a few
-kilobytes, scale to a phone and print. Colours come from the page's style sheet (classes s0..s6), tooltips are `<title>`.
-Every text is escaped.
+kilobytes, scale to a phone and print. Colours come from the page's style sheet (classes s0 to s6), tooltips are
+`<title>`. Every text is escaped.
 """
 
 import math
@@ -24,7 +24,7 @@ class Dot:
 
 
 def dots(series: Mapping[str, Sequence[Dot]], x_label: str, *, log: bool = False) -> str:
-    """A dot chart with a legend; `log` for a logarithmic y axis (all y > 0). Empty text when there is nothing to draw."""
+    """A dot chart with a legend; `log` for a logarithmic y axis (all y > 0). Nothing to draw gives empty text."""
     points = [dot for row in series.values() for dot in row]
     if not points:
         return ""

@@ -1,10 +1,10 @@
 """Which token sequences a calibration or evaluation pass sees.
 
 A sample is one sequence of 2 to `seq_len` tokens that starts where its example starts: short examples are kept as they
-are, longer ones are cut into windows that count as samples of their own. We do not pack short texts into one long
-sequence: the largest activations of many models sit on the first token of a text, and a packed sequence has one first
-token instead of ten. Sequences of a batch lie one behind the other, [tokens], without padding, so that no padding token
-ever enters an amax.
+are, longer texts are cut into windows that count as samples of their own, longer prompts and chats lose their end. We
+do not pack short texts into one long sequence: the largest activations of many models sit on the first token of a text,
+and a packed sequence has one first token instead of ten. Sequences of a batch lie one behind the other, [tokens],
+without padding, so that no padding token ever enters an amax.
 
 Examples are visited in the order of a seeded shuffle and tokenized only until enough samples are there: a large file
 costs no more than a small one. Held-out samples (for perplexity) are never calibration samples, unless the data are a
@@ -12,7 +12,7 @@ single sample.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import DataError
-from fp8serve.model.examples import Example, TokenizedExample, read_examples, tokenize
+from fp8serve.model.examples import Example, read_examples, tokenize_whole
 from fp8serve.model.tokenizer import Tokenizer
 
 PASSAGES = Path(__file__).with_name("passages.jsonl")  # written for this project; no text of others
 IGNORED = -100  # the target of a token that is not scored: cross_entropy's ignore_index
-_WHOLE = 2**31  # tokenize without truncation: we cut ourselves
 
 
 @dataclass(frozen=True)
@@ -84,18 +83,11 @@ def load_samples(
 def _collect(examples: Sequence[Example], tokenizer: Tokenizer, count: int, seq_len: int) -> list[Sample]:
     samples: list[Sample] = []
     for example in examples:
-        samples += windows(tokenize(example, tokenizer, _WHOLE), seq_len)
+        pieces = tokenize_whole(example, tokenizer, seq_len)
+        samples += [Sample(tuple(p.ids), tuple(p.loss_mask)) for p in pieces if len(p.ids) >= 2]
         if len(samples) >= count:
             break
     return samples
-
-
-def windows(example: TokenizedExample, seq_len: int) -> Iterator[Sample]:
-    """Consecutive windows of `seq_len` tokens; a last window of one token predicts nothing and is dropped."""
-    for start in range(0, len(example.ids), seq_len):
-        cut = slice(start, start + seq_len)
-        if len(example.ids[cut]) >= 2:
-            yield Sample(tuple(example.ids[cut]), tuple(example.loss_mask[cut]))
 
 
 def make_batches(samples: Sequence[Sample], batch_size: int, device: str = "cpu") -> list[Batch]:
@@ -139,4 +131,6 @@ def calibration_batches(
     held = min(wanted, max(1, len(found) // 8))
     disjoint = len(found) > 1
     calibration = found[held:] if disjoint else found
-    return Batches(make_batches(calibration, batch_size, device), make_batches(found[:held], batch_size, device), disjoint)
+    return Batches(
+        make_batches(calibration, batch_size, device), make_batches(found[:held], batch_size, device), disjoint
+    )

@@ -1,12 +1,12 @@
 """What FP8 costs in quality: per token (perplexity, KL, agreement) and per linear layer (SQNR, saturation).
 
-Tokens: the reference and the FP8 model read the same sequences in lockstep and are compared on the logits of every scored
-token. Logits are made `LOGIT_ROWS` tokens at a time, because [tokens, vocabulary] in FP32 is the largest tensor of the
-whole pass (2048 tokens of a 128k vocabulary: 1 GiB).
+Tokens: the reference and the FP8 model read the same sequences in lockstep and are compared on the logits of every
+scored token. Logits are made `LOGIT_ROWS` tokens at a time, because [tokens, vocabulary] in FP32 is the largest tensor
+of the whole pass (2048 tokens of a 128k vocabulary: 1 GiB).
 
 Layers: at every FP8 linear both results are computed from the same input, the one that the FP8 model really has there,
 so a layer is charged with its own error and not with that of the layers before it. SQNR = 10 log10(sum y^2 /
-sum (y - y_fp8)^2) in dB, sums in FP64 over all tokens. About 25 dB is usual for E4M3 per tensor; below 15 dB look closer.
+sum (y - y_fp8)^2) in dB, sums in FP64 over all tokens. About 25 dB is usual for E4M3 per tensor; below 15 look closer.
 """
 
 import math
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import log_softmax
 
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.decoder import Decoder
@@ -37,11 +37,11 @@ class TokenTally:
 
     def add(self, targets: Tensor, logits: Tensor, reference: Tensor | None = None) -> None:
         """targets int64 [T] without IGNORED; logits and reference FP32 [T, vocab]."""
-        log_p = F.log_softmax(logits, dim=-1)
+        log_p = log_softmax(logits, dim=-1)
         self.tokens += targets.numel()
         self.nll += _nll(log_p, targets)
         if reference is not None:
-            log_r = F.log_softmax(reference, dim=-1)
+            log_r = log_softmax(reference, dim=-1)
             self.reference_nll += _nll(log_r, targets)
             self.kl += float((log_r.exp() * (log_r - log_p)).sum(dtype=torch.float64))
             self.agreed += int((logits.argmax(-1) == reference.argmax(-1)).sum())
@@ -49,10 +49,10 @@ class TokenTally:
     def quality(self, compared: bool) -> Quality:
         if self.tokens == 0:
             raise DataError("The held-out samples have no token to score; give longer texts or completions.")
-        own = _perplexity(self.nll, self.tokens, "FP8" if compared else "")
+        own = _perplexity(self.nll, self.tokens, "FP8 model" if compared else "model")
         if not compared:
             return Quality(self.tokens, own)
-        reference = _perplexity(self.reference_nll, self.tokens, "reference")
+        reference = _perplexity(self.reference_nll, self.tokens, "reference model")
         return Quality(self.tokens, own, reference, max(0.0, self.kl / self.tokens), self.agreed / self.tokens)
 
 
@@ -63,7 +63,7 @@ def _nll(log_p: Tensor, targets: Tensor) -> float:
 def _perplexity(nll: float, tokens: int, which: str) -> float:
     mean = nll / tokens
     if not math.isfinite(mean) or mean > 700:  # e^709 is the largest double
-        raise ModelError(f"The {which} model's loss on the held-out samples is {mean}; check its weights.".replace("  ", " "))
+        raise ModelError(f"The loss of the {which} on the held-out samples is {mean}; check its weights and scales.")
     return math.exp(mean)
 
 
@@ -72,7 +72,7 @@ def add_logits(
 ) -> None:
     """Score hidden states [T, hidden] against targets [T] in slices; `model` and `reference` are (decoder, hidden)."""
     scored = (targets != IGNORED).nonzero().squeeze(1)
-    for rows in scored.split(LOGIT_ROWS):
+    for rows in torch.split(scored, LOGIT_ROWS):
         other = reference[0].logits(reference[1][rows]) if reference else None
         tally.add(targets[rows], model[0].logits(model[1][rows]), other)
 

@@ -8,6 +8,7 @@ batch). Everything that came from outside (names, paths) is escaped.
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from html import escape
 
 from rich.table import Table
@@ -33,18 +34,17 @@ def html_report(report: CalibrationReport) -> str:
         _details(f"All {len(report.tensors)} scales", _tensor_table(report.tensors)),
         _details("Recipe, data, versions", _facts(report)),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
-    return f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{"".join(body)}</body></html>\n'
+    head = f"{_META}<title>{escape(title)}</title><style>{_STYLE}</style>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
 
 def verdict(report: CalibrationReport) -> str:
     """One sentence: what changed on the held-out samples, and the weakest layer."""
     quality = report.quality
-    worst = report.worst_layers[0] if report.layers else None
-    change = _change(quality)
-    weakest = f" The weakest layer is {worst.name} at {_db(worst.sqnr_db)}." if worst and worst.sqnr_db is not None else ""
-    where = "held-out" if report.data.held_out_disjoint else "the only"
-    return f"Perplexity on {where} samples went from {_num(quality.reference_perplexity)} to {_num(quality.perplexity)}{change}.{weakest}"
+    where = "held-out samples" if report.data.held_out_disjoint else "the one sample"
+    before, after = _num(quality.reference_perplexity), _num(quality.perplexity)
+    weakest = "".join(f" The weakest layer is {w.name} at {_db(w.sqnr_db)}." for w in report.worst_layers[:1])
+    return f"Perplexity on {where} went from {before} to {after}{_change(quality)}.{weakest}"
 
 
 def _change(quality: Quality) -> str:
@@ -57,15 +57,18 @@ def _cards(report: CalibrationReport) -> str:
     quality, ratio = report.quality, report.bytes_after / max(1, report.bytes_before)
     worst = report.worst_layers[0].sqnr_db if report.layers else None
     cards = {
-        "Perplexity": (f"{_num(quality.reference_perplexity)} → {_num(quality.perplexity)}", _change(quality).strip(" ()")),
+        "Perplexity": (f"{_num(quality.reference_perplexity)} → {_num(quality.perplexity)}", _change(quality)),
         "Same top token": (_percent(quality.top1_agreement), f"KL {_num(quality.kl_divergence)} nats"),
         "Lowest SQNR": (_db(worst), f"{len(report.layers)} FP8 layers"),
         "Weights": (_bytes(report.bytes_after), f"{_percent(ratio)} of {_bytes(report.bytes_before)}"),
-        "Calibrated on": (f"{report.data.tokens:,} tokens", f"{report.data.samples} samples, {report.data.batches} batches"),
+        "Calibrated on": (f"{report.data.tokens:,} tokens", f"{report.data.samples} samples"),
         "Time": (f"{report.seconds.get('total', 0):.1f} s", report.device),
     }
-    cells = (f"<div><b>{escape(k)}</b><strong>{escape(v)}</strong><small>{escape(n)}</small></div>" for k, (v, n) in cards.items())
-    return f'<section class="cards">{"".join(cells)}</section>'
+    return f'<section class="cards">{"".join(_card(name, *texts) for name, texts in cards.items())}</section>'
+
+
+def _card(name: str, value: str, note: str) -> str:
+    return f"<div><b>{escape(name)}</b><strong>{escape(value)}</strong><small>{escape(note)}</small></div>"
 
 
 def _charts(report: CalibrationReport) -> str:
@@ -120,8 +123,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _facts(report: CalibrationReport) -> str:
-    facts = {"source": report.model, "written to": report.out, "format": report.format, "recipe": report.recipe,
-             "data": report.data.__dict__, "seconds": dict(report.seconds), "versions": dict(report.versions)}  # fmt: skip
+    shown = ("model", "out", "format", "recipe", "device", "data", "seconds", "versions")
+    facts = {key: value for key, value in asdict(report).items() if key in shown}
     return f"<pre>{escape(json.dumps(facts, indent=2, ensure_ascii=False))}</pre>"
 
 
@@ -131,13 +134,14 @@ def _details(summary: str, content: str) -> str:
 
 def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     """What the terminal shows after `fp8serve calibrate`: quality and size, then the `worst` layers."""
-    quality = report.quality
+    quality, data = report.quality, report.data
     table = Table(title=f"Calibrated {report.model}", title_justify="left", show_header=False)
     table.add_row("perplexity", f"{_num(quality.reference_perplexity)} -> {_num(quality.perplexity)}{_change(quality)}")
     table.add_row("same top token", f"{_percent(quality.top1_agreement)} (KL {_num(quality.kl_divergence)} nats)")
     table.add_row("weights", f"{_bytes(report.bytes_before)} -> {_bytes(report.bytes_after)}")
-    table.add_row("calibrated on", f"{report.data.tokens:,} tokens in {report.data.batches} batches, {report.data.samples} samples")
-    table.add_row("saturated inputs", _percent(max((layer.saturated for layer in report.layers), default=0.0)) + " at most")
+    table.add_row("calibrated on", f"{data.tokens:,} tokens in {data.batches} batches, {data.samples} samples")
+    saturated = max((layer.saturated for layer in report.layers), default=0.0)
+    table.add_row("saturated inputs", f"{_percent(saturated)} at most")
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:worst]:
         table.add_row(f"{layer.name}", f"SQNR {_db(layer.sqnr_db)}")
@@ -180,6 +184,7 @@ def _bytes(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
+_META = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
 _STYLE = """
 :root{--ink:#1b1f24;--soft:#5a6472;--line:#d9dee5;--page:#fff;--card:#f5f7f9}
 @media(prefers-color-scheme:dark){:root{--ink:#e8ebef;--soft:#9aa5b3;--line:#333b45;--page:#14171b;--card:#1d2228}}
@@ -197,7 +202,8 @@ svg text{font-size:11px;fill:var(--soft)}.end{text-anchor:end}.mid{text-anchor:m
 .s3{fill:#cc79a7;background:#cc79a7}.s4{fill:#56b4e9;background:#56b4e9}.s5{fill:#d55e00;background:#d55e00}
 .s6{fill:#8c7ae6;background:#8c7ae6}.scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:.9rem;width:100%}th,td{text-align:right;padding:.3rem .6rem;
-border-bottom:1px solid var(--line);white-space:nowrap;font-variant-numeric:tabular-nums}th:first-child,td:first-child{text-align:left}
+border-bottom:1px solid var(--line);white-space:nowrap;font-variant-numeric:tabular-nums}
+th:first-child,td:first-child{text-align:left}
 .spark{width:96px;height:22px;vertical-align:middle}.spark polyline{fill:none;stroke:#0072b2;stroke-width:1.5}
 details{margin:1rem 0;border-top:1px solid var(--line);padding-top:.6rem}summary{cursor:pointer;font-weight:600}
 pre{overflow-x:auto;background:var(--card);padding:.8rem;border-radius:.5rem;font-size:.85rem}
