@@ -14,18 +14,17 @@ Recipes that scale by content (current, rowwise, block) need no input scales: fo
 report, and the directory gets FP8 weights and, if asked for, scales of the KV cache.
 """
 
+import json
+import platform
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
-from torch import Tensor, nn
 
+import fp8serve
 from fp8serve.errors import MachineError, RecipeError
-from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.linear import convert
+from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, name_of, to_json
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.checkpoint import linear_names, load_servable
@@ -33,14 +32,14 @@ from fp8serve.model.decoder import Decoder
 from fp8serve.model.files import check_absent
 from fp8serve.model.tokenizer import Tokenizer
 
-from .data import Batch, Batches, calibration_batches
-from .measure import LayerTally, TokenTally, add_logits
-from .observe import Observer, check, observing, settle
-from .passes import Linears, attention_names, backward, blame, forward, fp8_cache, in_fp8, tracked
+from .compare import compare
+from .data import Batches, calibration_batches
+from .observe import Observer, observe, settle
 from .progress import Progress, Stages
-from .result import CalibrationReport, DataReport, LayerReport, Quality, TensorReport
+from .result import CalibrationReport, DataReport, LayerReport, TensorReport
 
 DELAYED = DelayedScaling()
+OutputFormat = Literal["compressed-tensors", "fp8", "modelopt"]
 
 
 def calibrate(
@@ -68,24 +67,40 @@ def calibrate(
     gradients, by a forward and a backward pass per batch. scales_only: write `out`/scales.safetensors and nothing else.
     progress(stage, done, total) is called after every batch.
 
-    ModelError, DataError, RecipeError: an input cannot be used. ScalesError names a tensor that is not finite, was never
-    observed or is always zero. In every such case nothing is written.
+    ModelError, DataError, RecipeError: an input cannot be used. ScalesError names a tensor that is not finite, was
+    never observed or is always zero. In every such case nothing is written.
     """
     out, source = Path(out), Path(model_dir)
     _check_settings(out, recipe, device, gradients)
     stages = Stages(progress)
     with stages.stage("load"):
         decoder, linears = load(source, device)
-        limit = min(seq_len, decoder.config.max_full_attention_len)
-        files = None if data is None else [data] if isinstance(data, str | Path) else list(data)
+        seq_len = min(seq_len, decoder.config.max_full_attention_len)
+        tokenizer, files = Tokenizer.from_dir(source), data_files(data)
         batches = calibration_batches(
-            files, Tokenizer.from_dir(source), samples=samples, seq_len=limit, batch_size=batch_size, seed=seed, device=device
+            files, tokenizer, samples=samples, seq_len=seq_len, batch_size=batch_size, seed=seed, device=device
         )
     observer = observe(
         decoder, linears, batches.calibration, recipe, kv_cache=kv_cache, gradients=gradients, stages=stages
     )
     states = settle(observer)
     quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages)
+    report = CalibrationReport(
+        model=str(source),
+        out=str(out),
+        recipe=json.loads(to_json(recipe)),
+        format=format,
+        device=device,
+        data=_data_report(files, batches, seq_len, seed),
+        quality=quality,
+        layers=tuple(LayerReport(name, tally.sqnr_db, tally.saturated_fraction) for name, tally in layers.items()),
+        tensors=_tensor_reports(observer, states, recipe),
+        bytes_before=0,
+        bytes_after=0,
+        seconds=stages.seconds | {"total": stages.total()},
+        versions=versions(),
+    )
+    return report
 
 
 def _check_settings(out: Path, recipe: Recipe, device: str, gradients: bool) -> None:
@@ -95,68 +110,71 @@ def _check_settings(out: Path, recipe: Recipe, device: str, gradients: bool) -> 
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
     if gradients and not isinstance(recipe, DelayedScaling):
-        raise RecipeError(f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration.")
+        raise RecipeError(
+            f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration."
+        )
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"The device {device!r} was asked for, but this torch sees no GPU; use --device cpu.")
 
 
-def load(source: Path, device: str) -> tuple[Decoder, dict[str, nn.Linear]]:
+def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
     """The decoder in BF16 with mapped, frozen weights, and its converted linears by name."""
     decoder = load_servable(source, "bf16", device=device)
     decoder.requires_grad_(False)
     convert(decoder)
     modules = dict(decoder.named_modules())
-    return decoder, {name: cast(nn.Linear, modules[name]) for name in linear_names(decoder)}
+    return decoder, {name: cast(Linear, modules[name]) for name in linear_names(decoder)}
 
 
-def observe(
-    decoder: Decoder,
-    linears: Linears,
-    batches: Sequence[Batch],
-    recipe: Recipe,
-    *,
-    kv_cache: bool = False,
-    gradients: bool = False,
-    stages: Stages | None = None,
-) -> Observer:
-    """Run every batch once in high precision and record. ScalesError: a tensor cannot have a scale, or is not finite."""
-    delayed = recipe if isinstance(recipe, DelayedScaling) else DELAYED
-    observer = Observer(linears, delayed, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
-    with tracked(decoder) if gradients else torch.no_grad():
-        for batch in (stages or Stages()).steps("observe", batches):
-            with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
-                hidden = forward(decoder, batch, observer.tap)
-            if not bool(hidden.isfinite().all()):
-                raise blame(decoder, linears, batch)
-            if gradients:
-                backward(decoder, hidden, batch.targets)
-            observer.end_batch()
-    needed = observer.seen if isinstance(recipe, DelayedScaling) else observer.kv
-    check(observer.seen, needed, len(batches))
-    return observer
+def data_files(data: Path | str | Sequence[Path | str] | None) -> list[Path] | None:
+    """One file, several, or None for the shipped passages."""
+    if data is None:
+        return None
+    return [Path(data)] if isinstance(data, str | Path) else [Path(d) for d in data]
 
 
-@torch.no_grad()
-def compare(
-    decoder: Decoder,
-    linears: Linears,
-    batches: Sequence[Batch],
-    recipe: Recipe,
-    states: Mapping[str, ScalingState],
-    stages: Stages | None = None,
-) -> tuple[Quality, dict[str, LayerTally]]:
-    """What `recipe` with the scales in `states` costs on `batches`: per token, and per linear."""
-    tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
-    kv = {name: state.scale for name, state in states.items() if name.endswith((".k", ".v"))}
+def _data_report(files: list[Path] | None, batches: Batches, seq_len: int, seed: int) -> DataReport:
+    return DataReport(
+        source=source_names(files),
+        samples=sum(len(b.lengths) for b in batches.calibration),
+        seq_len=seq_len,
+        batches=len(batches.calibration),
+        tokens=sum(b.tokens for b in batches.calibration),
+        held_out_samples=sum(len(b.lengths) for b in batches.held_out),
+        held_out_tokens=sum(b.tokens for b in batches.held_out),
+        held_out_disjoint=batches.disjoint,
+        seed=seed,
+    )
 
-    def freeze(name: str, linear: nn.Linear) -> FrozenLinear:
-        if not isinstance(recipe, DelayedScaling):
-            return FrozenLinear.from_linear(linear, recipe)
-        return FrozenLinear.from_linear(linear, recipe, states[f"{name}.input"].scale, states[f"{name}.weight"].scale)
 
-    for batch in (stages or Stages()).steps("compare", batches):
-        exact = forward(decoder, batch)
-        with in_fp8(linears, freeze, layers):
-            quantized = forward(decoder, batch, fp8_cache(kv) if kv else None)
-        add_logits(tokens, batch.targets, (decoder, quantized), (decoder, exact))
-    return tokens.quality(compared=True), layers
+def source_names(files: list[Path] | None) -> tuple[str, ...]:
+    return ("the passages shipped with fp8serve",) if files is None else tuple(str(f) for f in files)
+
+
+def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
+    """The states whose scales the directory carries: all for delayed scaling, only the cache's for other recipes."""
+    return {n: s for n, s in states.items() if isinstance(recipe, DelayedScaling) or n.endswith((".k", ".v"))}
+
+
+def _tensor_reports(observer: Observer, states: Mapping[str, ScalingState], recipe: Recipe) -> tuple[TensorReport, ...]:
+    stored = stored_states(states, recipe)
+    return tuple(
+        TensorReport(
+            name=name,
+            amax=seen.amax,
+            scale=float(stored[name].scale) if name in stored else None,
+            observations=seen.batches,
+            history=tuple(float(f"{value:.6g}") for value in seen.newest),
+        )
+        for name, seen in observer.seen.items()
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers."""
+    return {
+        "fp8serve": fp8serve.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
