@@ -1,8 +1,8 @@
 """High precision and FP8 side by side over held-out batches, in the same process and on the same weights.
 
 One pass in high precision and one in which every linear (and, with KV scales, the cache) is as it will be served; both
-models' hidden states then meet at the logits, so nothing is kept from one batch to the next. Costs three forward passes,
-for the FP8 pass also computes every layer exactly.
+models' hidden states then meet at the logits, so nothing is kept from one batch to the next. Costs three forward
+passes, for the FP8 pass also computes every layer exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -33,7 +33,7 @@ from fp8serve.model.files import check_absent
 from fp8serve.model.tokenizer import Tokenizer
 
 from .compare import compare
-from .data import Batches, calibration_batches
+from .data import Batches, calibration_batches, data_files, source_names
 from .observe import Observer, observe, settle
 from .progress import Progress, Stages
 from .result import CalibrationReport, DataReport, LayerReport, TensorReport
@@ -126,13 +126,6 @@ def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
     return decoder, {name: cast(Linear, modules[name]) for name in linear_names(decoder)}
 
 
-def data_files(data: Path | str | Sequence[Path | str] | None) -> list[Path] | None:
-    """One file, several, or None for the shipped passages."""
-    if data is None:
-        return None
-    return [Path(data)] if isinstance(data, str | Path) else [Path(d) for d in data]
-
-
 def _data_report(files: list[Path] | None, batches: Batches, seq_len: int, seed: int) -> DataReport:
     return DataReport(
         source=source_names(files),
@@ -145,10 +138,6 @@ def _data_report(files: list[Path] | None, batches: Batches, seq_len: int, seed:
         held_out_disjoint=batches.disjoint,
         seed=seed,
     )
-
-
-def source_names(files: list[Path] | None) -> tuple[str, ...]:
-    return ("the passages shipped with fp8serve",) if files is None else tuple(str(f) for f in files)
 
 
 def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
