@@ -1,9 +1,7 @@
-"""Files become rows, rows become flattened batches; nothing is ever padded.
+"""Files become rows: what a training step may learn from, and how much of it that is. No torch here.
 
 A row is one document as token ids plus a mask of the tokens that carry loss: all of a text, only the completion of a
-prompt, only what the assistant says in a chat (`model.examples` decides which, for calibration as for training). Rows
-of a microbatch are laid end to end, `[tokens]`, with positions that start again at 0; `lengths` tells the attention
-where documents end, so that none sees another.
+prompt, only what the assistant says in a chat (`model.examples` decides which, for calibration as for training).
 
 A text longer than the context is cut into windows that overlap by one token: every token is a target once. A prompt or
 chat that is longer is truncated, and counted. A row in which no token carries loss teaches nothing and is dropped, and
@@ -18,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from fp8serve.errors import DataError
+from fp8serve.errors import DataError, ModelError
+from fp8serve.model.config import ModelConfig
 from fp8serve.model.examples import Example, TextExample, TokenizedExample, read_examples, tokenize
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -56,21 +53,6 @@ class DataReport:
     @property
     def trainable_fraction(self) -> float:
         return self.trainable_tokens / self.tokens if self.tokens else 0.0
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A flattened microbatch of T tokens; all tensors int64.
-
-    token_ids [T], positions [T]; lengths: tokens per document; predict [P]: where the next token carries loss, and
-    targets [P]: that token.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    lengths: list[int]
-    predict: Tensor
-    targets: Tensor
 
 
 def load_rows(paths: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], DataReport]:
@@ -114,12 +96,10 @@ def fingerprint(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def collate(rows: Sequence[Row], device: str) -> Batch:
-    """Lay `rows` end to end on `device`."""
-    lengths = [row.tokens for row in rows]
-    token_ids = np.concatenate([row.ids[:-1] for row in rows])
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    predict = np.flatnonzero(np.concatenate([row.loss[1:] for row in rows]))
-    targets = np.concatenate([row.ids[1:] for row in rows])[predict]
-    as_tensor = [torch.from_numpy(a.astype(np.int64)).to(device) for a in (token_ids, positions, predict, targets)]
-    return Batch(as_tensor[0], as_tensor[1], lengths, as_tensor[2], as_tensor[3])
+def check_length(seq_len: int, model: ModelConfig) -> None:
+    """Raises ModelError for a context that the model does not attend over fully."""
+    if seq_len > model.max_full_attention_len:
+        raise ModelError(
+            f"seq_len {seq_len} is longer than the {model.max_full_attention_len} tokens over which this model attends "
+            "fully; lower seq_len."
+        )

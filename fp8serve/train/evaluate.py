@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8serve.train.data import Row, collate
+from fp8serve.train.batch import collate
+from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, summed_loss
 
 

@@ -15,7 +15,7 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.model.decoder import Decoder
-from fp8serve.train.data import Batch
+from fp8serve.train.batch import Batch
 
 
 class Network(nn.Module):

@@ -4,7 +4,7 @@ Two places for the masters (SPEC 2.5):
 * "model": the model's own parameters are FP32 and are the masters; every use casts them on the fly. 16 bytes a
   parameter (weight, gradient, two moments), nothing is copied.
 * "optimizer": the model holds BF16 and the optimizer an FP32 copy; gradients leave BF16 for an FP32 accumulator after
-  each microbatch, so accumulation loses nothing. 18 bytes a parameter plus one BF16 gradient in flight.
+  each microbatch, so accumulation loses nothing. 20 bytes a parameter.
 
 The moments and the update are `torch.optim.AdamW` in its fused form: one pass over weight, gradient and moments.
 Weight decay touches matrices only: norms and biases are left alone.
@@ -60,7 +60,7 @@ class Optimizer:
             if parameter.grad is not None:
                 grad, master = parameter.grad.float(), self.masters[name]
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
-                parameter.grad = None
+                parameter.grad.zero_()  # not None: by that a layer knows that its quantized weight still holds
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
@@ -75,7 +75,8 @@ class Optimizer:
         if math.isfinite(norm):
             self._clip_to(grads, norm)
             self._update(rate)
-        self._adam.zero_grad(set_to_none=True)
+        for parameter in (*self.masters.values(), *self._model.values()):
+            parameter.grad = None
         return norm
 
     def _clip_to(self, grads: list[Tensor], norm: float) -> None:

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from fp8serve import __version__
-from fp8serve.errors import JobError, ModelError
+from fp8serve.errors import JobError
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.model.checkpoint import load_trainable
-from fp8serve.model.config import ModelConfig, read_config
+from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train import state
 from fp8serve.train.carry import carried_files
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import DataReport, Row, fingerprint, load_rows
+from fp8serve.train.data import DataReport, Row, check_length, fingerprint, load_rows
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer
@@ -45,8 +45,7 @@ class Setup:
 
 def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
     """Load data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError, JobError."""
-    model_config = read_config(source)
-    check_length(config, model_config)
+    check_length(config.seq_len, read_config(source))
     recipe = config.fp8_recipe
     device_of(config)
     tokenizer = Tokenizer.from_dir(source)
@@ -66,14 +65,6 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
         data_fingerprint=fingerprint(rows),
         carry=carried_files(source),
     )
-
-
-def check_length(config: TrainConfig, model: ModelConfig) -> None:
-    if config.seq_len > model.max_full_attention_len:
-        raise ModelError(
-            f"seq_len {config.seq_len} is longer than the {model.max_full_attention_len} tokens over which this model "
-            "attends fully; lower seq_len."
-        )
 
 
 def device_of(config: TrainConfig) -> torch.device:

@@ -42,8 +42,8 @@ def load_scaling(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
     expected = {f"{name}.{part}" for name, _ in states(decoder) for part in PARTS}
     if expected != set(tensors):
         raise JobError(
-            f"The checkpoint's scaling state does not fit this model: {min(expected ^ set(tensors))!r} is only in one of "
-            "them; start again in a fresh output directory."
+            f"The checkpoint's scaling state does not fit this model: {min(expected ^ set(tensors))!r} is only in "
+            "one of them; start again in a fresh output directory."
         )
     for name, state in states(decoder):
         state.amax_history = tensors[f"{name}.amax_history"].to(state.scale.device)

@@ -26,8 +26,9 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.train import checkpoint, events, state
+from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Row, collate
+from fp8serve.train.data import Row
 from fp8serve.train.evaluate import evaluate
 from fp8serve.train.events import OnEvent
 from fp8serve.train.export import export
