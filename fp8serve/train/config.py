@@ -185,8 +185,10 @@ def _check_recipe(config: TrainConfig) -> None:
         raise JobError(f"recipe_options must be an object, found {config.recipe_options!r}.")
     if config.amax_history_len is not None and config.recipe != "delayed":
         raise JobError(f"amax_history_len is the delayed recipe's; the recipe {config.recipe!r} keeps no history.")
-    if recipe.name_of(config.fp8_recipe) != config.recipe:
+    if recipe.name_of(made := config.fp8_recipe) != config.recipe:
         raise RecipeError(f"recipe_options make another recipe than {config.recipe!r}; name that one in `recipe`.")
+    if getattr(made, "fp8_dpa", False) or getattr(made, "fp8_mha", False):
+        raise RecipeError("Training runs attention in BF16; leave fp8_dpa and fp8_mha off.")
 
 
 def _is_real(value: Any) -> bool:

@@ -14,7 +14,7 @@ from fp8serve import __version__
 from fp8serve.errors import JobError
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import backends
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import Recipe
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder, linear_names
@@ -52,7 +52,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
     rows, report = load_rows(config.data, tokenizer, config.seq_len)
     report_data(report, on_event)
     eval_rows = load_rows(config.eval_data, tokenizer, config.seq_len)[0] if config.eval_data else []
-    decoder = _decoder(source, recipe, config)
+    decoder = _decoder(source, recipe, config, on_event)
     names = linear_names(decoder)
     optimizer = Optimizer(dict(decoder.named_parameters()), config)
     return Setup(
@@ -89,12 +89,12 @@ def report_data(report: DataReport, on_event: OnEvent) -> None:
         on_event(message("rows_dropped", text, level="warn", dropped_rows=report.dropped_rows))
 
 
-def _decoder(source: Path, recipe: Recipe | None, config: TrainConfig) -> Decoder:
+def _decoder(source: Path, recipe: Recipe | None, config: TrainConfig, on_event: OnEvent) -> Decoder:
     decoder = load_trainable(source, dtype=torch.float32, device=config.device)
     if recipe is not None:
         convert(decoder, skip=("lm_head",))
-    if isinstance(recipe, DelayedScaling) and (source / "scales.safetensors").exists():
-        state.seed_scaling(decoder, source / "scales.safetensors")
+    if seeded := state.seed_scaling(decoder, recipe, source):
+        on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
     return decoder
 
 
