@@ -125,10 +125,14 @@ def calibrate(
 
 
 def _check_settings(
-    out: Path, recipe: Recipe, format_: str, device: str, *, kv_cache: bool, gradients: bool, scales_only: bool
+    out: Path, recipe: Recipe | None, format_: str, device: str, *, kv_cache: bool, gradients: bool, scales_only: bool
 ) -> None:
     """Everything that can be refused before a weight is read."""
     check_absent(out)
+    if recipe is None:
+        raise RecipeError(
+            "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
+        )
     to_json(recipe)  # RecipeError when it holds a function, which no file can carry
     quantization_files(format_, recipe, kv_cache)  # ModelError when the format cannot say it
     if recipe.override_linear_precision[0]:
