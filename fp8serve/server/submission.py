@@ -1,0 +1,397 @@
+"""From a fine-tune request to a job directory, or to a report of what the job would do.
+
+Both `POST /finetune` and `/v1/fine_tuning/jobs` come here. Rows are parsed by the same code that calibration and the
+trainer use, and `TrainConfig` checks the numbers, so a request that is accepted is one that the worker accepts. The
+directory is complete before the job is in the table: a crash in between leaves a directory that nothing names, which
+the next start removes.
+
+    JOB_DIR/data.jsonl | data.txt   the rows (a hard link where they were uploaded), validation.* likewise
+    JOB_DIR/job.json                TrainConfig
+    JOB_DIR/out/                    checkpoints and the result
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from fp8serve.errors import DataError, Fp8ServeError
+from fp8serve.model.examples import TextExample, TokenizedExample, example_from, read_examples, tokenize
+from fp8serve.model.files import fsync
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.server.faults import Code, Fault, safe_text
+from fp8serve.server.house import House
+from fp8serve.server.jobs import Job, NewJob, new_job_id
+from fp8serve.server.models import Source
+from fp8serve.server.protocol import Body, Metadata
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.order import total_steps
+
+MAX_BAD_ROWS = 20
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Rows = Annotated[list[dict[str, Any]], Field(min_length=1)]
+FileId = Annotated[str, Field(max_length=64)]
+Suffix = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
+
+
+class FinetuneBody(Body):
+    """`POST /finetune`: rows in `data`, or an uploaded `file_id`; every other field has the trainer's own default."""
+
+    data: Rows | None = None
+    file_id: FileId | None = None
+    validation_data: Rows | None = None
+    validation_file_id: FileId | None = None
+    model: str | None = None
+    suffix: Suffix = ""
+    metadata: Metadata = Field(default_factory=dict)
+    recipe: Literal["delayed", "current", "rowwise", "block", "bf16"] = "delayed"
+    amax_history_len: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
+    max_steps: Count | None = None
+    batch_size: Annotated[int, Field(ge=1, le=65536)] = 8
+    accumulate: Annotated[int, Field(ge=1, le=65536)] = 1
+    seq_len: Annotated[int, Field(ge=2, le=1 << 20)] = 256
+    packing: Literal["rows", "tokens"] = "rows"
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-5
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.01
+    clip: Annotated[float, Field(gt=0, le=1e6)] | None = 1.0
+    master_weights: Literal["model", "optimizer"] = "model"
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    save_every: Count | None = None
+    keep_last: Annotated[int, Field(ge=1, le=1000)] = 2
+    eval_every: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.data is None) == (self.file_id is None):
+            raise PydanticCustomError("one_source", "give either data (rows) or file_id")
+        if self.validation_data is not None and self.validation_file_id is not None:
+            raise PydanticCustomError("one_source", "give either validation_data or validation_file_id")
+        return self
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The fields of TrainConfig that a client decides."""
+        renamed = {"learning_rate": "lr"}
+        return {renamed.get(name, name): getattr(self, name) for name in HYPER_PARAMETERS}
+
+
+HYPER_PARAMETERS = (
+    "recipe",
+    "amax_history_len",
+    "epochs",
+    "max_steps",
+    "batch_size",
+    "accumulate",
+    "seq_len",
+    "packing",
+    "learning_rate",
+    "warmup_steps",
+    "min_lr_ratio",
+    "weight_decay",
+    "clip",
+    "master_weights",
+    "seed",
+    "save_every",
+    "keep_last",
+    "eval_every",
+)
+
+
+def refuse_if_not_allowed(house: House) -> None:
+    """Fault 409 when a job would run on the serving device and nobody said that it may; 503 while draining."""
+    if house.draining.is_set():
+        raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
+    settings = house.settings
+    if settings.train_on == "refuse" and settings.trains_on_serving_device:
+        raise Fault(
+            Code.TRAINING_REFUSED,
+            f"A fine-tune job would run on {settings.device}, the device that serves, and this server was not told "
+            "how to share it.",
+            hint="Start it with --train-on share, with --train-on pause, or with --train-device for another device.",
+        )
+
+
+def training_source(house: House, model: str | None) -> Source:
+    """Weights to start from: what is served now, "base", or the result of an earlier job by its model name or id."""
+    served = house.models.current
+    if model is None or (served is not None and model in house.models.names()):
+        return served.source if served is not None else house.source("base")
+    if model == "base":
+        return house.source("base")
+    for job in house.jobs.jobs(limit=100_000, status="succeeded"):
+        if model in (job.id, job.model_id(house.models.name)):
+            return house.source(job.id)
+    raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
+
+
+def submit(house: House, body: FinetuneBody, key: str | None) -> tuple[Job, bool]:
+    """Makes a queued job; False when the idempotency `key` had made it before. Blocks: call it in a thread. Raises
+    Fault.
+    """
+    refuse_if_not_allowed(house)
+    source = training_source(house, body.model)
+    job_id = new_job_id()
+    directory = house.trainer.dir_of(job_id)
+    directory.mkdir(mode=0o700)
+    try:
+        config = _fill(house, directory, body, source)
+        new = NewJob(
+            base=source.model_id, source=source.key, config=_public(config), suffix=body.suffix,
+            training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
+        )  # fmt: skip
+        job, made = house.jobs.create(new, job_id, house.settings.limits.jobs_queued, key, request_hash(body))
+    except OSError as error:
+        house.trainer.discard(job_id)
+        raise Fault(Code.DISK_FULL, f"The job cannot be written to the data directory: {error.strerror}.") from None
+    except BaseException:
+        house.trainer.discard(job_id)
+        raise
+    if not made:
+        house.trainer.discard(job_id)
+    return job, made
+
+
+def request_hash(body: Body) -> str:
+    """Identifies a request for its idempotency key."""
+    return hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+
+
+def _fill(house: House, directory: Path, body: FinetuneBody, source: Source) -> TrainConfig:
+    data = place(house, directory / "data", body.data, body.file_id)
+    held_out = place(house, directory / "validation", body.validation_data, body.validation_file_id)
+    config = make_config(house, directory, body, source, data, held_out)
+    for path in (*data, *held_out):
+        check_rows(path, "data" if path in data else "validation_data")
+    (directory / "job.json").write_text(config.to_json(), encoding="utf-8")
+    for path in (directory / "job.json", directory, directory.parent):
+        fsync(path)
+    return config
+
+
+def make_config(
+    house: House, directory: Path, body: FinetuneBody, source: Source, data: Sequence[Path], held_out: Sequence[Path]
+) -> TrainConfig:
+    """Fault when the trainer would refuse the numbers."""
+    places = {
+        "model": str(source.directory.resolve()),
+        "data": [str(p) for p in data],
+        "eval_data": [str(p) for p in held_out],
+    }
+    try:
+        return TrainConfig.from_dict(
+            {
+                **body.hyper_parameters(),
+                **places,
+                "out": str(directory / "out"),
+                "device": house.settings.training_device,
+            }
+        )
+    except Fp8ServeError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error)) from None
+
+
+def _public(config: TrainConfig) -> dict[str, Any]:
+    """What a job shows of its configuration: no place on our disk."""
+    return {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+
+
+def place(house: House, stem: Path, rows: Rows | None, file_id: str | None) -> list[Path]:
+    """Puts rows or an uploaded file beside the job. Nothing given: nothing placed."""
+    if file_id is not None:
+        source = file_path(house.data_dir, house.jobs.file(file_id).id)
+        path = stem.with_suffix(source.suffix)
+        _link(source, path)
+        return [path]
+    if rows is None:
+        return []
+    limits = house.settings.limits
+    if len(rows) > limits.rows:
+        raise Fault(
+            Code.INVALID_PARAMETER,
+            f"{len(rows)} rows are more than this server's limit of {limits.rows}.",
+            param=stem.name,
+        )
+    path = stem.with_suffix(".jsonl")
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows, 1):
+            line = json.dumps(row)
+            if len(line) > limits.row_bytes:
+                raise Fault(
+                    Code.INVALID_PARAMETER,
+                    f"Row {number} is larger than this server's limit of {limits.row_bytes} bytes.",
+                    param=stem.name,
+                )
+            file.write(line + "\n")
+    fsync(path)
+    return [path]
+
+
+def _link(source: Path, path: Path) -> None:
+    """Deleting the upload later must not pull the data from under a job."""
+    try:
+        os.link(source, path)
+    except OSError:
+        shutil.copyfile(source, path)
+        fsync(path)
+
+
+def file_path(data_dir: Path, file_id: str) -> Path:
+    """Where an upload lies. `file_id` is one that the file table holds. Fault 404 when its bytes are gone."""
+    for suffix in (".jsonl", ".txt"):
+        if (path := data_dir / "files" / (file_id + suffix)).exists():
+            return path
+    raise Fault(Code.FILE_NOT_FOUND, "The file of that id is no longer there.", param="file_id")
+
+
+def check_rows(path: Path, param: str) -> None:
+    """Fault 4xx naming the first bad line."""
+    try:
+        read_examples([path])
+    except DataError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
+
+
+# -- the dry run -------------------------------------------------------------------------------------------------------
+
+
+def validate(house: House, body: FinetuneBody, tokenizer: Tokenizer, source: Source) -> dict[str, Any]:
+    """What the job would do: bad rows by number, tokens, the share that is learnt, steps, memory, and one row."""
+    directory = house.trainer.dir_of(f"validate-{new_job_id()}")
+    directory.mkdir(mode=0o700)
+    try:
+        data = place(house, directory / "data", body.data, body.file_id)
+        held_out = place(house, directory / "validation", body.validation_data, body.validation_file_id)
+        config = make_config(house, directory, body, source, data, held_out)
+        good, bad = tokenize_file(data[0], tokenizer)
+        return report(config, good, bad, tokenizer, source)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+Tokenized = tuple[bool, TokenizedExample]
+"""Whether the row is plain text (cut into windows, not truncated), and its tokens."""
+
+
+def tokenize_file(path: Path, tokenizer: Tokenizer) -> tuple[list[Tokenized], list[dict[str, Any]]]:
+    """All rows that can be read, and a report on up to MAX_BAD_ROWS that cannot."""
+    good: list[Tokenized] = []
+    bad: list[dict[str, Any]] = []
+    for number, example in _rows_of(path):
+        try:
+            row = example_from(example, f"row {number}") if isinstance(example, Mapping) else example
+            if isinstance(row, DataError):
+                raise row
+            good.append((isinstance(row, TextExample), tokenize(row, tokenizer)))
+        except DataError as error:
+            bad.append({"row": number, "problem": safe_text(str(error))})
+            if len(bad) == MAX_BAD_ROWS:
+                break
+    return good, bad
+
+
+def _rows_of(path: Path) -> list[tuple[int, Any]]:
+    """Numbered rows: a mapping, an example, or the DataError that reading it gave."""
+    if path.suffix != ".jsonl":
+        try:
+            return list(enumerate(read_examples([path]), 1))
+        except DataError as error:
+            return [(1, error)]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [(n, _parse(line, n)) for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parse(line: str, number: int) -> Any:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return DataError(f"row {number} is not valid JSON: {error}.")
+    return row if isinstance(row, dict) else DataError(f"row {number} is not an object.")
+
+
+def report(
+    config: TrainConfig, good: list[Tokenized], bad: list[dict[str, Any]], tokenizer: Tokenizer, source: Source
+) -> dict[str, Any]:
+    """The dry run's figures. Windows and truncation follow the trainer: `seq_len` inputs a row, each with its
+    successor.
+    """
+    lengths, learnt, truncated, dropped = _count(good, config.seq_len)
+    tokens = sum(lengths)
+    return {
+        "ok": not bad and bool(lengths),
+        "rows": len(good) + len(bad),
+        "bad_rows": bad,
+        "training_rows": len(lengths),
+        "dropped_rows": dropped,
+        "truncated_rows": truncated,
+        "tokens_per_epoch": tokens,
+        "trainable_tokens_per_epoch": learnt,
+        "trainable_fraction": round(learnt / tokens, 4) if tokens else 0.0,
+        "longest_row": max(lengths, default=0),
+        "median_row": sorted(lengths)[len(lengths) // 2] if lengths else 0,
+        "steps": total_steps(lengths, config) if lengths else 0,
+        "epochs": config.epochs,
+        "memory_bytes": memory_plan(source.directory, config.master_weights),
+        "sample": _sample(good[0][1], tokenizer) if good else None,
+    }
+
+
+def _count(good: list[Tokenized], seq_len: int) -> tuple[list[int], int, int, int]:
+    """Inputs in each training row, targets over all, rows truncated, rows without a target."""
+    lengths: list[int] = []
+    learnt = truncated = dropped = 0
+    for is_text, row in good:
+        n = len(row.ids)
+        truncated += not is_text and n > seq_len + 1
+        pieces = [row.loss_mask[i : i + seq_len + 1] for i in (range(0, max(1, n - 1), seq_len) if is_text else [0])]
+        kept = [piece for piece in pieces if any(piece[1:])]
+        dropped += not kept
+        lengths += [len(piece) - 1 for piece in kept]
+        learnt += sum(sum(piece[1:]) for piece in kept)
+    return lengths, learnt, truncated, dropped
+
+
+def memory_plan(directory: Path, master_weights: str) -> dict[str, int]:
+    """Bytes for masters, gradients and the two AdamW moments, from the number of weights; activations come on top."""
+    parameters = _parameters(directory)
+    masters = 4 * parameters + (2 * parameters if master_weights == "optimizer" else 0)
+    return {"parameters": parameters, "masters": masters, "gradients": 4 * parameters, "moments": 8 * parameters}
+
+
+def _parameters(directory: Path) -> int:
+    """Weights in the safetensors headers; scales are too few to matter."""
+    total = 0
+    for path in directory.glob("*.safetensors"):
+        if path.name == "scales.safetensors":
+            continue
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+        total += sum(_product(shape) for shape in shapes)
+    return total
+
+
+def _product(shape: Sequence[int]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def _sample(row: TokenizedExample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The start of one row as text, cut where learning starts and stops."""
+    spans: list[dict[str, Any]] = []
+    ids, mask = row.ids[:256], row.loss_mask[:256]
+    start = 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or mask[i] != mask[start]:
+            spans.append({"learnt": mask[start], "text": tokenizer.decode(ids[start:i], skip_special_tokens=False)})
+            start = i
+    return spans
