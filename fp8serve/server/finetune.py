@@ -18,7 +18,7 @@ from fp8serve.server.jobs import FINAL, Event, Job
 from fp8serve.server.models import Served
 from fp8serve.server.protocol import ActivateBody
 from fp8serve.server.streams import EventStream, event
-from fp8serve.server.submission import FinetuneBody, submit, training_source, validate
+from fp8serve.server.submission import FinetuneBody, dry_run, submit
 
 router = APIRouter(tags=["fine-tuning"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -36,11 +36,9 @@ async def start(body: FinetuneBody, house: HouseDep, idempotency_key: Idempotenc
 
 
 @router.post("/finetune/validate", summary="What a job would do, without doing it")
-async def dry_run(body: FinetuneBody, house: HouseDep) -> dict[str, Any]:
+async def validate(body: FinetuneBody, house: HouseDep) -> dict[str, Any]:
     """Bad rows by number, tokens per epoch, the share that is learnt, steps, memory, and one row with its mask."""
-    served = house.models.resolve(None)
-    source = await asyncio.to_thread(training_source, house, body.model)
-    return await asyncio.to_thread(validate, house, body, served.tokenizer, source)
+    return await asyncio.to_thread(dry_run, house, body)
 
 
 @router.get("/finetune", summary="Jobs, newest first")

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,18 +22,16 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.errors import DataError, Fp8ServeError
-from fp8serve.model.examples import TextExample, TokenizedExample, example_from, read_examples, tokenize
+from fp8serve.model.examples import read_examples
 from fp8serve.model.files import fsync
-from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.house import House
 from fp8serve.server.jobs import Job, NewJob, new_job_id
 from fp8serve.server.models import Source
 from fp8serve.server.protocol import Body, Metadata
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.order import total_steps
+from fp8serve.train.validate import ValidationReport, validate
 
-MAX_BAD_ROWS = 20
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Rows = Annotated[list[dict[str, Any]], Field(min_length=1)]
 FileId = Annotated[str, Field(max_length=64)]
@@ -262,136 +260,21 @@ def check_rows(path: Path, param: str) -> None:
 # -- the dry run -------------------------------------------------------------------------------------------------------
 
 
-def validate(house: House, body: FinetuneBody, tokenizer: Tokenizer, source: Source) -> dict[str, Any]:
-    """What the job would do: bad rows by number, tokens, the share that is learnt, steps, memory, and one row."""
+def dry_run(house: House, body: FinetuneBody) -> dict[str, Any]:
+    """What the job would do: bad rows, tokens, the share that is learnt, steps, memory, and one row. Blocks. Raises Fault."""
+    source = training_source(house, body.model)
     directory = house.trainer.dir_of(f"validate-{new_job_id()}")
     directory.mkdir(mode=0o700)
     try:
         data = place(house, directory / "data", body.data, body.file_id)
         held_out = place(house, directory / "validation", body.validation_data, body.validation_file_id)
-        config = make_config(house, directory, body, source, data, held_out)
-        good, bad = tokenize_file(data[0], tokenizer)
-        return report(config, good, bad, tokenizer, source)
+        return _shown(validate(make_config(house, directory, body, source, data, held_out)))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-Tokenized = tuple[bool, TokenizedExample]
-"""Whether the row is plain text (cut into windows, not truncated), and its tokens."""
-
-
-def tokenize_file(path: Path, tokenizer: Tokenizer) -> tuple[list[Tokenized], list[dict[str, Any]]]:
-    """All rows that can be read, and a report on up to MAX_BAD_ROWS that cannot."""
-    good: list[Tokenized] = []
-    bad: list[dict[str, Any]] = []
-    for number, example in _rows_of(path):
-        try:
-            row = example_from(example, f"row {number}") if isinstance(example, Mapping) else example
-            if isinstance(row, DataError):
-                raise row
-            good.append((isinstance(row, TextExample), tokenize(row, tokenizer)))
-        except DataError as error:
-            bad.append({"row": number, "problem": safe_text(str(error))})
-            if len(bad) == MAX_BAD_ROWS:
-                break
-    return good, bad
-
-
-def _rows_of(path: Path) -> list[tuple[int, Any]]:
-    """Numbered rows: a mapping, an example, or the DataError that reading it gave."""
-    if path.suffix != ".jsonl":
-        try:
-            return list(enumerate(read_examples([path]), 1))
-        except DataError as error:
-            return [(1, error)]
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [(n, _parse(line, n)) for n, line in enumerate(lines, 1) if line.strip()]
-
-
-def _parse(line: str, number: int) -> Any:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return DataError(f"row {number} is not valid JSON: {error}.")
-    return row if isinstance(row, dict) else DataError(f"row {number} is not an object.")
-
-
-def report(
-    config: TrainConfig, good: list[Tokenized], bad: list[dict[str, Any]], tokenizer: Tokenizer, source: Source
-) -> dict[str, Any]:
-    """The dry run's figures. Windows and truncation follow the trainer: `seq_len` inputs a row, each with its
-    successor.
-    """
-    lengths, learnt, truncated, dropped = _count(good, config.seq_len)
-    tokens = sum(lengths)
-    return {
-        "ok": not bad and bool(lengths),
-        "rows": len(good) + len(bad),
-        "bad_rows": bad,
-        "training_rows": len(lengths),
-        "dropped_rows": dropped,
-        "truncated_rows": truncated,
-        "tokens_per_epoch": tokens,
-        "trainable_tokens_per_epoch": learnt,
-        "trainable_fraction": round(learnt / tokens, 4) if tokens else 0.0,
-        "longest_row": max(lengths, default=0),
-        "median_row": sorted(lengths)[len(lengths) // 2] if lengths else 0,
-        "steps": total_steps(lengths, config) if lengths else 0,
-        "epochs": config.epochs,
-        "memory_bytes": memory_plan(source.directory, config.master_weights),
-        "sample": _sample(good[0][1], tokenizer) if good else None,
-    }
-
-
-def _count(good: list[Tokenized], seq_len: int) -> tuple[list[int], int, int, int]:
-    """Inputs in each training row, targets over all, rows truncated, rows without a target."""
-    lengths: list[int] = []
-    learnt = truncated = dropped = 0
-    for is_text, row in good:
-        n = len(row.ids)
-        truncated += not is_text and n > seq_len + 1
-        pieces = [row.loss_mask[i : i + seq_len + 1] for i in (range(0, max(1, n - 1), seq_len) if is_text else [0])]
-        kept = [piece for piece in pieces if any(piece[1:])]
-        dropped += not kept
-        lengths += [len(piece) - 1 for piece in kept]
-        learnt += sum(sum(piece[1:]) for piece in kept)
-    return lengths, learnt, truncated, dropped
-
-
-def memory_plan(directory: Path, master_weights: str) -> dict[str, int]:
-    """Bytes for masters, gradients and the two AdamW moments, from the number of weights; activations come on top."""
-    parameters = _parameters(directory)
-    masters = 4 * parameters + (2 * parameters if master_weights == "optimizer" else 0)
-    return {"parameters": parameters, "masters": masters, "gradients": 4 * parameters, "moments": 8 * parameters}
-
-
-def _parameters(directory: Path) -> int:
-    """Weights in the safetensors headers; scales are too few to matter."""
-    total = 0
-    for path in directory.glob("*.safetensors"):
-        if path.name == "scales.safetensors":
-            continue
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-        total += sum(_product(shape) for shape in shapes)
-    return total
-
-
-def _product(shape: Sequence[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
-
-
-def _sample(row: TokenizedExample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The start of one row as text, cut where learning starts and stops."""
-    spans: list[dict[str, Any]] = []
-    ids, mask = row.ids[:256], row.loss_mask[:256]
-    start = 0
-    for i in range(1, len(ids) + 1):
-        if i == len(ids) or mask[i] != mask[start]:
-            spans.append({"learnt": mask[start], "text": tokenizer.decode(ids[start:i], skip_special_tokens=False)})
-            start = i
-    return spans
+def _shown(report: ValidationReport) -> dict[str, Any]:
+    """The report without places on our disk."""
+    shown: dict[str, Any] = json.loads(report.to_json())
+    shown["bad_lines"] = [{"line": bad["line"], "message": safe_text(bad["message"])} for bad in shown["bad_lines"]]
+    return shown

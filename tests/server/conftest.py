@@ -47,7 +47,10 @@ def start(settings: Settings) -> Start:
         launcher = launcher or Launcher()
         app = create_app(replace(settings, **changes), launcher)
         transport = httpx.ASGITransport(app)
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://server") as client,
+        ):
             server = Server(app, client, launcher)
             if wait:
                 await server.ready()

@@ -38,7 +38,11 @@ class FakeEngine:
 
     def __init__(self, delay: float = 0.0, fail: str | None = None, max_model_len: int = 512) -> None:
         self.limits = Limits(max_model_len=max_model_len, num_blocks=10_000, block_size=16, vocab_size=257)
-        self.info: dict[str, Any] = {"device": "cpu", "backends": {"quantize": "fake kernel", "scaled_mm": "fake kernel"}, "model_dir": "/secret/place"}
+        self.info: dict[str, Any] = {
+            "device": "cpu",
+            "backends": {"quantize": "fake kernel", "scaled_mm": "fake kernel"},
+            "model_dir": "/secret/place",
+        }
         self.delay = delay
         self.fail = fail
         self.alive = True
@@ -76,14 +80,24 @@ class FakeEngine:
             count, reason, stop_reason = i + 1, "length" if i + 1 == params.max_new_tokens else None, None
             if hits := [s for s in params.stop if s in text]:
                 text, reason, stop_reason = text[: text.index(hits[0])], "stop", hits[0]
-            logprobs = None if params.logprobs is None else (TokenLogprob(token, -0.5, tuple((t, -float("inf")) for t in range(params.logprobs))),)
+            logprobs = (
+                None
+                if params.logprobs is None
+                else (TokenLogprob(token, -0.5, tuple((t, -float("inf")) for t in range(params.logprobs))),)
+            )
             if self.fail is not None and i == 2:
                 yield RequestOutput(request.request_id, finish_reason="error", error=self.fail)
                 return
             held = 0 if reason else max(map(len, params.stop), default=0)
-            delta = text[sent : max(sent, len(text) - held)] if not reason else text[sent:] + ("" if stop_reason else decoder.flush())
+            delta = (
+                text[sent : max(sent, len(text) - held)]
+                if not reason
+                else text[sent:] + ("" if stop_reason else decoder.flush())
+            )
             sent += len(delta)
-            yield RequestOutput(request.request_id, delta, (token,), logprobs, reason, len(prompt), count, 0, stop_reason)  # type: ignore[arg-type]
+            yield RequestOutput(
+                request.request_id, delta, (token,), logprobs, reason, len(prompt), count, 0, stop_reason
+            )  # type: ignore[arg-type]
             if reason:
                 return
 

@@ -76,9 +76,17 @@ def test_root_answers_with_a_list(start: Start) -> None:
 
 @pytest.mark.parametrize(
     ("parameters", "greedy"),
-    [({}, True), ({"temperature": 0}, True), ({"do_sample": True}, False), ({"temperature": 0.5}, False), ({"top_p": 0.9}, False)],
+    [
+        ({}, True),
+        ({"temperature": 0}, True),
+        ({"do_sample": True}, False),
+        ({"temperature": 0.5}, False),
+        ({"top_p": 0.9}, False),
+    ],
 )
-def test_sampling_is_asked_for_as_text_generation_inference_has_it(start: Start, parameters: dict[str, Any], greedy: bool) -> None:
+def test_sampling_is_asked_for_as_text_generation_inference_has_it(
+    start: Start, parameters: dict[str, Any], greedy: bool
+) -> None:
     async def body() -> None:
         async with start() as server:
             details = {"details": True} | parameters
@@ -130,7 +138,9 @@ def test_an_engine_that_dies_is_a_503_and_is_started_again(start: Start) -> None
     async def body() -> None:
         async with start(Launcher(lambda: FakeEngine(delay=0.01))) as server:
             first = server.launcher.engine
-            asked = asyncio.create_task(server.client.post("/generate", json={"inputs": "x", "parameters": {"max_new_tokens": 100}}))
+            asked = asyncio.create_task(
+                server.client.post("/generate", json={"inputs": "x", "parameters": {"max_new_tokens": 100}})
+            )
             while not first.running:
                 await asyncio.sleep(0.01)
             first.alive = False
@@ -154,7 +164,9 @@ def test_tokenize_and_back(start: Start) -> None:
             assert said["max_model_len"] == 512
             back = await server.client.post("/detokenize", json={"tokens": said["tokens"]})
             assert back.json() == {"prompt": "héy"}
-            chat = (await server.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()
+            chat = (
+                await server.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
+            ).json()
             text = (await server.client.post("/detokenize", json={"tokens": chat["tokens"]})).json()["prompt"]
             assert text == "<user>hi\n<assistant>"
 
