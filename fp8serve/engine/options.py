@@ -29,7 +29,14 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in ("bf16", "fp8"):
             raise RequestError(f"kv_cache_dtype must be bf16 or fp8, not {self.kv_cache_dtype!r}.")
-        for name in ("max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max_prefill_tokens"):
+        for name in (
+            "max_num_seqs",
+            "max_model_len",
+            "block_size",
+            "num_blocks",
+            "max_batch_tokens",
+            "max_prefill_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise RequestError(f"{name} must be a positive integer, not {value!r}.")

@@ -91,7 +91,9 @@ class SamplingParams:
         if any(not 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop):
             raise RequestError(f"Every stop string must have 1 to {MAX_STOP_LENGTH} characters.")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(self.stop_token_ids)}.")
+            raise RequestError(
+                f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(self.stop_token_ids)}."
+            )
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
 
@@ -207,7 +209,11 @@ class RequestOutput:
     error: str | None = None  # one sentence, when finish_reason is "error"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Only what differs from the defaults: one of these crosses to the server for every token."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if self.logprobs is not None:
+            found["logprobs"] = [asdict(item) for item in self.logprobs]
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RequestOutput":
