@@ -80,10 +80,10 @@ class Generation:
         clock = _Clock(self._metrics, self.started)
         outcome: Outcome = "cancelled"
         try:
-            async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:  # type: ignore[type-var]
+            async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:
                 async for output in outputs:
                     clock.saw(output)
-                    if fault := _fault_of(output):
+                    if fault := _fault_of(output, self.served.engine.alive):
                         outcome = "failed"
                         return self._queue.put_nowait(fault)
                     if output.finish_reason is not None:
@@ -103,9 +103,10 @@ class Generation:
             ticket.close(outcome)
 
 
-def _fault_of(output: RequestOutput) -> Fault | None:
+def _fault_of(output: RequestOutput, alive: bool) -> Fault | None:
     if output.finish_reason == "error":
-        return Fault(Code.GENERATION_FAILED, output.error or "The engine failed while it was answering.")
+        code = Code.GENERATION_FAILED if alive else Code.ENGINE_DOWN
+        return Fault(code, output.error or "The engine failed while it was answering.")
     if output.finish_reason == "abort":
         return Fault(Code.DRAINING, "The request was aborted before it was done.")
     return None

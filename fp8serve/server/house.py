@@ -190,7 +190,7 @@ class House:
 def kernels_line(served: Served) -> str:
     """One line: which kernel serves each op, as the engine says."""
     info = served.engine.info
-    kernels = info.get("backends") or info.get("kernels") or {}
+    kernels = info.get("kernels") or {}
     named = (
         ", ".join(f"{op}: {name}" for op, name in sorted(kernels.items()))
         if isinstance(kernels, dict)

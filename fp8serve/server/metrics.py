@@ -7,11 +7,10 @@ a client sent: routes are templates, and unknown paths share one label.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -81,15 +80,6 @@ VLLM_NAMES = {
     "fp8serve_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
     "fp8serve_preemptions": "vllm:num_preemptions",
 }
-
-
-@dataclass(frozen=True)
-class EngineGauge:
-    """One number of the engine's statistics: its metric name, the keys it may have there, and what it means."""
-
-    name: str
-    keys: tuple[str, ...]
-    help: str
 
 
 class Metrics:
@@ -169,18 +159,22 @@ class Metrics:
         return text + generate_latest(_only(_aliased(self.registry.collect()))) if self._aliases else text
 
 
-ENGINE_GAUGES = (
-    EngineGauge("fp8serve_requests_running", ("running", "num_running"), "Sequences being computed"),
-    EngineGauge("fp8serve_requests_waiting", ("waiting", "num_waiting"), "Sequences waiting for a place in the batch"),
-    EngineGauge(
-        "fp8serve_kv_cache_usage_ratio", ("kv_usage", "kv_cache_usage"), "Share of cache blocks in use, 0 to 1"
+ENGINE_GAUGES = {
+    "running": ("fp8serve_requests_running", "Sequences being computed"),
+    "waiting": ("fp8serve_requests_waiting", "Sequences waiting for a place in the batch"),
+    "kv_usage": ("fp8serve_kv_cache_usage_ratio", "Share of cache blocks in use, 0 to 1"),
+    "kv_blocks_used": ("fp8serve_kv_cache_blocks_used", "Cache blocks in use"),
+}
+ENGINE_COUNTERS = {
+    "steps_total": ("fp8serve_engine_steps", "Batches computed by the present engine process"),
+    "preemptions_total": ("fp8serve_preemptions", "Sequences that lost their blocks and were recomputed"),
+    "prefix_queried_tokens_total": (
+        "fp8serve_prefix_cache_queried_tokens",
+        "Prompt tokens looked up in the prefix cache",
     ),
-    EngineGauge(
-        "fp8serve_preemptions",
-        ("preemptions", "num_preemptions"),
-        "Sequences that lost their blocks and were recomputed",
-    ),
-)
+    "prefix_hit_tokens_total": ("fp8serve_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
+}
+"""Key of the engine's statistics -> metric name and meaning."""
 
 
 class _Live(Collector):
@@ -191,10 +185,12 @@ class _Live(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._metrics.engine_stats()
-        for gauge in ENGINE_GAUGES:
-            values = [stats[key] for key in gauge.keys if key in stats]
-            if values:
-                yield GaugeMetricFamily(gauge.name, gauge.help, value=float(values[0]))
+        for key, (name, meaning) in ENGINE_GAUGES.items():
+            if key in stats:
+                yield GaugeMetricFamily(name, meaning, value=float(stats[key]))
+        for key, (name, meaning) in ENGINE_COUNTERS.items():
+            if key in stats:
+                yield CounterMetricFamily(name, meaning, value=float(stats[key]))
         jobs = GaugeMetricFamily("fp8serve_jobs", "Fine-tune jobs by state", labels=["state"])
         for state, count in self._metrics.job_counts().items():
             jobs.add_metric([state], count)

@@ -261,7 +261,7 @@ def check_rows(path: Path, param: str) -> None:
 
 
 def dry_run(house: House, body: FinetuneBody) -> dict[str, Any]:
-    """What the job would do: bad rows, tokens, the share that is learnt, steps, memory, and one row. Blocks. Raises Fault."""
+    """What the job would do: bad rows, tokens, the share that is learnt, steps, memory, one row. Blocks."""
     source = training_source(house, body.model)
     directory = house.trainer.dir_of(f"validate-{new_job_id()}")
     directory.mkdir(mode=0o700)

@@ -1,25 +1,28 @@
 """An engine without a model: it answers with the prompt's own tokens, over and over, one every `delay` seconds.
 
-It keeps the promises of `fp8serve.engine.client.EngineClient` that the server leans on, counts what it runs, and can be told to
-fail, to stall, or to die.
+It keeps the promises of `fp8serve.engine.client.EngineClient` that the server leans on, counts what it runs, and can be
+told to fail, to stall, or to die.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from fp8serve.engine.request import Limits, Request, RequestOutput, TokenLogprob
+from fp8serve.engine.request import FinishReason, Limits, Request, RequestOutput, TokenLogprob
 from fp8serve.errors import MachineError, ModelError
 from fp8serve.model.chat import ChatTemplate
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.models import Source
 
 EOS = 256
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -40,7 +43,7 @@ class FakeEngine:
         self.limits = Limits(max_model_len=max_model_len, num_blocks=10_000, block_size=16, vocab_size=257)
         self.info: dict[str, Any] = {
             "device": "cpu",
-            "backends": {"quantize": "fake kernel", "scaled_mm": "fake kernel"},
+            "kernels": {"quantize": "fake kernel", "scaled_mm": "fake kernel"},
             "model_dir": "/secret/place",
         }
         self.delay = delay
@@ -56,7 +59,7 @@ class FakeEngine:
     def check(self, request: Request) -> None:
         self.limits.check(request)
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         self.running.add(request.request_id)
         try:
             async for output in self._outputs(request):
@@ -67,7 +70,7 @@ class FakeEngine:
             if request.request_id not in self.finished:
                 self.aborted.append(request.request_id)
 
-    async def _outputs(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         prompt, params = request.prompt_token_ids, request.params
         decoder = self._tokenizer.stream()
         text, sent = "", 0
@@ -77,7 +80,8 @@ class FakeEngine:
                 raise MachineError("The engine process ended.")
             token = prompt[i % len(prompt)]
             text += decoder.push(token)
-            count, reason, stop_reason = i + 1, "length" if i + 1 == params.max_new_tokens else None, None
+            count, stop_reason = i + 1, None
+            reason: FinishReason | None = "length" if i + 1 == params.max_new_tokens else None
             if hits := [s for s in params.stop if s in text]:
                 text, reason, stop_reason = text[: text.index(hits[0])], "stop", hits[0]
             logprobs = (
@@ -97,7 +101,7 @@ class FakeEngine:
             sent += len(delta)
             yield RequestOutput(
                 request.request_id, delta, (token,), logprobs, reason, len(prompt), count, 0, stop_reason
-            )  # type: ignore[arg-type]
+            )
             if reason:
                 return
 
@@ -105,7 +109,7 @@ class FakeEngine:
         self.running.discard(request_id)
 
     async def stats(self) -> dict[str, Any]:
-        return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions": 0}
+        return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
 
     async def scales(self) -> list[dict[str, Any]]:
         return [{"name": "model.layers.0.mlp.up_proj", "input": {"scale": 2.0, "amax": 3.0}}]
