@@ -20,8 +20,14 @@ NO_TORCH = {"fp8serve.fp8.recipe", "fp8serve.engine.request", "fp8serve.engine.k
 
 def sources() -> dict[str, Path]:
     """Every module by its installed name."""
-    files = {p: ("fp8serve", *p.relative_to(ROOT / "fp8serve").with_suffix("").parts) for p in (ROOT / "fp8serve").rglob("*.py")}
-    files |= {p: ("fp8serve", "calibration", *p.relative_to(ROOT / "calibrate").with_suffix("").parts) for p in (ROOT / "calibrate").rglob("*.py")}
+    files = {
+        p: ("fp8serve", *p.relative_to(ROOT / "fp8serve").with_suffix("").parts)
+        for p in (ROOT / "fp8serve").rglob("*.py")
+    }
+    files |= {
+        p: ("fp8serve", "calibration", *p.relative_to(ROOT / "calibrate").with_suffix("").parts)
+        for p in (ROOT / "calibrate").rglob("*.py")
+    }
     return {".".join(parts).removesuffix(".__init__"): path for path, parts in files.items()}
 
 
