@@ -1,0 +1,246 @@
+"""The ops: one schema, the reference as default kernel, a fake kernel, and the C++ kernels where they were built.
+
+Dispatch, not an `if`, chooses the kernel: the reference is registered as CompositeExplicitAutograd, which answers for
+every device that has no kernel of its own. `backends()` says who answers, so a fallback is never silent. The libraries
+are plain shared objects next to the package (`libfp8serve_cpu.so`, `libfp8serve_cuda.so`), looked up along the
+package's `__path__` because an editable install has two places.
+
+An op is declared here and nowhere else: `torch.library` is imported by this module only.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.library
+from torch import Tensor
+
+import fp8serve
+from fp8serve.errors import RecipeError
+from fp8serve.fp8 import reference
+from fp8serve.fp8.reference import BLOCK
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+GranularityName = Literal["tensor", "row", "block1x128", "block128x128"]
+
+_LIBRARY: Any = cast(Any, torch.library.Library)("fp8serve", "DEF")  # torch leaves the class untyped
+OPS: list[str] = []  # every op that has a kernel per device
+
+
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8serve::{name}", fake, lib=_LIBRARY)
+    OPS.append(name)
+
+
+def blocks(size: int) -> int:
+    """How many blocks of 128 cover `size`."""
+    return -(-size // BLOCK)
+
+
+def _fake_quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty((), dtype=torch.float32)
+
+
+def _fake_current(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty((), dtype=torch.float32)
+
+
+def _fake_rowwise(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _fake_block(x: Tensor, dtype: torch.dtype, block_rows: int, power_2: bool) -> tuple[Tensor, Tensor]:
+    shape = (-(-x.shape[0] // block_rows), blocks(x.shape[1]))
+    return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_scaled_mm(a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out)
+
+
+def _fake_nothing(*args: Any) -> None:
+    return None
+
+
+def _fake_paged(q: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(q)
+
+
+_define(
+    "quantize(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    reference.quantize,
+    _fake_quantize,
+)
+_define(
+    "quantize_current(Tensor x, ScalarType dtype, bool power_2) -> (Tensor q, Tensor scale_inv)",
+    reference.quantize_current,
+    _fake_current,
+)
+_define(
+    "quantize_rowwise(Tensor x, ScalarType dtype, bool power_2) -> (Tensor q, Tensor scale_inv)",
+    reference.quantize_rowwise,
+    _fake_rowwise,
+)
+_define(
+    "quantize_block(Tensor x, ScalarType dtype, int block_rows, bool power_2) -> (Tensor q, Tensor scale_inv)",
+    reference.quantize_block,
+    _fake_block,
+)
+_define(
+    "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype)"
+    " -> Tensor",
+    reference.scaled_mm,
+    _fake_scaled_mm,
+)
+_define(
+    "delayed_update(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, Tensor(c!)[] nonfinite, Tensor(d!)[] steps,"
+    " float[] fp8_maxes, int margin, int interval, str algo) -> ()",
+    reference.delayed_update,
+    _fake_nothing,
+)
+_define(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor context_lens,"
+    " Tensor query_starts, Tensor? k_scale_inv, Tensor? v_scale_inv, float softmax_scale) -> Tensor",
+    reference.paged_attention,
+    _fake_paged,
+)
+_define(
+    "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? k_scale,"
+    " Tensor? v_scale) -> ()",
+    reference.write_kv,
+    _fake_nothing,
+)
+
+# Which instruction set the CPU library chose; without the library there is no kernel for the CPU key to ask.
+_ISA = ("portable", "avx2", "avx512", "avx512bf16")
+_LIBRARY.define("cpu_isa(Tensor probe) -> int")
+
+
+def _load(stem: str) -> Path | None:
+    for folder in fp8serve.__path__:
+        path = Path(folder) / f"lib{stem}.so"
+        if path.exists():
+            cast(Any, torch.ops).load_library(str(path))
+            return path
+    return None
+
+
+# A CUDA library cannot be loaded by a torch that was built without CUDA, so it is not even tried there.
+LIBRARIES = {"cpu": _load("fp8serve_cpu"), "cuda": _load("fp8serve_cuda") if torch.version.cuda else None}
+
+
+def _has_kernel(op: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", key))
+
+
+def cpu_isa() -> str | None:
+    """The instruction set of the CPU library ("avx512bf16", "avx512", "avx2", "portable"); None without it."""
+    if not _has_kernel("cpu_isa", "CPU"):
+        return None
+    return _ISA[torch.ops.fp8serve.cpu_isa(torch.empty(0))]
+
+
+def backends(device: str = "cpu") -> dict[str, str]:
+    """Which kernel serves each op on a device: "cpu kernel (avx512bf16)", "cuda kernel" or "reference"."""
+    detail = f" ({cpu_isa()})" if device == "cpu" and cpu_isa() else ""
+    return {op: f"{device} kernel{detail}" if _has_kernel(op, device.upper()) else "reference" for op in OPS}
+
+
+def _dtype(fmt: str) -> torch.dtype:
+    if fmt not in DTYPES:
+        raise RecipeError(f"There is no FP8 format {fmt!r}; use 'e4m3' or 'e5m2'.")
+    return DTYPES[fmt]
+
+
+def _with_scale(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    if scale.dim() != 0:
+        raise ValueError(f"A given scale must be one number (shape []), found shape {list(scale.shape)}.")
+    q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
+    return q, scale.reciprocal()
+
+
+def _by_rows(x: Tensor, op: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor]:
+    """Apply a two-dimensional op to [..., K] by folding the leading dimensions."""
+    q, scale_inv = op(x.reshape(-1, x.shape[-1]), *args)
+    return q.view(x.shape), scale_inv.view(*x.shape[:-1], scale_inv.shape[-1])
+
+
+def quantize(
+    x: Tensor,
+    fmt: str = "e4m3",
+    granularity: GranularityName = "tensor",
+    scale: Tensor | float | None = None,
+    power_2_scale: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Quantize x [..., K] of FP32, BF16 or FP16 to FP8: (q of x's shape, scale_inv FP32).
+
+    scale_inv is [] per tensor, [..., 1] per row, [..., ceil(K/128)] for "block1x128" and [ceil(M/128), ceil(K/128)] for
+    "block128x128" (x must be [M, K]). With `scale` (FP32 [], multiplies) the tensor is quantized by it; otherwise the
+    scale comes from x itself. Raises RecipeError for an unknown format or granularity, ValueError for a wrong shape.
+    """
+    dtype = _dtype(fmt)
+    if scale is not None:
+        if granularity != "tensor" or power_2_scale:
+            raise ValueError(
+                "A given scale is for the whole tensor; leave granularity and power_2_scale at their defaults."
+            )
+        return _with_scale(x, scale, dtype)
+    if granularity == "tensor":
+        return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize_current(x, dtype, power_2_scale))
+    if granularity == "row":
+        return _by_rows(x, torch.ops.fp8serve.quantize_rowwise, dtype, power_2_scale)
+    if granularity == "block1x128":
+        return _by_rows(x, torch.ops.fp8serve.quantize_block, dtype, 1, power_2_scale)
+    if granularity == "block128x128":
+        if x.dim() != 2:
+            raise ValueError(f"128x128 blocks need a matrix [M, K], found shape {list(x.shape)}.")
+        return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize_block(x, dtype, BLOCK, power_2_scale))
+    raise RecipeError(f"There is no granularity {granularity!r}; use tensor, row, block1x128 or block128x128.")
+
+
+def _check_scale(name: str, scale_inv: Tensor, rows: int, cols: int) -> None:
+    allowed = [(), (rows, 1), (rows, blocks(cols)), (blocks(rows), blocks(cols))]
+    if tuple(scale_inv.shape) not in allowed:
+        shapes = ", ".join(str(list(s)) for s in allowed)
+        raise ValueError(
+            f"{name} of a [{rows}, {cols}] matrix must have one of the shapes {shapes}, found {list(scale_inv.shape)}."
+        )
+
+
+def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
+    """FP8 q [..., K] and its scale_inv, of any granularity of `quantize`, back to FP32."""
+    if scale_inv.dim() == 0:
+        return reference.dequantize(q, scale_inv)
+    flat = q.reshape(-1, q.shape[-1])
+    folded = scale_inv.reshape(-1, scale_inv.shape[-1])
+    _check_scale("scale_inv", folded, *flat.shape)
+    return reference.dequantize(flat, folded).view(q.shape)
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """FP8 [M, K] x FP8 [N, K] -> [M, N] in out_dtype, accumulated in FP32, plus bias [N].
+
+    Any mix of E4M3 and E5M2, any sizes, each scale_inv of any granularity of `quantize`. Raises ValueError for shapes
+    that do not fit.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"scaled_mm needs a [M, K] and b [N, K], found {list(a.shape)} and {list(b.shape)}.")
+    if a.dtype not in reference.FP8_MAX or b.dtype not in reference.FP8_MAX:
+        raise ValueError(f"scaled_mm needs FP8 operands, found {a.dtype} and {b.dtype}; quantize them first.")
+    if bias is not None and tuple(bias.shape) != (b.shape[0],):
+        raise ValueError(f"bias must have shape [{b.shape[0]}], found {list(bias.shape)}.")
+    _check_scale("a_scale_inv", a_scale_inv, *a.shape)
+    _check_scale("b_scale_inv", b_scale_inv, *b.shape)
+    return cast(Tensor, torch.ops.fp8serve.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, out_dtype))

@@ -1,0 +1,217 @@
+"""Recipes: how tensors get their FP8 scales, as frozen data with a public name.
+
+A recipe says everything that decides the numbers of a quantized layer: the formats, where the scale comes from, and
+which of the three GEMMs of a linear layer stay in high precision. The same object goes through calibration, training
+and serving, and is written into the files as JSON. Nothing here touches torch, so a command line can read a recipe
+without waiting for it.
+
+What we chose not to do: no base class (`Recipe` is a union), no defaults from the environment, no mutation.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from typing import Any, Literal, get_args
+
+from fp8serve.errors import RecipeError
+
+AmaxAlgo = Literal["max", "most_recent"] | Callable[[Any], Any]
+ScaleAlgo = Callable[[Any, Any, float, Any], Any]
+Granularity = Literal["tensor", "row"]
+Precisions = tuple[bool, bool, bool]
+
+MAX_MARGIN = 8  # beyond it fp8_max / 2^margin / amax leaves FP32's range for the largest amax
+
+
+class Format(Enum):
+    """FP8 formats: (forward, backward). E4M3 reaches 448, E5M2 reaches 57344; HYBRID is E4M3 forward, E5M2 backward."""
+
+    E4M3 = "E4M3"
+    E5M2 = "E5M2"
+    HYBRID = "HYBRID"
+
+    @property
+    def forward(self) -> str:
+        """The format of activations and weights: "e4m3" or "e5m2"."""
+        return "e5m2" if self is Format.E5M2 else "e4m3"
+
+    @property
+    def backward(self) -> str:
+        """The format of gradients: "e4m3" or "e5m2"."""
+        return "e4m3" if self is Format.E4M3 else "e5m2"
+
+
+def _check_common(recipe: "Recipe") -> None:
+    if not isinstance(recipe.fp8_format, Format):
+        raise RecipeError(
+            f"fp8_format must be a Format, found {recipe.fp8_format!r}; use Format.HYBRID or Format.E4M3."
+        )
+    if recipe.fp8_format is Format.E5M2:
+        raise RecipeError("fp8_format=Format.E5M2 keeps 2 bits of weights and activations; use Format.HYBRID.")
+    override = recipe.override_linear_precision
+    if not isinstance(override, tuple) or [type(o) for o in override] != [bool] * 3:
+        raise RecipeError(
+            f"override_linear_precision must be three booleans (fprop, dgrad, wgrad), found {override!r}."
+        )
+
+
+def _check_flags(recipe: "Recipe", *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(recipe, name), bool):
+            raise RecipeError(f"{name} must be True or False, found {getattr(recipe, name)!r}.")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise RecipeError(f"{name} must be a whole number from {low} to {high}, found {value!r}.")
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """One scale per tensor from the amax history of earlier steps (SPEC 2.4): one read of the tensor per quantization.
+
+    `scale = (fp8_max / 2^margin) / amax`; `amax_compute_algo` reduces the history ("max", "most_recent" or a callable
+    `history [N] -> amax []`); `scaling_factor_compute_algo` replaces the formula by `(amax, old_scale, fp8_max, recipe)
+    -> scale`. The scale is recomputed on the first and then on every `interval`-th recorded step.
+    """
+
+    margin: int = 0
+    interval: int = 1
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgo = "max"
+    scaling_factor_compute_algo: ScaleAlgo | None = None
+    override_linear_precision: Precisions = (False, False, False)
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        _check_common(self)
+        _check_flags(self, "reduce_amax", "fp8_dpa", "fp8_mha")
+        _check_int("margin", self.margin, -MAX_MARGIN, MAX_MARGIN)
+        _check_int("interval", self.interval, 1, 2**31 - 1)
+        _check_int("amax_history_len", self.amax_history_len, 1, 2**20)
+        if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
+            raise RecipeError(
+                f'amax_compute_algo must be "max", "most_recent" or a callable, found {self.amax_compute_algo!r}.'
+            )
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise RecipeError(
+                f"scaling_factor_compute_algo must be None or a callable, found {self.scaling_factor_compute_algo!r}."
+            )
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling:
+    """The scale comes from the tensor's own amax; `granularity="row"`: one scale per token and per output channel."""
+
+    fp8_format: Format = Format.HYBRID
+    power_2_scale: bool = False
+    granularity: Granularity = "tensor"
+    override_linear_precision: Precisions = (False, False, False)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        _check_common(self)
+        _check_flags(self, "power_2_scale", "fp8_dpa", "fp8_mha")
+        if self.granularity not in get_args(Granularity):
+            raise RecipeError(f'granularity must be "tensor" or "row", found {self.granularity!r}.')
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling:
+    """Activations and gradients have one scale per 1x128 along the contracted dimension, weights one per 128x128."""
+
+    fp8_format: Format = Format.E4M3
+    power_2_scale: bool = False
+    override_linear_precision: Precisions = (False, False, False)
+
+    def __post_init__(self) -> None:
+        _check_common(self)
+        _check_flags(self, "power_2_scale")
+
+
+Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling
+
+_CLASSES: dict[str, type[Recipe]] = {c.__name__: c for c in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)}
+_NAMED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
+    "delayed": (DelayedScaling, {}),
+    "current": (Float8CurrentScaling, {}),
+    "rowwise": (Float8CurrentScaling, {"granularity": "row"}),
+    "block": (Float8BlockScaling, {}),
+}
+NAMES = (*_NAMED, "bf16")
+
+
+def _build(cls: type[Recipe], given: dict[str, Any]) -> Recipe:
+    known = [f.name for f in fields(cls)]
+    for name in given:
+        if name not in known:
+            raise RecipeError(f"{cls.__name__} has no parameter {name!r}; it has {', '.join(known)}.")
+    return cls(**given)
+
+
+def from_name(name: str, **overrides: Any) -> Recipe | None:
+    """The recipe of a command-line name ("delayed", "current", "rowwise", "block"), or None for "bf16".
+
+    `overrides` replace parameters. Raises RecipeError for an unknown name or parameter, or a parameter out of range.
+    """
+    if name == "bf16":
+        if overrides:
+            raise RecipeError(f"The recipe 'bf16' has no parameters, found {', '.join(overrides)}.")
+        return None
+    if name not in _NAMED:
+        raise RecipeError(f"There is no recipe {name!r}; choose one of {', '.join(NAMES)}.")
+    cls, preset = _NAMED[name]
+    return _build(cls, preset | overrides)
+
+
+def name_of(recipe: Recipe | None) -> str:
+    """The command-line name of a recipe; the inverse of `from_name` up to its parameters."""
+    if recipe is None:
+        return "bf16"
+    if isinstance(recipe, Float8CurrentScaling):
+        return "rowwise" if recipe.granularity == "row" else "current"
+    return "delayed" if isinstance(recipe, DelayedScaling) else "block"
+
+
+def to_json(recipe: Recipe | None) -> str:
+    """One line of JSON that `from_json` turns back into an equal recipe; None (bf16) becomes `null`.
+
+    Raises RecipeError for a recipe that holds a callable: code cannot be written into a file.
+    """
+    if recipe is None:
+        return "null"
+    data = asdict(recipe)
+    for name, value in data.items():
+        if callable(value) and not isinstance(value, Format):
+            raise RecipeError(
+                f"{name} is a function and cannot be stored; use a named algorithm in recipes that are saved."
+            )
+    return json.dumps({"recipe": type(recipe).__name__} | data | {"fp8_format": recipe.fp8_format.name})
+
+
+def _decode(data: dict[str, Any]) -> dict[str, Any]:
+    if "fp8_format" in data:
+        if data["fp8_format"] not in Format.__members__:
+            raise RecipeError(f"fp8_format {data['fp8_format']!r} does not exist; use {', '.join(Format.__members__)}.")
+        data["fp8_format"] = Format[data["fp8_format"]]
+    if isinstance(data.get("override_linear_precision"), list):
+        data["override_linear_precision"] = tuple(data["override_linear_precision"])
+    return data
+
+
+def from_json(text: str) -> Recipe | None:
+    """The recipe that `to_json` wrote. Raises RecipeError for anything else, unknown parameters included."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise RecipeError(f"The recipe is not JSON ({error}): {text[:80]!r}.") from None
+    if data is None:
+        return None
+    if not isinstance(data, dict) or data.get("recipe") not in _CLASSES:
+        raise RecipeError(f'A recipe in JSON needs "recipe" to be one of {", ".join(_CLASSES)}, found {text[:80]!r}.')
+    return _build(_CLASSES[data.pop("recipe")], _decode(data))

@@ -1,0 +1,244 @@
+"""Chat templates: Jinja from the model's directory, run in a sandbox with a budget.
+
+A template is a program that came with a download. `ImmutableSandboxedEnvironment` keeps it from Python's internals;
+it does not keep it from running for an hour or building a string of a gigabyte, so every render also has a budget:
+each call and look-up costs one, `range(n)` costs n, a repeated or formatted string costs its length, and the text that
+comes out is bounded. Helpers are those Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson`
+without HTML escapes, loop controls, and `{% generation %}` blocks, which mark what an assistant wrote.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from functools import wraps
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from fp8serve.errors import ModelError, RequestError
+
+Message = dict[str, Any]
+Span = tuple[int, int]  # character positions [start, end)
+
+MAX_STEPS = 5_000_000
+MAX_CHARS = 16 * 1024 * 1024
+
+_steps: ContextVar[list[int]] = ContextVar("steps")  # one counter per render, so threads do not share a budget
+_mark: ContextVar[str] = ContextVar("mark", default="")  # put around generation blocks when they are asked for
+
+
+class _TooMuchError(Exception):
+    """The template spent its budget."""
+
+
+def _spend(amount: int) -> None:
+    counter = _steps.get(None)
+    if counter is not None:
+        counter[0] += max(amount, 0)
+        if counter[0] > MAX_STEPS:
+            raise _TooMuchError
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a price on everything that can be repeated."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _spend(1)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _spend(1)
+        return super().getitem(obj, argument)
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(obj, "__name__", "").startswith("format"):  # "{:>999999}".format(1): the width is in the text
+            _spend(_widths(getattr(obj, "__self__", "")))
+        _spend(1 + _price(args) + _price(tuple(kwargs.values())))
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _spend(_product_size(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def priced(self, name: str) -> Callable[..., Any]:
+        """The built-in filter `name`, which pads or formats, at the price of the widths it is given."""
+        original = self.filters[name]
+
+        @wraps(original)  # keeps jinja's note that some filters want the environment first
+        def filtered(*args: Any, **kwargs: Any) -> Any:
+            _spend(_price(args) + _price(tuple(kwargs.values())) + sum(_widths(a) for a in args))
+            return original(*args, **kwargs)
+
+        return filtered
+
+
+def _price(values: tuple[Any, ...]) -> int:
+    """Large numbers handed to a function (`range`, `center`, `indent`) are what it may produce."""
+    return sum(abs(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and abs(v) > 1000)
+
+
+def _widths(text: Any) -> int:
+    """The numbers in a format string, any of which may be the width of a field."""
+    return sum(int(n[:12]) for n in re.findall(r"[0-9]+", text)) if isinstance(text, str) else 0
+
+
+def _product_size(operator: str, left: Any, right: Any) -> int:
+    if operator == "%":
+        return _widths(left) + _price(right if isinstance(right, tuple) else (right,)) if isinstance(left, str) else 1
+    if operator == "**":
+        return int(abs(left).bit_length() * abs(right)) if isinstance(left, int) and isinstance(right, int) else 1
+    sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
+    return len(sized) * times if hasattr(sized, "__len__") and isinstance(times, int) else 1
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`: renders its body, between marks when spans are asked for."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja reads a class attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_wrap"), [], [], body).set_lineno(line)
+
+    def _wrap(self, caller: Callable[[], str]) -> str:
+        return f"{_mark.get()}{caller()}{_mark.get()}"
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens that it may write.
+
+    ModelError when `source` is not a template.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = _tojson
+        for name in ("center", "format", "indent", "wordwrap", "batch", "slice"):
+            environment.filters[name] = environment.priced(name)
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "range": _range}
+        self.marks_generation = "generation %}" in source or "generation -%}" in source
+        self._special_tokens = special_tokens
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as e:
+            raise ModelError(f"The model's chat template does not compile: {e}.") from None
+
+    def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        """The text of the conversation. RequestError: the template refuses the messages. ModelError: it runs away."""
+        plain = [{k: _plain(v) for k, v in m.items() if v is not None} for m in messages]
+        variables = {
+            "messages": plain,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        token = _steps.set([0])
+        try:
+            return _bounded(self._template.generate(self._special_tokens | variables))
+        except _TooMuchError:
+            raise ModelError("The model's chat template runs too long or writes too much.") from None
+        except RequestError:
+            raise
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
+            raise RequestError(f"The model's chat template refuses these messages: {e}.") from None
+        finally:
+            _steps.reset(token)
+
+    def assistant_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        """The whole conversation and where in it the assistant's own words stand, end-of-turn mark included.
+
+        Taken from `{% generation %}` where the template has it; otherwise from rendering every prefix of the
+        conversation: what appears between the generation prompt and the end of the turn is the assistant's.
+        RequestError when prefixes of the conversation do not render to prefixes of the text.
+        """
+        return self._marked_spans(messages) if self.marks_generation else self._prefix_spans(messages)
+
+    def _marked_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        with _marking() as mark:
+            pieces = self.render(messages, add_generation_prompt=False).split(mark)
+        ends = [0]
+        for piece in pieces:
+            ends.append(ends[-1] + len(piece))
+        return "".join(pieces), [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
+
+    def _prefix_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        text = self.render(messages, add_generation_prompt=False)
+        spans: list[Span] = []
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self.render(messages[:i], add_generation_prompt=True) if i else ""
+            upto = self.render(messages[: i + 1], add_generation_prompt=False)
+            spans.append(self._span(text, before, upto, message, spans[-1][1] if spans else 0))
+        return text, spans
+
+    def _span(self, text: str, before: str, upto: str, message: Message, cursor: int) -> Span:
+        if upto.startswith(before) and text.startswith(upto):
+            return len(before), len(upto.rstrip()) if len(upto.rstrip()) > len(before) else len(upto)
+        # A template that rewrites earlier turns (drops their reasoning): find the words themselves.
+        words = message.get("content")
+        start = text.find(words, cursor) if isinstance(words, str) and words else -1
+        if start < 0:
+            raise RequestError("The model's chat template rewrites earlier turns, so what to learn cannot be found.")
+        return start, start + len(words or "")
+
+
+@contextmanager
+def _marking() -> Iterator[str]:
+    """A mark that no message can contain, in force inside the block."""
+    mark = f"\ue000{secrets.token_hex(16)}\ue001"
+    token = _mark.set(mark)
+    try:
+        yield mark
+    finally:
+        _mark.reset(token)
+
+
+def _bounded(pieces: Iterator[str]) -> str:
+    parts, length = [], 0
+    for piece in pieces:
+        parts.append(piece)
+        length += len(piece)
+        if length > MAX_CHARS:
+            raise _TooMuchError
+    return "".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    """Only JSON's types reach a template; an object's methods could be called by it."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    raise RequestError(f"A chat message holds a {type(value).__name__}, which is not a JSON value.")
+
+
+def _range(*args: int) -> range:
+    result = range(*args)
+    _spend(len(result))
+    return result
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

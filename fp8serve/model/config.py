@@ -1,0 +1,371 @@
+"""The hyper-parameters we honour, read from `config.json`.
+
+Four published architectures are one decoder with switches: which projections carry a bias, whether queries and keys are
+normalised, which layers see only a window. Every key of the file is sorted into one of three: honoured (becomes a
+field), harmless (listed below: sizes of nothing, training-time settings, notes), or unknown. An unknown key that is set
+is an error, because a model that runs with one term of its maths missing looks healthy and answers wrongly.
+
+transformers 5 writes `rope_parameters` and `dtype` where 4 wrote `rope_theta` + `rope_scaling` and `torch_dtype`: both
+are read. Defaults of omitted keys are those of transformers' class for the architecture. No torch here.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8serve.errors import ModelError
+from fp8serve.model.files import read_json
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context; which fields count depends on `kind`.
+
+    kind: "linear" (frequencies / factor), "llama3" (low frequencies / factor, smooth between) or "yarn".
+    """
+
+    kind: str
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # multiplies cos and sin
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer. Sizes in elements; every field that changes the maths is here."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool  # on q, k and v
+    attention_out_bias: bool  # on o
+    mlp_bias: bool
+    qk_norm: bool
+    layer_windows: tuple[int | None, ...]  # per layer: a query sees this many newest positions; None sees all
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The smallest window of any layer. Up to this length windowed and full attention are the same thing."""
+        return min((w for w in self.layer_windows if w is not None), default=None)
+
+    @property
+    def max_full_attention_len(self) -> int:
+        """The longest sequence on which plain causal attention in every layer is exact."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What is fixed by the architecture's class and not by the file. Defaults as in transformers' config classes."""
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    qkv_bias: bool | None = None  # None: the file's `attention_bias`, which then also covers o
+    qk_norm: bool = False
+    optional: frozenset[str] = frozenset()  # further keys this family honours
+
+
+_COMMON: dict[str, Any] = {
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+    "mlp_bias": False, "head_dim": None, "num_key_value_heads": None, "sliding_window": None, "bos_token_id": None,
+    "eos_token_id": None, "max_position_embeddings": 2048, "vocab_size": 32000, "use_sliding_window": True,
+    "max_window_layers": 0, "layer_types": None,
+}  # fmt: skip
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
+_QWEN = {"max_position_embeddings": 32768, "vocab_size": 151936, "use_sliding_window": False, "sliding_window": 4096,
+         "max_window_layers": 28, "num_key_value_heads": 32}  # fmt: skip
+_WINDOWED = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+
+FAMILIES: dict[str, _Family] = {
+    "llama": _Family("LlamaForCausalLM", _COMMON | _SPECIAL, optional=frozenset({"attention_bias", "mlp_bias"})),
+    "mistral": _Family(
+        "MistralForCausalLM",
+        _COMMON | _SPECIAL | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        qkv_bias=False,
+        optional=frozenset({"sliding_window"}),
+    ),
+    "qwen2": _Family("Qwen2ForCausalLM", _COMMON | _QWEN, qkv_bias=True, optional=_WINDOWED),
+    "qwen3": _Family(
+        "Qwen3ForCausalLM",
+        _COMMON | _QWEN | {"head_dim": 128},
+        qk_norm=True,
+        optional=_WINDOWED | {"attention_bias"},
+    ),
+}
+
+_HONOURED = frozenset({
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "rope_parameters", "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id", "eos_token_id",
+    "dtype", "torch_dtype", "quantization_config",
+})  # fmt: skip
+# Initialisation, training-time noise, caching, notes of tools, and generation defaults: none changes a forward pass.
+# `pretraining_tp` only ever reordered a sum; `auto_map` points at remote code, which is never run.
+_HARMLESS = frozenset({
+    "initializer_range", "attention_dropout", "use_cache", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    "pretraining_tp", "transformers_version", "auto_map", "is_decoder", "is_encoder_decoder", "output_attentions",
+    "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward", "id2label", "label2id",
+    "problem_type", "task_specific_params", "tokenizer_class", "prefix", "finetuning_task", "max_length",
+    "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams", "num_beam_groups", "num_return_sequences",
+    "early_stopping", "diversity_penalty", "max_new_tokens", "bad_words_ids", "begin_suppress_tokens",
+    "suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "remove_invalid_values", "return_dict_in_generate", "output_scores", "use_bfloat16", "gradient_checkpointing",
+    "name_or_path", "license", "model_name", "unsloth_version", "unsloth_fixed",
+})  # fmt: skip
+
+
+def read_config(model_dir: Path | str) -> ModelConfig:
+    """The configuration of the Hugging Face directory `model_dir`.
+
+    ModelError: the directory or its config.json is missing or damaged, the architecture is not one of ours, or a key
+    would change the maths in a way that we do not compute.
+    """
+    model_dir = Path(model_dir)
+    if not model_dir.is_dir():
+        what = "is not a directory" if model_dir.exists() else "does not exist"
+        raise ModelError(f"{model_dir} {what}; give the path of a Hugging Face-format model directory.")
+    if not (model_dir / "config.json").exists():
+        raise ModelError(f"{model_dir} is not a model directory: it holds no config.json.")
+    raw = read_json(model_dir / "config.json")
+    generation = model_dir / "generation_config.json"
+    return parse_config(raw, read_json(generation) if generation.exists() else {}, str(model_dir / "config.json"))
+
+
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
+) -> ModelConfig:
+    """`raw` is the object in config.json, `generation` that in generation_config.json; `where` is named in errors."""
+    family = _family(raw, where)
+    _refuse_unknown(raw, family, where)
+    get = _Reader(raw, family, where)
+    if get("hidden_act") != "silu":
+        raise ModelError(f"{where}: hidden_act is {get('hidden_act')!r}; this decoder computes only 'silu'.")
+    heads, layers = get.positive("num_attention_heads"), get.positive("num_hidden_layers")
+    kv_heads = get.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+    max_len = get.positive("max_position_embeddings")
+    theta, scaling = _rope(raw, max_len, where)
+    bias = bool(get.boolean("attention_bias")) if family.qkv_bias is None else family.qkv_bias
+    return ModelConfig(
+        architecture=family.architecture,
+        model_type=str(raw["model_type"]),
+        vocab_size=get.positive("vocab_size"),
+        hidden_size=get.positive("hidden_size"),
+        intermediate_size=get.positive("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_head_dim(get, heads, where),
+        rms_norm_eps=get.number("rms_norm_eps"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=max_len,
+        tie_word_embeddings=get.boolean("tie_word_embeddings"),
+        attention_bias=bias,
+        attention_out_bias=bias and family.qkv_bias is None,
+        mlp_bias=get.boolean("mlp_bias"),
+        qk_norm=family.qk_norm,
+        layer_windows=_windows(get, layers, where),
+        bos_token_id=get.token("bos_token_id"),
+        eos_token_ids=_eos(get, generation or {}, where),
+        dtype=_dtype(raw, where),
+    )
+
+
+def _family(raw: Mapping[str, Any], where: str) -> _Family:
+    family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
+    if family is None or (names and names != [family.architecture]):
+        found = names[0] if isinstance(names, list) and names else raw.get("model_type")
+        known = ", ".join(f.architecture for f in FAMILIES.values())
+        raise ModelError(f"{where}: the architecture {found!r} is not supported; supported are {known}.")
+    return family
+
+
+def _refuse_unknown(raw: Mapping[str, Any], family: _Family, where: str) -> None:
+    for key, value in raw.items():
+        known = key in _HONOURED or key in _HARMLESS or key in family.optional or key.startswith("_")
+        if not known and value not in (None, False, [], {}, "") and value != _neutral(key):
+            raise ModelError(
+                f"{where}: the key {key!r} is {value!r}, which {family.architecture} here does not compute; "
+                "remove it if it does not change the model's maths."
+            )
+
+
+def _neutral(key: str) -> Any:
+    """The value at which a foreign key does nothing; a window is off for a family that has none only when null."""
+    return {"partial_rotary_factor": 1.0, "logit_scale": 1.0, "attention_multiplier": 1.0}.get(key)
+
+
+class _Reader:
+    """Typed access to the file's keys with the family's defaults; every complaint names file, key and value."""
+
+    def __init__(self, raw: Mapping[str, Any], family: _Family, where: str) -> None:
+        self.raw, self.family, self.where = raw, family, where
+
+    def __call__(self, key: str) -> Any:
+        readable = key in _HONOURED or key in self.family.optional
+        default = self.family.defaults.get(key)
+        return self.raw.get(key, default) if readable else default
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.complain(key, value, "a positive whole number")
+        return value
+
+    def number(self, key: str) -> float:
+        return _number(self(key), key, self.where)
+
+    def boolean(self, key: str) -> bool:
+        value = self(key)
+        if not isinstance(value, bool):
+            raise self.complain(key, value, "true or false")
+        return value
+
+    def token(self, key: str) -> int | None:
+        ids = _token_ids(self(key), key, self.where)
+        return ids[0] if ids else None
+
+    def complain(self, key: str, value: Any, expected: str) -> ModelError:
+        return ModelError(f"{self.where}: {key} is {value!r} where {expected} was expected.")
+
+
+def _number(value: Any, key: str, where: str, default: float | None = None) -> float:
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ModelError(f"{where}: {key} is {value!r} where a positive number was expected.")
+    return float(value)
+
+
+def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
+    """`eos_token_id` is a number or a list of numbers, `bos_token_id` a number; null is none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise ModelError(f"{where}: {key} is {value!r} where a token id was expected.")
+    return tuple(ids)
+
+
+def _head_dim(get: _Reader, heads: int, where: str) -> int:
+    hidden = get.positive("hidden_size")
+    if get("head_dim") is None and hidden % heads:
+        raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
+    dim = get.positive("head_dim", hidden // heads)
+    if dim % 2:
+        raise ModelError(f"{where}: head_dim {dim} is odd; rotary embedding needs pairs.")
+    return dim
+
+
+def _windows(get: _Reader, layers: int, where: str) -> tuple[int | None, ...]:
+    """Per layer. `layer_types` rules where the family has it; otherwise layers from `max_window_layers` on."""
+    enabled = get.boolean("use_sliding_window") and get("sliding_window") is not None
+    window = get.positive("sliding_window") if enabled else None
+    types = get("layer_types")
+    if types is None:
+        first = get("max_window_layers")
+        return tuple(window if i >= first else None for i in range(layers))
+    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{where}: layer_types is not {layers} of 'full_attention' and 'sliding_attention'.")
+    return tuple(window if t == "sliding_attention" else None for t in types)
+
+
+def _eos(get: _Reader, generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """generation_config.json rules, as in transformers: chat models list their end-of-turn tokens there."""
+    value = generation.get("eos_token_id")
+    return _token_ids(get("eos_token_id") if value is None else value, "eos_token_id", where)
+
+
+def _dtype(raw: Mapping[str, Any], where: str) -> str:
+    value = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    if value not in ("bfloat16", "float16", "float32"):
+        raise ModelError(f"{where}: dtype {value!r} is not one of bfloat16, float16, float32.")
+    return str(value)
+
+
+_ROPE_KEYS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+                       "mscale", "mscale_all_dim", "truncate"}),
+}  # fmt: skip
+
+
+def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
+        raise ModelError(f"{where}: rotary parameters per layer type are not supported.")
+    rope = {k: v for k, v in given.items() if v is not None}
+    theta = _number(rope.pop("rope_theta", raw.get("rope_theta")), "rope_theta", where, 10000.0)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"{where}: partial_rotary_factor other than 1 is not supported.")
+    if kind not in _ROPE_KEYS or set(rope) - _ROPE_KEYS[kind]:
+        wrong = f"the keys {sorted(set(rope) - _ROPE_KEYS[kind])}" if kind in _ROPE_KEYS else f"type {kind!r}"
+        known = ", ".join(_ROPE_KEYS)
+        raise ModelError(f"{where}: rotary scaling with {wrong} is not supported; known types are {known}.")
+    return theta, None if kind == "default" else _scaling(kind, rope, max_len, where)
+
+
+def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeScaling:
+    def number(key: str, default: float | None = None) -> float:
+        return _number(rope.get(key), f"rope {key}", where, default)
+
+    original = int(number("original_max_position_embeddings", max_len))
+    factor = number("factor", max_len / original if kind == "yarn" else None)
+    if kind == "linear":
+        return RopeScaling(kind, factor, original)
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if high <= low:
+            raise ModelError(f"{where}: rope high_freq_factor {high} is not above low_freq_factor {low}.")
+        return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
+    return RopeScaling(
+        kind,
+        factor,
+        original,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        attention_factor=number("attention_factor", _yarn_attention(factor, rope)),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _yarn_attention(factor: float, rope: Mapping[str, Any]) -> float:
+    """YaRN (arXiv 2309.00071), section 3.4: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    return mscale(1.0)

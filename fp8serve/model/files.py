@@ -1,0 +1,116 @@
+"""Reading small JSON files of a model directory and writing a directory whole or not at all.
+
+A directory is written into a hidden sibling of its final name, every file is fsynced, the directory too, then one
+`rename` puts it in place and the parent is fsynced: after a crash or a full disk either the whole directory is there
+or nothing is. `safetensors` and `json` write without fsync, so that is done here. We chose not to offer overwriting:
+a directory that somebody may be serving from is not ours to replace.
+"""
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fp8serve.errors import Fp8ServeError, ModelError
+
+MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
+
+
+def read_json(path: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, Any]:
+    """The JSON object in `path`; `error` with one sentence when it is missing, unreadable, too large or no object."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise error(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, which no {path.name} is.")
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except FileNotFoundError:
+        raise error(f"{path} does not exist.") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise error(f"{path} cannot be read: {e}.") from None
+    except (ValueError, RecursionError) as e:
+        raise error(f"{path} is not valid JSON: {e or 'nested too deeply'}.") from None
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a JSON {type(value).__name__} where an object was expected.")
+    return value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Two readers may disagree on which of two equal keys counts, so a file with both is refused."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} appears twice")
+    return result
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`value` as indented JSON; NaN and infinity are refused, for they are not JSON."""
+    path.write_text(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_absent(out: Path, error: type[Fp8ServeError] = ModelError) -> None:
+    """`error` when something is already at `out`; an empty directory is allowed."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise error(f"{out} exists and is not a directory; choose another output directory.")
+    if out.is_dir() and any(out.iterdir()):
+        raise error(f"{out} exists and is not empty; choose another output directory or remove it first.")
+
+
+@contextmanager
+def whole_directory(out: Path, error: type[Fp8ServeError] = ModelError) -> Iterator[Path]:
+    """A temporary sibling of `out` to write into; on success it becomes `out`, on any exception it is removed.
+
+    Costs one fsync per file at the end. `error` when `out` is taken before or in the meantime, or cannot be written.
+    """
+    out = Path(os.path.abspath(out))
+    check_absent(out, error)
+    temporary = out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+    except OSError as e:
+        raise error(f"{out} cannot be written: {e.strerror}.") from None
+    try:
+        yield temporary
+        fsync_tree(temporary)
+        _put_in_place(temporary, out, error)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _put_in_place(temporary: Path, out: Path, error: type[Fp8ServeError]) -> None:
+    try:
+        os.rename(temporary, out)  # replaces an empty directory, refuses one that was filled meanwhile
+    except OSError as e:
+        raise error(f"{out} could not be put in place: {e.strerror}.") from None
+    fsync(out.parent)
+
+
+def fsync(path: Path) -> None:
+    """Force a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(root: Path) -> None:
+    """Every file below `root`, then the directories, deepest first."""
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
+            fsync(Path(folder, name))
+        fsync(Path(folder))
+
+
+def regular_file(path: Path) -> bool:
+    """A file proper, reached directly or by a link: no device, socket or directory."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False

@@ -1,0 +1,66 @@
+"""The decoder against transformers on random models: logits bit for bit, because rounding is done in the same places."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8serve.model.config import read_config
+from fp8serve.model.decoder import Decoder, linear_names
+from tests.model.oracle import MODELS, all_logits, make_model
+
+IDS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def load(directory: Path, dtype: torch.dtype) -> Decoder:
+    model = Decoder(read_config(directory), dtype=dtype)
+    missing, unexpected = model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    return model.eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_equal_transformers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs: Any = make_model(kind, tmp_path, dtype)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([IDS])).logits[0].float()
+        actual = all_logits(load(tmp_path, dtype), IDS)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
+    theirs: Any = make_model(kind, tmp_path)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "use_cache": False}
+    expected = theirs.generate(torch.tensor([IDS[:7]]), **options)[0].tolist()
+    model, ids = load(tmp_path, torch.bfloat16), IDS[:7]
+    with torch.no_grad():
+        while len(ids) < len(expected):
+            ids = [*ids, int(all_logits(model, ids)[-1].argmax())]
+    assert ids == expected
+
+
+def test_linear_names_are_the_seven_projections_of_each_layer(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    names = linear_names(Decoder(read_config(tmp_path), device="meta"))
+    assert len(names) == 14
+    assert names[0] == "model.layers.0.self_attn.q_proj"
+    assert names[-1] == "model.layers.1.mlp.down_proj"
+
+
+def test_meta_decoder_allocates_nothing_and_has_the_same_parameters(tmp_path: Path) -> None:
+    make_model("qwen3", tmp_path)
+    config = read_config(tmp_path)
+    real, meta = Decoder(config), Decoder(config, device="meta")
+    assert {n: p.shape for n, p in real.named_parameters()} == {n: p.shape for n, p in meta.named_parameters()}
+    assert {p.device.type for p in meta.parameters()} == {"meta"}
+
+
+def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
+    make_model("llama-tied", tmp_path)
+    model = Decoder(read_config(tmp_path))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
