@@ -21,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: it prints in a third of the time, and pipes and pagers show it unchanged
+    rich_markup_mode=None,  # plain help: it comes sooner, and pipes and pagers show it unchanged
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 app.command("calibrate")(calibrate.command)
@@ -46,7 +46,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show a traceback when a command fails (after it, too).")
+        bool, typer.Option("--debug", help="Show the traceback when something fails; also after the command.")
     ] = False,
 ) -> None:
     """Calibrate a language model to FP8, serve it, fine-tune it in FP8, and serve the result with the same scales.
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     try:
-        app(["--debug"] * debug + [a for a in args if a != "--debug"])
+        app(["--debug"] * debug + [a for a in args if a != "--debug"], prog_name="fp8serve")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

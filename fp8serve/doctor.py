@@ -1,7 +1,8 @@
 """What this machine has and what fp8serve makes of it, as plain data: `examine()`; the command prints it.
 
-"Native" means that compiled kernels of ours serve every operation of a recipe on this device; otherwise the PyTorch
-reference does: the same numbers, slower. Nothing here changes the machine, and nothing is guessed: what cannot be read is null.
+"Natively" means that compiled kernels of ours serve every operation of a recipe on the CPU; otherwise the PyTorch
+reference does: the same numbers, slower. Nothing here changes the machine, and nothing is guessed: what cannot be read
+is null.
 """
 
 import os

@@ -5,14 +5,19 @@ A progress bar appears only when standard error is a terminal; with --json stand
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-Advance = Callable[[int, int], None]  # (done, total)
+
+
+class Advance(Protocol):
+    """Moves a progress bar to `done` of `total`; `what` renames it."""
+
+    def __call__(self, done: int, total: int, what: str | None = None) -> None: ...
 
 
 def print_json(result: Any) -> None:
@@ -43,11 +48,18 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
 
 
+def print_rich(table: Any) -> None:
+    """A rich table on standard output, as wide as the terminal, or as it needs to be in a pipe."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
 @contextmanager
 def progress(what: str) -> Iterator[Advance]:
     """A bar on standard error while the block runs; nothing at all where that is no terminal."""
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield _nowhere
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,7 +67,15 @@ def progress(what: str) -> Iterator[Advance]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def advance(done: int, total: int, what: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, **({"description": what} if what else {}))
+
+        yield advance
+
+
+def _nowhere(done: int, total: int, what: str | None = None) -> None:
+    """There is no bar to move."""
 
 
 def size(num_bytes: float) -> str:

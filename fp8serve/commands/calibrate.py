@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fp8serve.errors import RecipeError
-from fp8serve.terminal import AsJson, print_json, progress
+from fp8serve.terminal import AsJson, print_rich, progress
 
 RecipeName = Literal["delayed", "current", "rowwise", "block"]
 
@@ -46,7 +46,9 @@ def command(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: AsJson = False,
 ) -> None:
-    """Observe activations on sample data and write MODEL in FP8, with its scales and a report.
+    """Write MODEL in FP8, with scales from sample data.
+
+    Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html.
 
     \b
     Examples:
@@ -54,14 +56,17 @@ def command(
       fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --samples 256 --kv-cache
       fp8serve calibrate ./llama --out ./scales --scales-only --json
     """
-    from fp8serve.calibration.pipeline import calibrate
     from fp8serve.hub import find_model
 
+    directory = find_model(model)
     options = {"amax_history_len": history_len, "amax_compute_algo": algo, "margin": margin}
     chosen = recipe_from(recipe, {name: value for name, value in options.items() if value is not None})
+    from fp8serve.calibration.pipeline import calibrate
+    from fp8serve.calibration.report import summary_table
+
     with progress("Calibrating") as advance:
         report = calibrate(
-            find_model(model),
+            directory,
             out=out,
             recipe=chosen,
             data=data,
@@ -74,9 +79,9 @@ def command(
             kv_cache=kv_cache,
             gradients=gradients,
             scales_only=scales_only,
-            progress=advance,
+            progress=lambda stage, done, total: advance(done, total, stage),
         )
-    print_json(report.to_json()) if json else print(report)
+    print(report.to_json()) if json else print_rich(summary_table(report))
 
 
 def recipe_from(name: str, options: dict[str, Any]) -> Any:

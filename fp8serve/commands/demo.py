@@ -14,10 +14,11 @@ def command(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Train a small model in FP8, calibrate, serve, generate, fine-tune over HTTP, and generate again.
+    """Do the whole job on a small model, offline.
 
-    Needs no network and no GPU: the text is the language reference that every Python installation carries. About two
-    minutes on two CPU cores.
+    Trains it in FP8, calibrates, serves, generates over HTTP, fine-tunes over HTTP, and generates again. Needs no
+    network and no GPU: the text is the language reference that every Python installation carries. About two minutes
+    on two CPU cores.
 
     \b
     Examples:

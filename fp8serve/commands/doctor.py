@@ -15,7 +15,10 @@ def command(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Device, instruction set, which kernel serves each operation and why, and which recipes run natively.
+    """Say what this machine has and how fp8serve runs on it.
+
+    Device, instruction set, which kernel serves each operation, and which recipes run natively. Status 1 when
+    something is in the way.
 
     \b
     Examples:
@@ -33,10 +36,12 @@ def command(
 def _print(report: dict[str, Any]) -> None:
     cpu, memory, disk, tools = report["cpu"], report["memory"], report["disk"], report["compilers"]
     print(
-        f"fp8serve {report['fp8serve']}, Python {report['python']}, torch {report['torch']['version']}, {report['platform']}"
+        f"fp8serve {report['fp8serve']}, Python {report['python']}, torch {report['torch']['version']}, "
+        f"{report['platform']}"
     )
     print(
-        f"CPU      {cpu['name']}, {cpu['cores']} cores; {' '.join(cpu['instruction_sets']) or 'no vector extension we use'}"
+        f"CPU      {cpu['name']}, {cpu['cores']} cores; "
+        f"{' '.join(cpu['instruction_sets']) or 'no vector extension that is used'}"
     )
     for gpu in report["gpus"]:
         print(f"GPU      {gpu['name']}, {gpu['architecture']}, {size(gpu['memory'])}")

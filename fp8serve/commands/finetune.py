@@ -1,4 +1,4 @@
-"""`fp8serve finetune`: the trainer of the endpoint, in the foreground. Ctrl-C writes a checkpoint; the same command goes on."""
+"""`fp8serve finetune`: the trainer of the endpoint, in the foreground."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -43,9 +43,10 @@ def command(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: AsJson = False,
 ) -> None:
-    """Fine-tune MODEL in FP8 on your data; the result keeps its scales and needs no calibration.
+    """Fine-tune MODEL in FP8 on your own data.
 
-    Interrupted (ctrl-C, SIGTERM), it writes a checkpoint first; the same command again goes on from there.
+    The result carries the scales that training kept: no calibration is needed before serving it. Interrupted
+    (ctrl-C, SIGTERM), it writes a checkpoint first; the same command again goes on from there.
 
     \b
     Examples:
@@ -54,11 +55,13 @@ def command(
       fp8serve serve ./run/model
     """
     from fp8serve.hub import find_model
+
+    directory = find_model(model)
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.trainer import Trainer
 
     config = TrainConfig(
-        model=str(find_model(model)),
+        model=str(directory),
         data=tuple(map(str, data)),
         out=str(out),
         recipe=recipe,
@@ -94,18 +97,20 @@ def _show(event: dict[str, Any], advance: Advance) -> None:
 def _summary(result: Any) -> None:
     if result.status == "stopped":
         print(
-            f"Stopped after step {result.step} of {result.total_steps}; the same command again goes on from {result.checkpoint}."
+            f"Stopped after step {result.step} of {result.total_steps}; "
+            f"the same command again goes on from {result.checkpoint}."
         )
     else:
         loss = result.metrics["train_loss"]
         print(
-            f"{result.step} steps, {result.trained_tokens} tokens in {result.seconds:.1f} s; last loss {loss:.4f}; model in {result.model}"
+            f"{result.step} steps, {result.trained_tokens} tokens in {result.seconds:.1f} s; "
+            f"last loss {loss:.4f}; model in {result.model}"
         )
 
 
 @contextmanager
 def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """The first SIGINT or SIGTERM asks the trainer to stop after the step it is in; a second one has its usual effect."""
+    """The first SIGINT or SIGTERM asks to stop after the step that runs; a second one has its usual effect."""
     seen: list[int] = []
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

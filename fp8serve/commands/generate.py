@@ -42,11 +42,12 @@ def command(
       fp8serve generate ./llama-fp8 --temperature 0.8 --seed 1 --json "One" "Two"
       echo "Once upon a time" | fp8serve generate ./llama-fp8 --recipe bf16
     """
-    from fp8serve.engine.engine import Engine
     from fp8serve.hub import find_model
 
-    asked = prompts or [_from_stdin()]
-    engine = Engine(find_model(model), recipe=recipe, scales=scales, device=device)
+    directory, asked = find_model(model), prompts or [_from_stdin()]
+    from fp8serve.engine.engine import Engine
+
+    engine = Engine(directory, recipe=recipe, scales=scales, device=device)
     done = engine.generate(
         asked,
         max_new_tokens=max_new_tokens,

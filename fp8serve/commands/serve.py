@@ -47,7 +47,9 @@ def command(
         bool, typer.Option("--vllm-metrics", help="Also publish metrics under vllm:* names.")
     ] = False,
 ) -> None:
-    """Serve MODEL over HTTP: /generate, the OpenAI routes, /finetune, /metrics, and a console at /.
+    """Serve MODEL over HTTP until a signal ends it.
+
+    Routes: /generate, the OpenAI ones, /finetune, /health, /metrics, /docs, and a console at /.
 
     \b
     Examples:
@@ -57,11 +59,13 @@ def command(
       fp8serve serve ./llama --recipe current --port 8080
     """
     from fp8serve.hub import find_model
+
+    directory = find_model(model)
     from fp8serve.server.app import run
     from fp8serve.server.settings import Settings, default_data_dir
 
     settings = Settings(
-        model=find_model(model),
+        model=directory,
         recipe=recipe,
         scales=scales,
         host=host,
