@@ -115,9 +115,8 @@ _define(
     _fake_nothing,
 )
 
-# Which instruction set the CPU library chose; without the library there is no kernel for the CPU key to ask.
-_ISA = ("portable", "avx2", "avx512", "avx512bf16")
-_LIBRARY.define("cpu_isa(Tensor probe) -> int")
+# The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.
+_LIBRARY.define("cpu_isa(str cap) -> str")
 
 
 def _load(stem: str) -> Path | None:
@@ -139,9 +138,9 @@ def _has_kernel(op: str, key: str) -> bool:
 
 def cpu_isa() -> str | None:
     """The instruction set of the CPU library ("avx512bf16", "avx512", "avx2", "portable"); None without it."""
-    if not _has_kernel("cpu_isa", "CPU"):
+    if not _has_kernel("cpu_isa", "CompositeExplicitAutograd"):
         return None
-    return _ISA[torch.ops.fp8serve.cpu_isa(torch.empty(0))]
+    return cast(str, torch.ops.fp8serve.cpu_isa(""))
 
 
 def backends(device: str = "cpu") -> dict[str, str]:

@@ -1,0 +1,216 @@
+// quantize, quantize_current, quantize_rowwise, quantize_block: high precision in, FP8 and its scale out.
+//
+// One loop casts, one loop finds the amax, and every granularity is a shape of tile over them: a tile is read
+// twice, the second time from cache (the whole tensor for per-tensor current scaling, which memory must serve
+// twice). With a given scale the cast and the amax share one read. Amaxes are compared as integers: float
+// order is integer order for magnitudes, and NaN, which does not count, is the only thing above infinity.
+//
+// The loops are plain C++ over branch-free casts (fp8.h) and the compiler vectorises them for each
+// instruction set.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "check.h"
+#include "cpu/isa.h"
+#include "cpu/tensors.h"
+#include "fp8.h"
+
+namespace fp8serve {
+namespace {
+
+using Pair = std::tuple<Tensor, Tensor>;
+
+constexpr int64_t kBlock = 128;
+constexpr int64_t kGrain = 1 << 16;  // elements a task handles: 128 KiB of BF16
+
+template <class T>
+FP8_INLINE int32_t magnitude(T x) {
+  const int32_t mag = std::bit_cast<int32_t>(load(x)) & kMagnitude;
+  return mag > kInfinity ? 0 : mag;
+}
+
+struct AmaxRow {
+  template <class T>
+  static FP8_INLINE void run(const T* x, int64_t n, int32_t* amax) {
+    int32_t seen = *amax;
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t mag = magnitude(x[i]);
+      seen = mag > seen ? mag : seen;
+    }
+    *amax = seen;
+  }
+};
+
+template <class F>
+struct CastRow {
+  template <class T>
+  static FP8_INLINE void run(const T* x, uint8_t* q, int64_t n, float scale) {
+    for (int64_t i = 0; i < n; ++i) q[i] = static_cast<uint8_t>(encode<F>(load(x[i]) * scale));
+  }
+};
+
+template <class F>
+struct CastAmaxRow {
+  template <class T>
+  static FP8_INLINE void run(const T* x, uint8_t* q, int64_t n, float scale, int32_t* amax) {
+    int32_t seen = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const float value = load(x[i]);
+      const int32_t mag = std::bit_cast<int32_t>(value) & kMagnitude;
+      const int32_t counted = mag > kInfinity ? 0 : mag;
+      seen = counted > seen ? counted : seen;
+      q[i] = static_cast<uint8_t>(encode<F>(value * scale));
+    }
+    *amax = seen;
+  }
+};
+
+// A strip of `rows` x `cols`, cut into tiles of `rows` x `width`: amax, scale, cast, tile after tile.
+template <class F>
+struct QuantizeStrip {
+  template <class T>
+  static FP8_INLINE void run(const T* x, uint8_t* q, int64_t rows, int64_t cols, int64_t width, bool power_2,
+                             float* scale_inv) {
+    for (int64_t begin = 0; begin == 0 || begin < cols; begin += width) {
+      const int64_t n = begin + width < cols ? width : cols - begin;
+      int32_t amax = 0;
+      for (int64_t r = 0; r < rows; ++r) AmaxRow::run(x + r * cols + begin, n, &amax);
+      const float scale = scale_for(std::bit_cast<float>(amax), F::max(), power_2);
+      for (int64_t r = 0; r < rows; ++r)
+        CastRow<F>::run(x + r * cols + begin, q + r * cols + begin, n, scale);
+      *scale_inv++ = 1.0f / scale;
+    }
+  }
+};
+
+void raise(std::atomic<int32_t>& amax, int32_t value) {
+  int32_t seen = amax.load(std::memory_order_relaxed);
+  while (value > seen && !amax.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  }
+}
+
+// f(begin, count) over [0, n) in grains.
+template <class F>
+void parallel_grains(int64_t n, const F& f) {
+  parallel_tasks((n + kGrain - 1) / kGrain,
+                 [&](int64_t task) { f(task * kGrain, std::min(kGrain, n - task * kGrain)); });
+}
+
+template <class T>
+float amax_of(const T* x, int64_t n) {
+  std::atomic<int32_t> amax{0};
+  parallel_grains(n, [&](int64_t begin, int64_t count) {
+    int32_t seen = 0;
+    dispatch<AmaxRow>(x + begin, count, &seen);
+    raise(amax, seen);
+  });
+  return std::bit_cast<float>(amax.load());
+}
+
+Tensor quantized_like(const Tensor& x, ScalarType dtype) {
+  const auto sizes = x.sizes();
+  return torch::stable::new_empty(x, sizes, dtype);
+}
+
+Tensor input(const Contract& check, const Tensor& x, ScalarType dtype) {
+  check.cpu("x", x);
+  check.dtype("x", x, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half});
+  check.require(dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2, "dtype", "is ",
+                torch::headeronly::toString(dtype), ", must be Float8_e4m3fn or Float8_e5m2");
+  return dense(x);
+}
+
+// Calls f(Type<Format>, Type<Element>).
+template <class F>
+void with_types(ScalarType format, ScalarType element, const F& f) {
+  with_format(format, [&](auto fmt) { with_element(element, [&](auto elem) { f(fmt, elem); }); });
+}
+
+Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
+  const Contract check("quantize");
+  const Tensor x = input(check, x_in, dtype);
+  check.tensor("scale", scale, {ScalarType::Float}, {});
+  Tensor q = quantized_like(x, dtype);
+  const float s = *data<float>(scale);
+  std::atomic<int32_t> amax{0};
+  with_types(dtype, x.scalar_type(), [&](auto fmt, auto elem) {
+    using F = typename decltype(fmt)::type;
+    const auto* in = data<typename decltype(elem)::type>(x);
+    auto* out = data<uint8_t>(q);
+    parallel_grains(x.numel(), [&](int64_t begin, int64_t count) {
+      int32_t seen = 0;
+      dispatch<CastAmaxRow<F>>(in + begin, out + begin, count, s, &seen);
+      raise(amax, seen);
+    });
+  });
+  return {q, scalar(std::bit_cast<float>(amax.load()))};
+}
+
+Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
+  const Contract check("quantize_current");
+  const Tensor x = input(check, x_in, dtype);
+  Tensor q = quantized_like(x, dtype);
+  float scale = 1.0f;
+  with_types(dtype, x.scalar_type(), [&](auto fmt, auto elem) {
+    using F = typename decltype(fmt)::type;
+    const auto* in = data<typename decltype(elem)::type>(x);
+    auto* out = data<uint8_t>(q);
+    scale = scale_for(amax_of(in, x.numel()), F::max(), power_2);
+    parallel_grains(x.numel(), [&](int64_t begin, int64_t count) {
+      dispatch<CastRow<F>>(in + begin, out + begin, count, scale);
+    });
+  });
+  return {q, scalar(1.0f / scale)};
+}
+
+// Rows in strips of `strip_rows`; in a strip, tiles of `width` columns.
+Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t strip_rows, int64_t width) {
+  const int64_t rows = x.size(0), cols = x.size(1);
+  const int64_t strips = (rows + strip_rows - 1) / strip_rows;
+  const int64_t tiles = width == 0 ? 1 : (cols + width - 1) / width;
+  Tensor q = empty({rows, cols}, dtype);
+  Tensor scale_inv = empty({strips, tiles}, ScalarType::Float);
+  if (tiles == 0) return {q, scale_inv};
+  const int64_t per_task = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, strip_rows * cols));
+  with_types(dtype, x.scalar_type(), [&](auto fmt, auto elem) {
+    using F = typename decltype(fmt)::type;
+    const auto* in = data<typename decltype(elem)::type>(x);
+    parallel_tasks((strips + per_task - 1) / per_task, [&](int64_t task) {
+      for (int64_t s = task * per_task; s < std::min(strips, (task + 1) * per_task); ++s) {
+        const int64_t offset = s * strip_rows * cols;
+        const int64_t count = std::min(strip_rows, rows - s * strip_rows);
+        dispatch<QuantizeStrip<F>>(in + offset, data<uint8_t>(q) + offset, count, cols,
+                                   width == 0 ? std::max<int64_t>(cols, 1) : width, power_2,
+                                   data<float>(scale_inv) + s * tiles);
+      }
+    });
+  });
+  return {q, scale_inv};
+}
+
+Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2) {
+  const Contract check("quantize_rowwise");
+  const Tensor x = input(check, x_in, dtype);
+  check.rank("x", x, 2);
+  return quantize_strips(x, dtype, power_2, 1, 0);
+}
+
+Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bool power_2) {
+  const Contract check("quantize_block");
+  const Tensor x = input(check, x_in, dtype);
+  check.rank("x", x, 2);
+  check.require(block_rows == 1 || block_rows == kBlock, "block_rows", "is ", block_rows,
+                ", must be 1 or 128");
+  return quantize_strips(x, dtype, power_2, block_rows, kBlock);
+}
+
+}  // namespace
+}  // namespace fp8serve
+
+STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
+  m.impl("quantize", TORCH_BOX(&fp8serve::quantize));
+  m.impl("quantize_current", TORCH_BOX(&fp8serve::quantize_current));
+  m.impl("quantize_rowwise", TORCH_BOX(&fp8serve::quantize_rowwise));
+  m.impl("quantize_block", TORCH_BOX(&fp8serve::quantize_block));
+}

@@ -1,0 +1,90 @@
+// The two FP8 formats and their casts, bit for bit as SPEC 2.1: round to nearest, ties to even; finite values
+// and infinities beyond the maximum saturate to +-max; NaN stays NaN with its sign.
+//
+// Everything is branch-free integer and float arithmetic on one value, so that a loop over it vectorises at
+// every instruction set: the scalar line below *is* the AVX-512 kernel.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#define FP8_INLINE inline __attribute__((always_inline))
+
+namespace fp8serve {
+
+// Bits of |x| as FP32; float order is integer order for these.
+constexpr int32_t kMagnitude = 0x7fffffff;
+constexpr int32_t kInfinity = 0x7f800000;
+
+template <int kMantissa, int kBias, int32_t kMaxBits, uint32_t kMaxCode>
+struct Format {
+  static constexpr int mantissa = kMantissa;
+  static constexpr int bias = kBias;
+  static constexpr int32_t max_bits = kMaxBits;   // the largest finite value, as FP32 bits
+  static constexpr uint32_t max_code = kMaxCode;  // ... and as FP8 bits
+  static constexpr int shift = 23 - kMantissa;    // mantissa bits that a cast from FP32 drops
+  static constexpr int32_t min_normal = (128 - kBias) << 23;
+  // Adding this to a value below min_normal leaves the rounded subnormal in the low mantissa bits.
+  static constexpr int32_t magic = (127 + 24 - kBias - kMantissa) << 23;
+  static constexpr float max() { return std::bit_cast<float>(kMaxBits); }
+};
+
+using E4M3 = Format<3, 7, 0x43e00000, 0x7e>;   // 448, no infinity, 0x7f is NaN
+using E5M2 = Format<2, 15, 0x47600000, 0x7b>;  // 57344, 0x7c infinity, above it NaN
+
+// FP32 -> FP8. The result's low 8 bits are the code.
+template <class F>
+FP8_INLINE int32_t encode(float x) {
+  const int32_t bits = std::bit_cast<int32_t>(x);
+  const int32_t sign = (bits >> 24) & 0x80;
+  const int32_t found = bits & kMagnitude;
+  const int32_t mag = found < F::max_bits ? found : F::max_bits;
+  const int32_t ties_to_even = (1 << (F::shift - 1)) - 1 + ((mag >> F::shift) & 1);
+  const int32_t normal = ((mag + ties_to_even) >> F::shift) - ((127 - F::bias) << F::mantissa);
+  const float shifted = std::bit_cast<float>(mag) + std::bit_cast<float>(F::magic);
+  const int32_t subnormal = std::bit_cast<int32_t>(shifted) - F::magic;
+  const int32_t finite = mag < F::min_normal ? subnormal : normal;
+  return sign | (found > kInfinity ? 0x7f : finite);
+}
+
+// FP8 -> FP32, exact.
+template <class F>
+constexpr float decode(uint8_t code) {
+  const int32_t sign = static_cast<int32_t>(code & 0x80) << 24;
+  const int32_t mag = code & 0x7f;
+  const int32_t nan = sign | 0x7fc00000;
+  if (mag > static_cast<int32_t>(F::max_code)) {
+    return std::bit_cast<float>(mag == 0x7c && F::mantissa == 2 ? sign | kInfinity : nan);
+  }
+  const int32_t exponent = mag >> F::mantissa;
+  const int32_t fraction = mag & ((1 << F::mantissa) - 1);
+  if (exponent > 0) {
+    return std::bit_cast<float>(sign | ((exponent + 127 - F::bias) << 23) | (fraction << F::shift));
+  }
+  const float unit = std::bit_cast<float>((128 - F::bias - F::mantissa) << 23);  // the smallest subnormal
+  const float value = static_cast<float>(fraction) * unit;
+  return sign != 0 ? -value : value;
+}
+
+// All 256 values of a format as FP32.
+template <class F>
+struct DecodeTable {
+  float value[256];
+  constexpr DecodeTable() : value() {
+    for (int i = 0; i < 256; ++i) value[i] = decode<F>(static_cast<uint8_t>(i));
+  }
+};
+template <class F>
+inline constexpr DecodeTable<F> kDecode{};
+
+// The scale that maps `amax` to the format's maximum (SPEC 2.3): 1 for an amax that is zero or not finite,
+// the largest finite FP32 where the quotient overflows, rounded down to a power of two on request.
+FP8_INLINE float scale_for(float amax, float fp8_max, bool power_2) {
+  const int32_t bits = std::bit_cast<int32_t>(amax);
+  if (bits <= 0 || bits >= kInfinity) return 1.0f;
+  const int32_t quotient = std::bit_cast<int32_t>(fp8_max / amax);
+  const int32_t finite = quotient < kInfinity ? quotient : kInfinity - 1;
+  return std::bit_cast<float>(power_2 ? finite & kInfinity : finite);
+}
+
+}  // namespace fp8serve
