@@ -31,7 +31,8 @@ OPS: list[str] = []  # every op that has a kernel per device
 def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    # Like the C++ kernels, the reference is not differentiable: gradients are the business of autograd functions.
+    _LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8serve::{name}", fake, lib=_LIBRARY)
     OPS.append(name)
 

@@ -98,10 +98,11 @@ def scaled_mm(
     With block scales the operands are dequantized first, one FP32 rounding per element: as accurate as scaling the
     partial sum of every block, and one matmul instead of K/128.
     """
-    if _is_block(a_scale_inv, *a.shape) or _is_block(b_scale_inv, *b.shape):
-        out = dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()
-    else:
-        out = (a.float() @ b.float().t()) * a_scale_inv * b_scale_inv.t()
+    with torch.autocast(a.device.type, enabled=False):  # a surrounding torch.autocast would make the matmul BF16
+        if _is_block(a_scale_inv, *a.shape) or _is_block(b_scale_inv, *b.shape):
+            out = dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()
+        else:
+            out = (a.float() @ b.float().t()) * a_scale_inv * b_scale_inv.t()
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

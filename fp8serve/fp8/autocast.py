@@ -1,0 +1,184 @@
+"""The context that says which recipe is in force, and what is updated when it ends.
+
+    with autocast(recipe=DelayedScaling()):     # outermost: owns the session
+        model(x)                                # every Linear that records an amax registers with the session
+                                                # exit: all registered forward states are updated in one op
+
+Contexts nest, the innermost wins, each thread has its own stack. Only the end of the *outermost* context updates, and
+only with gradients enabled; an exception inside discards what was staged, so the failed step leaves no trace. The
+backward pass runs outside of any context: what it needs, every forward call has written down, and the gradients' states
+are updated when the running backward pass ends. We ask the autograd engine for that moment (`queue_callback`) rather
+than attach it to the first module, because a first module that is frozen has no backward at all.
+
+With a process group, the staged amaxes of *all* living modules, in order of creation, are reduced with one MAX: a rank
+where some module did not run still takes part with zeros, so nothing hangs and all ranks hold equal scales. Every rank
+must have built the same modules in the same order.
+"""
+
+import threading
+from collections.abc import Iterable
+from contextlib import ContextDecorator
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from fp8serve.errors import RecipeError
+from fp8serve.fp8.distributed import reduce_staged
+from fp8serve.fp8.ops import DTYPES
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.reference import FP8_MAX
+from fp8serve.fp8.scaling import Entry, Scaled, update
+
+Direction = Literal["forward", "backward"]
+TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("input", "weight"), "backward": ("grad_output",)}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a state is updated: the recipe that staged it and the process group to reduce over."""
+
+    recipe: DelayedScaling
+    group: Any = None
+
+
+@dataclass
+class Session:
+    """What one outermost context, or one backward pass, has staged: per rule the modules by key."""
+
+    direction: Direction
+    ran: dict[Rule, dict[int, Scaled]] = field(default_factory=dict)
+
+    def open(self, rule: Rule) -> None:
+        """Take part in the rule's collective even if no module runs here."""
+        self.ran.setdefault(rule, {})
+
+    def add(self, module: Scaled, rule: Rule) -> None:
+        self.ran.setdefault(rule, {})[module.key] = module
+
+    def finish(self) -> None:
+        """Update every state that was staged; one op (and one collective) per rule, normally one in all."""
+        names = TENSORS[self.direction]
+        for rule, modules in self.ran.items():
+            chosen: Iterable[Scaled] = modules.values()
+            if rule.group is not None and rule.recipe.reduce_amax:
+                chosen = reduce_staged(living(), names, rule.recipe, rule.group)
+            entries = [Entry(m.scaling[name], fp8_max(rule.recipe, name)) for m in chosen for name in names]
+            update(entries, rule.recipe)
+
+    def discard(self) -> None:
+        """Forget what was staged, as if the step had not happened."""
+        for modules in self.ran.values():
+            for module in modules.values():
+                for name in TENSORS[self.direction]:
+                    module.scaling[name].discard()
+
+
+def fp8_max(recipe: Recipe, name: str) -> float:
+    """The largest value of the format that the named tensor ("input", "weight", "grad_output") is cast to."""
+    fmt = recipe.fp8_format
+    return FP8_MAX[DTYPES[fmt.backward if name == "grad_output" else fmt.forward]]
+
+
+class _Local(threading.local):
+    """Per thread: the stack of open contexts and the session of the outermost."""
+
+    def __init__(self) -> None:
+        self.stack: list[autocast] = []
+        self.session = Session("forward")
+
+
+_LOCAL = _Local()
+_ORDER = count()
+_MODULES: WeakValueDictionary[int, Scaled] = WeakValueDictionary()
+_BACKWARD: WeakValueDictionary[int, Session] = WeakValueDictionary()
+
+
+def enroll(module: Scaled) -> int:
+    """Give a module its place in the order of creation."""
+    key = next(_ORDER)
+    _MODULES[key] = module
+    return key
+
+
+def living() -> list[Scaled]:
+    """All modules that exist, in order of creation."""
+    return [module for _, module in sorted(_MODULES.items())]
+
+
+class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
+    """Run every `fp8serve.Linear` inside in FP8 by `recipe` (default `DelayedScaling()`).
+
+    enabled=False makes an island of high precision. With `calibrating=True` amaxes are recorded, also without
+    gradients, and the states are updated at the end; together with enabled=False the maths stays in high precision.
+    `amax_reduction_group`: a process group over which delayed amaxes are reduced with MAX. Raises RecipeError if
+    calibrating is asked of a recipe that has no history.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        *,
+        recipe: Recipe | None = None,
+        calibrating: bool = False,
+        amax_reduction_group: Any = None,
+    ) -> None:
+        self.enabled = enabled
+        self.recipe: Recipe = DelayedScaling() if recipe is None else recipe
+        self.calibrating = calibrating
+        self.group = amax_reduction_group
+        if not isinstance(self.recipe, Recipe):
+            raise RecipeError(
+                f"recipe must be DelayedScaling, Float8CurrentScaling or Float8BlockScaling, found {recipe!r}."
+            )
+        if calibrating and not isinstance(self.recipe, DelayedScaling):
+            kind = type(self.recipe).__name__
+            raise RecipeError(f"calibrating records amax histories, and {kind} has none; use DelayedScaling.")
+
+    def __enter__(self) -> "autocast":
+        _LOCAL.stack.append(self)
+        if self.group is not None and isinstance(self.recipe, DelayedScaling):
+            _LOCAL.session.open(Rule(self.recipe, self.group))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _LOCAL.stack.pop()
+        if _LOCAL.stack:
+            return
+        session, _LOCAL.session = _LOCAL.session, Session("forward")
+        if kind is not None:
+            session.discard()
+        elif torch.is_grad_enabled() or self.calibrating:
+            with torch.no_grad():
+                session.finish()
+
+
+def current() -> autocast | None:
+    """The innermost context of this thread if it asks anything of a Linear, else None."""
+    context = _LOCAL.stack[-1] if _LOCAL.stack else None
+    return context if context is not None and (context.enabled or context.calibrating) else None
+
+
+def stage_forward(module: Scaled, rule: Rule, name: str, amax: Tensor) -> None:
+    """Record the amax of a forward tensor; the end of the outermost context makes a scale of it."""
+    module.delayed_states(rule.recipe)[name].stage(amax)
+    _LOCAL.session.add(module, rule)
+
+
+def stage_backward(module: Scaled, rule: Rule, amax: Tensor) -> None:
+    """Record the amax of a gradient; the end of the running backward pass makes a scale of it."""
+    module.delayed_states(rule.recipe)["grad_output"].stage(amax)
+    task = torch._C._current_graph_task_id()
+    session = _BACKWARD.get(task)
+    if session is None:
+        session = _BACKWARD[task] = Session("backward")
+        # The engine keeps the bound method, and with it the session, until this backward pass ends or fails.
+        Variable._execution_engine.queue_callback(session.finish)
+    session.add(module, rule)

@@ -1,0 +1,61 @@
+"""How each recipe turns an operand into FP8 codes for the GEMMs that read it.
+
+A matrix x [M, K] is read in two ways: by rows, contracting K, and by columns, contracting M (as x^T [K, M]). A scale
+per tensor, and the 128x128 blocks of a weight, suit both: the codes are cast once and the columns are a transposed view
+of them. A scale per row or per 1x128 block holds along one dimension only: the columns are cast from x^T on their own.
+"""
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
+from fp8serve.fp8.reference import BLOCK
+
+
+class Codes(NamedTuple):
+    """FP8 codes [rows, K] quantized for contraction along K, and the scale_inv that goes with them."""
+
+    q: Tensor
+    scale_inv: Tensor
+
+
+class Pair(NamedTuple):
+    """One operand for both directions: `rows` of x [M, K], `cols` of x^T [K, M]; None where no GEMM reads it."""
+
+    rows: Codes | None
+    cols: Codes | None
+
+
+def _both(codes: Codes) -> Pair:
+    scale_inv = codes.scale_inv
+    return Pair(codes, Codes(codes.q.t(), scale_inv.t() if scale_inv.dim() else scale_inv))
+
+
+def cast_delayed(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Pair, Tensor]:
+    """Cast by a scale that is known beforehand: the codes for both directions, and amax of x in the same read."""
+    q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
+    return _both(Codes(q, scale.reciprocal())), cast(Tensor, amax)
+
+
+def _cast_along_rows(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> Codes:
+    if isinstance(recipe, Float8BlockScaling):
+        return Codes(*torch.ops.fp8serve.quantize_block(x, dtype, 1, recipe.power_2_scale))
+    return Codes(*torch.ops.fp8serve.quantize_rowwise(x, dtype, _power_2(recipe)))
+
+
+def _power_2(recipe: Recipe) -> bool:
+    return not isinstance(recipe, DelayedScaling) and recipe.power_2_scale
+
+
+def cast_by_content(x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, rows: bool, cols: bool) -> Pair:
+    """Cast x [M, K] by its own amax, at the granularity of a recipe without state, for the asked directions."""
+    if isinstance(recipe, Float8BlockScaling) and weight:
+        return _both(Codes(*torch.ops.fp8serve.quantize_block(x, dtype, BLOCK, recipe.power_2_scale)))
+    if not isinstance(recipe, Float8BlockScaling) and getattr(recipe, "granularity", "tensor") == "tensor":
+        return _both(Codes(*torch.ops.fp8serve.quantize_current(x, dtype, _power_2(recipe))))
+    return Pair(
+        _cast_along_rows(x, dtype, recipe) if rows else None,
+        _cast_along_rows(x.t().contiguous(), dtype, recipe) if cols else None,
+    )

@@ -1,0 +1,178 @@
+"""FrozenLinear: what serving runs. FP8 weights at rest, an input scale stored or computed per call, no gradient.
+
+It calls the same ops as the forward pass of `Linear`, in the same order: with the scales that training ended with, it
+gives the same bits. It also watches its input: `amax` is the largest magnitude since `reset_counters`, `saturated` how
+many elements were cut off at +-448. Watching costs one 0-dim maximum per call, and a pass over the codes only in the
+rare call that saturates (a GPU, where looking would mean waiting, makes the pass always).
+"""
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.errors import ScalesError
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.ops import blocks
+from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
+from fp8serve.fp8.reference import BLOCK, FP8_MAX
+
+InputGranularity = Literal["tensor", "row", "block"]
+E4M3 = torch.float8_e4m3fn
+
+
+def _valid_scale(name: str, scale: Tensor) -> Tensor:
+    scale = scale.detach().to(torch.float32)
+    if scale.numel() != 1 or not bool(torch.isfinite(scale) & (scale > 0)):
+        raise ScalesError(
+            f"{name} must be one positive finite number, found {scale.tolist()}; calibrate the model again."
+        )
+    return scale.reshape(()).clone()
+
+
+def _given_scale(linear: nn.Linear, name: str, scale: Tensor | None) -> Tensor:
+    if scale is None:
+        state = linear.scaling.get(name) if isinstance(linear, Linear) else None
+        if state is None:
+            raise ScalesError(
+                f"DelayedScaling needs a stored {name} scale and this layer has none; calibrate the model first."
+            )
+        scale = state.scale
+    return _valid_scale(f"the {name} scale", scale)
+
+
+def _quantized_weight(
+    linear: nn.Linear, recipe: Recipe, scale: Tensor | None
+) -> tuple[Tensor, Tensor, InputGranularity]:
+    """(weight_q, weight_scale_inv, how the input is quantized) of a recipe."""
+    weight, op = linear.weight.detach(), torch.ops.fp8serve
+    if isinstance(recipe, DelayedScaling):
+        scale = _given_scale(linear, "weight", scale)
+        return op.quantize(weight, scale, E4M3)[0], scale.reciprocal(), "tensor"
+    if isinstance(recipe, Float8BlockScaling):
+        return *op.quantize_block(weight, E4M3, BLOCK, recipe.power_2_scale), "block"
+    if recipe.granularity == "row":
+        return *op.quantize_rowwise(weight, E4M3, recipe.power_2_scale), "row"
+    return *op.quantize_current(weight, E4M3, recipe.power_2_scale), "tensor"
+
+
+class FrozenLinear(nn.Module):
+    """[..., K] -> [..., N] from FP8 weights.
+
+    weight_q: E4M3 [N, K]. weight_scale_inv: FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)]. bias: [N] or None.
+    input_scale: FP32 [], multiplies to quantize the input; None: the input's own amax, per `granularity` ("tensor",
+    "row", "block"). out_dtype: of the output; None for the input's.
+    """
+
+    weight_q: Tensor
+    weight_scale_inv: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+    input_scale_inv: Tensor | None
+    amax: Tensor
+    saturated: Tensor
+
+    def __init__(
+        self,
+        weight_q: Tensor,
+        weight_scale_inv: Tensor,
+        bias: Tensor | None = None,
+        input_scale: Tensor | None = None,
+        granularity: InputGranularity = "tensor",
+        power_2_scale: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_weight(weight_q, weight_scale_inv)
+        if granularity not in ("tensor", "row", "block"):
+            raise ValueError(f'granularity must be "tensor", "row" or "block", found {granularity!r}.')
+        self.granularity, self.power_2_scale, self.out_dtype = granularity, power_2_scale, out_dtype
+        self.out_features, self.in_features = weight_q.shape
+        self.register_buffer("weight_q", weight_q)
+        self.register_buffer("weight_scale_inv", weight_scale_inv)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+        scale = None if input_scale is None else _valid_scale("the input scale", input_scale).to(weight_q.device)
+        self.register_buffer("input_scale", scale)
+        self.register_buffer("input_scale_inv", None if scale is None else scale.reciprocal(), persistent=False)
+        self.register_buffer("amax", torch.zeros((), device=weight_q.device), persistent=False)
+        self.register_buffer("saturated", torch.zeros((), dtype=torch.int64, device=weight_q.device), persistent=False)
+        self._limit = torch.inf if scale is None else FP8_MAX[E4M3] / float(scale)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        recipe: Recipe,
+        input_scale: Tensor | None = None,
+        weight_scale: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> "FrozenLinear":
+        """Freeze a linear by a recipe. DelayedScaling takes the given scales or the layer's own delayed states.
+
+        Raises ScalesError if a delayed scale is missing, zero, negative or not finite.
+        """
+        if isinstance(recipe, DelayedScaling):
+            input_scale = _given_scale(linear, "input", input_scale)
+        elif input_scale is not None or weight_scale is not None:
+            raise ScalesError(f"{type(recipe).__name__} computes its scales from the data; do not give stored ones.")
+        weight_q, weight_scale_inv, granularity = _quantized_weight(linear, recipe, weight_scale)
+        power_2 = not isinstance(recipe, DelayedScaling) and recipe.power_2_scale
+        return cls(weight_q, weight_scale_inv, linear.bias, input_scale, granularity, power_2, out_dtype)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight_q: Tensor,
+        weight_scale_inv: Tensor,
+        bias: Tensor | None,
+        input_scale: Tensor | None,
+        granularity: InputGranularity = "tensor",
+        out_dtype: torch.dtype | None = None,
+    ) -> "FrozenLinear":
+        """A layer from the tensors of an FP8 checkpoint; input_scale multiplies to quantize, None is dynamic."""
+        return cls(weight_q, weight_scale_inv, bias, input_scale, granularity, False, out_dtype)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        q, scale_inv = self._quantize(x.reshape(-1, self.in_features))
+        out_dtype = self.out_dtype or x.dtype
+        y = torch.ops.fp8serve.scaled_mm(q, self.weight_q, scale_inv, self.weight_scale_inv, self.bias, out_dtype)
+        return cast(Tensor, y).view(*x.shape[:-1], self.out_features)
+
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        op = torch.ops.fp8serve
+        if self.input_scale is not None and self.input_scale_inv is not None:
+            q, amax = op.quantize(x, self.input_scale, E4M3)
+            self._watch(q, amax)
+            return q, self.input_scale_inv
+        if self.granularity == "row":
+            return cast(tuple[Tensor, Tensor], op.quantize_rowwise(x, E4M3, self.power_2_scale))
+        if self.granularity == "block":
+            return cast(tuple[Tensor, Tensor], op.quantize_block(x, E4M3, 1, self.power_2_scale))
+        return cast(tuple[Tensor, Tensor], op.quantize_current(x, E4M3, self.power_2_scale))
+
+    def _watch(self, q: Tensor, amax: Tensor) -> None:
+        torch.maximum(self.amax, amax, out=self.amax)
+        if q.is_cuda or amax.item() > self._limit:
+            self.saturated += (q.view(torch.uint8) & 0x7F).eq(0x7E).sum()
+
+    def reset_counters(self) -> None:
+        """Start watching anew."""
+        self.amax.zero_()
+        self.saturated.zero_()
+
+    def extra_repr(self) -> str:
+        kind = "dynamic" if self.input_scale is None else "static"
+        return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {self.granularity}"
+
+
+def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor) -> None:
+    if weight_q.dtype != E4M3 or weight_q.dim() != 2:
+        raise ValueError(f"weight_q must be float8_e4m3fn [N, K], found {weight_q.dtype} {list(weight_q.shape)}.")
+    rows, cols = weight_q.shape
+    if tuple(weight_scale_inv.shape) not in {(), (rows, 1), (blocks(rows), blocks(cols))}:
+        raise ValueError(
+            f"weight_scale_inv of a [{rows}, {cols}] weight must be [], [{rows}, 1] or"
+            f" [{blocks(rows)}, {blocks(cols)}], found {list(weight_scale_inv.shape)}."
+        )

@@ -1,0 +1,283 @@
+"""Linear: Y = X W^T with its three GEMMs in FP8, and `convert`, which turns any module's nn.Linear into it.
+
+    forward   Y  [M, N] = X  [M, K] W^T     X and W in the forward format (E4M3)
+    dgrad     dX [M, K] = dY [M, N] W       dY in the backward format (E5M2 with HYBRID)
+    wgrad     dW [N, K] = dY^T X
+
+Every GEMM wants both operands quantized along the dimension it contracts. Under per-tensor scaling one set of codes
+serves all: the backward pass transposes the saved FP8 codes. Under row-wise and block scaling an activation is
+quantized twice in the forward pass, along K for the forward GEMM and, transposed, along M for wgrad. Either way a layer
+keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128 blocks of a weight
+serve both directions; a row-wise weight is quantized twice.
+
+The delayed states live outside of the module's parameters and buffers: `.to(bfloat16)` must not round them and DDP must
+not broadcast them. `state_dict` stores them as plain tensors under the names of a scaling checkpoint
+(`P.input.scale`, `P.weight.amax_history`, ...), and a state dict without them still loads.
+
+A weight is quantized once per optimizer step, without being told: its codes are kept while gradients accumulate
+(`weight.grad is not None`) and the parameter's version counter and storage are unchanged. The price is one byte per
+weight element between two microbatches.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8serve.errors import ScalesError
+from fp8serve.fp8 import reference
+from fp8serve.fp8.autocast import Rule, autocast, current, enroll, stage_backward, stage_forward
+from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed
+from fp8serve.fp8.ops import DTYPES
+from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
+from fp8serve.fp8.scaling import FIELDS, ScalingState
+
+NAMES = ("input", "weight", "grad_output")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one forward call fixes for its backward pass."""
+
+    module: "Linear"
+    recipe: Recipe
+    rule: Rule | None  # how delayed states are updated; None for recipes without state
+    hp: Precisions  # which of fprop, dgrad, wgrad run in high precision
+    recording: bool  # stage amaxes in the forward pass
+    observing: bool  # calibrating: stage the amax of operands that stay in high precision, too
+
+    def cast(self, name: str, x: Tensor, rows: bool, cols: bool) -> Pair:
+        """Codes of the named tensor for the directions asked for; its amax is staged if the recipe has states."""
+        if not (rows or cols):
+            if self.observing:
+                self._stage(name, reference.amax(x))
+            return Pair(None, None)
+        fmt = self.recipe.fp8_format
+        dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
+        if self.rule is None:
+            return cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols)
+        pair, amax = cast_delayed(x, dtype, self.module.delayed_states(self.rule.recipe)[name].scale)
+        self._stage(name, amax)
+        return pair
+
+    def _stage(self, name: str, amax: Tensor) -> None:
+        if self.rule is None:
+            return
+        if name == "grad_output":
+            stage_backward(self.module, self.rule, amax)
+        elif self.recording:
+            stage_forward(self.module, self.rule, name, amax)
+
+
+def _mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """[M, K] x [N, K] -> [M, N]; kernels read both operands with the contracted dimension contiguous."""
+    codes = (a.q.contiguous(), b.q.contiguous(), a.scale_inv.contiguous(), b.scale_inv.contiguous())
+    return cast(Tensor, torch.ops.fp8serve.scaled_mm(*codes, bias, out_dtype))
+
+
+class _Matmul(torch.autograd.Function):
+    """The one autograd function: all recipes, all overrides. x [M, K], weight [N, K] -> [M, N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, x_codes: Pair, w_codes: Pair
+    ) -> Tensor:
+        _, dgrad_hp, wgrad_hp = call.hp
+        ctx.call, ctx.dtypes = call, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.save_for_backward(
+            x if wgrad_hp else None, weight if dgrad_hp else None, *(x_codes.cols or ()), *(w_codes.cols or ())
+        )
+        ctx.has_cols = (x_codes.cols is not None, w_codes.cols is not None)
+        if x_codes.rows is None or w_codes.rows is None:
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return _mm(x_codes.rows, w_codes.rows, bias, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        (x_dtype, w_dtype, b_dtype), (want_dx, want_dw, want_db) = ctx.dtypes, ctx.needs_input_grad[:3]
+        x, weight, *codes = ctx.saved_tensors
+        x_cols = Codes(*codes[:2]) if ctx.has_cols[0] else None
+        w_cols = Codes(*codes[-2:]) if ctx.has_cols[1] else None
+        pair = call.cast("grad_output", dy, want_dx and not call.hp[1], want_dw and not call.hp[2])
+        dx = _gradient(want_dx, pair.rows, w_cols, lambda: dy @ weight.to(dy.dtype), x_dtype)
+        dw = _gradient(want_dw, pair.cols, x_cols, lambda: dy.t() @ x.to(dy.dtype), w_dtype)
+        db = dy.float().sum(0).to(b_dtype) if want_db else None
+        return dx, dw, db, None, None, None
+
+
+def _gradient(
+    wanted: bool, a: Codes | None, b: Codes | None, in_high_precision: Callable[[], Tensor], dtype: torch.dtype
+) -> Tensor | None:
+    if not wanted:
+        return None
+    return in_high_precision().to(dtype) if a is None or b is None else _mm(a, b, None, dtype)
+
+
+class _WeightCodes:
+    """The codes of a weight, kept while gradients accumulate. Not copied with the module."""
+
+    def __init__(self) -> None:
+        self.key: tuple[Any, ...] = ()
+        self.pair = Pair(None, None)
+
+    def __deepcopy__(self, memo: Any) -> "_WeightCodes":
+        return _WeightCodes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _WeightCodes, ()
+
+    def get(self, weight: Tensor, recipe: Recipe, rows: bool, cols: bool, make: Callable[[], Pair]) -> Pair:
+        key = (weight._version, weight.data_ptr(), recipe)
+        usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
+        if weight.grad is None or not usable:
+            self.key, self.pair = key, make()
+        return self.pair
+
+
+class Linear(nn.Linear):
+    """nn.Linear [..., in_features] -> [..., out_features] that runs in FP8 inside `autocast`, else in high precision.
+
+    The output has the dtype of the input (of torch.autocast, where that is active); the weight may have another, such
+    as FP32 master weights under BF16 activations, and its gradient has the weight's.
+    """
+
+    key: int
+    scaling: dict[str, ScalingState]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.key = enroll(self)
+        self.scaling = {}
+        self._weight_codes = _WeightCodes()
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear) -> "Linear":
+        """Turn an nn.Linear into a Linear in place: same object, parameters, hooks and flags."""
+        linear.__class__ = cls
+        adopted = cast(Linear, linear)
+        adopted._begin()
+        return adopted
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is a module of its own: own place, own states
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.key = enroll(self)
+
+    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
+        """The states by tensor name, created or resized to the recipe's history length (the newest rows stay)."""
+        for name in NAMES:
+            if name not in self.scaling:
+                self.scaling[name] = ScalingState.create(recipe.amax_history_len, self.weight.device)
+            self.scaling[name].resize(recipe.amax_history_len)
+        return self.scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features]."""
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        context = current()
+        if context is None:
+            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return self._quantized(x.reshape(-1, self.in_features), context).view(*x.shape[:-1], self.out_features)
+
+    def _call(self, context: autocast) -> Call:
+        recipe = context.recipe
+        delayed = isinstance(recipe, DelayedScaling)
+        return Call(
+            module=self,
+            recipe=recipe,
+            rule=Rule(recipe, context.group) if isinstance(recipe, DelayedScaling) else None,
+            hp=recipe.override_linear_precision if context.enabled else (True, True, True),
+            recording=delayed and (torch.is_grad_enabled() or context.calibrating),
+            observing=context.calibrating,
+        )
+
+    def _quantized(self, x: Tensor, context: autocast) -> Tensor:
+        call = self._call(context)
+        fprop_hp, dgrad_hp, wgrad_hp = call.hp
+        graph = torch.is_grad_enabled()
+        with torch.no_grad():
+            x_cols = graph and self.weight.requires_grad and not wgrad_hp
+            w_cols = graph and x.requires_grad and not dgrad_hp
+            x_codes = call.cast("input", x, not fprop_hp, x_cols)
+            w_codes = self._weight_codes.get(
+                self.weight,
+                call.recipe,
+                not fprop_hp,
+                w_cols,
+                lambda: call.cast("weight", self.weight, not fprop_hp, w_cols),
+            )
+        return cast(Tensor, _Matmul.apply(x, self.weight, self.bias, call, x_codes, w_codes))  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for state in self.scaling.values():  # follow the weight to its device, but stay FP32
+            state.move(self.weight.device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, state in self.scaling.items():
+            for field in FIELDS:
+                destination[f"{prefix}{name}.{field}"] = getattr(state, field)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in NAMES:
+            found = {field: state_dict.pop(f"{prefix}{name}.{field}", None) for field in FIELDS}
+            if any(value is not None for value in found.values()):
+                self.scaling[name] = _restored(found, f"{prefix}{name}", self.weight.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _restored(found: dict[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
+    """A state from a state dict; counters that a scaling checkpoint does not carry start at 0."""
+    scale, history = found["scale"], found["amax_history"]
+    if scale is None or history is None:
+        raise ScalesError(f"The state dict holds a part of {name} only; it needs {name}.scale and {name}.amax_history.")
+    zero = torch.zeros((), dtype=torch.int64)
+    counters = [zero if found[field] is None else found[field] for field in ("nonfinite", "steps")]
+    with torch.no_grad():
+        return ScalingState(*(cast(Tensor, t).detach().to(device).clone() for t in (scale, history, *counters)))
+
+
+def _skipped(name: str, skip: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) or name.rpartition(".")[2] == pattern for pattern in skip)
+
+
+def _plain_linears(module: nn.Module, skip: tuple[str, ...]) -> Iterator[nn.Linear]:
+    for name, child in module.named_modules():
+        if type(child) is nn.Linear and not _skipped(name, skip):
+            yield child
+
+
+def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Module:
+    """Turn every nn.Linear inside `module` into a `Linear`, in place: parameters, hooks and names stay; returns module.
+
+    `skip` holds last name components ("lm_head"), full names, or patterns ("model.layers.0.*"). Subclasses of nn.Linear
+    are left alone, because they promise something of their own.
+    """
+    for linear in list(_plain_linears(module, (skip,) if isinstance(skip, str) else tuple(skip))):
+        Linear.adopt(linear)
+    return module
+
+
+def scaling_state(linear: Linear) -> dict[str, ScalingState]:
+    """The delayed states of a Linear by name ("input", "weight", "grad_output"); empty before its first delayed run."""
+    return dict(linear.scaling)

@@ -1,0 +1,124 @@
+"""Delayed scaling: the state of one quantized tensor, and the update of many states together (SPEC 2.4).
+
+    index            0        1      ...     N-1
+    amax_history   staging  oldest   ...   newest
+
+Quantizing reads `scale` and raises the staging slot; nothing else changes until the step ends. Then `update` turns the
+histories of all tensors that ran into new scales and rotates them, in one op for any number of states. The rules of the
+update are in `reference.delayed_update`; here is what surrounds it: algorithms given as Python callables and the
+reduction over a process group. A state costs 4 N + 20 bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.recipe import DelayedScaling
+
+FIELDS = ("scale", "amax_history", "nonfinite", "steps")
+
+
+@dataclass
+class ScalingState:
+    """The delayed scale of one tensor.
+
+    scale: FP32 [], multiplies to quantize; starts at 1.
+    amax_history: FP32 [N]; slot 0 is being filled, 1 is the oldest, N-1 the newest; starts at 0.
+    nonfinite: int64 [], how many steps were dropped because their amax was infinite.
+    steps: int64 [], how many steps entered the history.
+    """
+
+    scale: Tensor
+    amax_history: Tensor
+    nonfinite: Tensor
+    steps: Tensor
+
+    @classmethod
+    def create(cls, length: int, device: torch.device) -> "ScalingState":
+        """A state that has seen nothing: scale 1, a history of `length` zeros."""
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        scale = torch.ones((), dtype=torch.float32, device=device)
+        return cls(scale, torch.zeros(length, dtype=torch.float32, device=device), count, count.clone())
+
+    def resize(self, length: int) -> None:
+        """Give the history `length` slots: the staging slot and the newest rows stay, zeros take the oldest places."""
+        old = self.amax_history
+        if old.shape[0] != length:
+            rows = old[1:][max(0, old.shape[0] - length) :]
+            self.amax_history = torch.zeros(length, dtype=torch.float32, device=old.device)
+            self.amax_history[0] = old[0]
+            if rows.numel():
+                self.amax_history[-rows.shape[0] :] = rows
+
+    def stage(self, amax: Tensor) -> None:
+        """Raise the staging slot to `amax` (FP32 [])."""
+        slot = self.amax_history[0]
+        slot.copy_(torch.maximum(slot, amax))
+
+    def discard(self) -> None:
+        """Forget what was staged, as if the step had not happened."""
+        self.amax_history[0] = 0.0
+
+    def move(self, device: torch.device) -> None:
+        """Move to a device; the state stays FP32 whatever the module is cast to."""
+        for name in FIELDS:
+            setattr(self, name, getattr(self, name).to(device))
+
+
+class Scaled(Protocol):
+    """A module that owns delayed states, by tensor name ("input", "weight", "grad_output")."""
+
+    key: int
+    scaling: dict[str, ScalingState]
+
+    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
+        """The states, created or resized to the recipe's history length."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A state on its way into an update, with the largest value of the format its tensor is cast to."""
+
+    state: ScalingState
+    fp8_max: float
+
+
+def update(entries: Sequence[Entry], recipe: DelayedScaling) -> None:
+    """End the step of these states: new scales, rotated histories (SPEC 2.4 steps 3 to 6), in one op per device."""
+    for device in {e.state.scale.device for e in entries}:
+        _update_together([e for e in entries if e.state.scale.device == device], recipe)
+
+
+def _update_together(entries: list[Entry], recipe: DelayedScaling) -> None:
+    by_callable = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
+    chosen = [_scale_by_callable(entry, recipe) for entry in entries] if by_callable else []
+    columns = [[getattr(e.state, name) for e in entries] for name in FIELDS]
+    algo = "max" if callable(recipe.amax_compute_algo) else recipe.amax_compute_algo
+    torch.ops.fp8serve.delayed_update(*columns, [e.fp8_max for e in entries], recipe.margin, recipe.interval, algo)
+    for entry, scale in zip(entries, chosen, strict=False):
+        entry.state.scale.copy_(scale)
+
+
+def _scale_by_callable(entry: Entry, recipe: DelayedScaling) -> Tensor:
+    """The scale after this step where the recipe brings its own functions; called before the history rotates."""
+    state, history = entry.state, entry.state.amax_history
+    staged = history[0]
+    if callable(recipe.amax_compute_algo):
+        amax = torch.as_tensor(recipe.amax_compute_algo(history.clone()), dtype=torch.float32, device=history.device)
+    else:
+        amax = history.amax() if recipe.amax_compute_algo == "max" else staged.clone()
+    scale = torch.as_tensor(_formula(amax, entry, recipe), dtype=torch.float32, device=history.device)
+    due = (staged > 0) & staged.isfinite() & (state.steps % recipe.interval == 0)
+    return torch.where(due & (scale > 0) & scale.isfinite(), scale, state.scale)
+
+
+def _formula(amax: Tensor, entry: Entry, recipe: DelayedScaling) -> Tensor:
+    if recipe.scaling_factor_compute_algo is not None:
+        found: Tensor = recipe.scaling_factor_compute_algo(amax, entry.state.scale.clone(), entry.fp8_max, recipe)
+        return found
+    limit = torch.full_like(amax, entry.fp8_max / 2.0**recipe.margin)
+    return torch.where((amax > 0) & amax.isfinite(), (limit / amax).clamp(max=torch.finfo(torch.float32).max), 0.0)
