@@ -209,7 +209,11 @@ class RequestOutput:
     error: str | None = None  # one sentence, when finish_reason is "error"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Only what differs from the defaults: one of these crosses to the server for every token."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if self.logprobs is not None:
+            found["logprobs"] = [asdict(item) for item in self.logprobs]
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RequestOutput":

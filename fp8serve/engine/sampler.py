@@ -36,6 +36,7 @@ class Sampled:
     logprob: TokenLogprob | None = None
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> list[Sampled]:
     """FP32 logits [sequences, vocab] -> one token for each sequence. `logits` is overwritten."""
     finite = logits.amax(-1).isfinite()

@@ -40,7 +40,7 @@ class TextStream:
 
     def _pass(self, delta: str) -> str:
         self._held += delta
-        keep = self._search() if self._stop and self._unarmed <= 0 else len(self._held)
+        keep = self._search() if self._stop and self._unarmed < 0 else len(self._held)
         text, self._held = self._held[:keep], self._held[keep:]
         return text
 

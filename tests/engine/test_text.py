@@ -48,7 +48,7 @@ def test_stop_strings(pieces: list[str], stop: tuple[str, ...], shown: list[str]
 
 
 def test_stop_strings_before_min_tokens_are_text() -> None:
-    assert run(["x", "x", "x"], ("x",), min_tokens=2) == (["x", "", ""], "x")
+    assert run(["x", "x", "x"], ("x",), min_tokens=2) == (["x", "x", "", ""], "x")
 
 
 def test_a_stop_string_completed_by_the_flush_does_not_leak() -> None:
