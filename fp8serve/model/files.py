@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import Fp8ServeError, ModelError
+from fp8serve.errors import Fp8ServeError, MachineError, ModelError
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
 
@@ -25,7 +25,7 @@ def read_json(path: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, 
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise error(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, which no {path.name} is.")
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
     except FileNotFoundError:
         raise error(f"{path} does not exist.") from None
     except (OSError, UnicodeDecodeError) as e:
@@ -37,7 +37,7 @@ def read_json(path: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, 
     return value
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Two readers may disagree on which of two equal keys counts, so a file with both is refused."""
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -64,7 +64,8 @@ def check_absent(out: Path, error: type[Fp8ServeError] = ModelError) -> None:
 def whole_directory(out: Path, error: type[Fp8ServeError] = ModelError) -> Iterator[Path]:
     """A temporary sibling of `out` to write into; on success it becomes `out`, on any exception it is removed.
 
-    Costs one fsync per file at the end. `error` when `out` is taken before or in the meantime, or cannot be written.
+    Costs one fsync per file at the end. `error` when `out` is taken, before or in the meantime; MachineError when the
+    disk is full or not ours to write.
     """
     out = Path(os.path.abspath(out))
     check_absent(out, error)
@@ -73,13 +74,15 @@ def whole_directory(out: Path, error: type[Fp8ServeError] = ModelError) -> Itera
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
     except OSError as e:
-        raise error(f"{out} cannot be written: {e.strerror}.") from None
+        raise MachineError(f"{out} cannot be written: {e.strerror}.") from None
     try:
         yield temporary
         fsync_tree(temporary)
         _put_in_place(temporary, out, error)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(e, OSError):
+            raise MachineError(f"{out} could not be written: {e.strerror or e}; nothing was left there.") from e
         raise
 
 

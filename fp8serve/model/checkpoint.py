@@ -1,0 +1,242 @@
+"""A directory becomes a module, trainable or servable, from BF16/FP16/FP32 or any FP8 spelling of `interop`.
+
+Loading walks the parameters of a decoder built on "meta" and puts one tensor after another in place, so at no time are
+there two copies of the weights. On the CPU, FP8 weights and weights already of the wanted type stay views of the mapped
+file: serving starts before the file is read, and the page cache is shared between processes.
+
+The names that other rooms use are all importable from here: `stored` opens a directory, `scales` is the file of scaling
+states, `export` writes.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.errors import ModelError, ScalesError
+from fp8serve.fp8 import ops
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.model import interop
+from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
+from fp8serve.model.scales import (
+    FILE_NAME,
+    ScalingCheckpoint,
+    TensorScale,
+    check_covers,
+    fingerprint,
+    load_scales,
+    save_scales,
+)
+from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
+
+__all__ = [
+    "FORMATS",
+    "Checkpoint",
+    "ScalingCheckpoint",
+    "StoredLinear",
+    "TensorScale",
+    "fingerprint",
+    "kv_scales",
+    "linear_names",
+    "load_scales",
+    "load_servable",
+    "load_trainable",
+    "open_checkpoint",
+    "save_scales",
+    "write_calibrated",
+    "write_hf_directory",
+]
+
+
+def load_trainable(
+    model_dir: Path | str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Decoder:
+    """The model with high-precision weights of `dtype` that may be written to; FP8 weights are dequantized."""
+    checkpoint = open_checkpoint(model_dir)
+    model = Decoder(checkpoint.config, device="meta", dtype=dtype)
+    for name in checkpoint:
+        _put(model, name, checkpoint[name].to(device, dtype, copy=True), trainable=True)
+    model.tie()
+    return model
+
+
+def load_servable(
+    model_dir: Path | str,
+    recipe: Literal["stored", "bf16"] | Recipe = "stored",
+    scales: Path | str | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Decoder:
+    """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`.
+
+    recipe "stored": the FP8 weights and input scales that lie in the directory, or, for a high-precision directory, its
+    weights with the scales of `scales` (or of a scales.safetensors beside them). "bf16": everything dequantized. A
+    `Recipe`: weights quantized by it now; `DelayedScaling` needs scales from one of the places named.
+    ModelError, ScalesError: the directory or the scales cannot be used, or none are there and some are needed.
+    """
+    checkpoint = open_checkpoint(model_dir)
+    freezer = _Freezer(checkpoint, _frozen_by(checkpoint, recipe, scales), recipe, torch.device(device), dtype)
+    model = Decoder(checkpoint.config, device="meta", dtype=dtype)
+    frozen = {name: module for name in linear_names(model) if (module := freezer(name)) is not None}
+    for name in checkpoint:
+        if name.rpartition(".")[0] not in frozen:
+            _put(model, name, checkpoint[name].to(device, dtype), trainable=False)
+    for name, module in frozen.items():
+        _put_module(model, name, module)
+    model.tie()
+    return model.eval()
+
+
+def _frozen_by(
+    checkpoint: Checkpoint, recipe: str | Recipe, scales: Path | str | None
+) -> ScalingCheckpoint | Literal["bf16", "stored", "recipe"]:
+    """Where scales come from: a scaling state, nowhere, the directory's FP8 tensors, or the weights themselves."""
+    if isinstance(recipe, str) and recipe not in ("stored", "bf16"):
+        raise ModelError(f"recipe {recipe!r} is not 'stored', 'bf16' or a Recipe.")
+    if recipe == "bf16" or not isinstance(recipe, str | DelayedScaling):
+        if scales is not None:
+            raise ScalesError(f"{scales} was given, but this recipe uses no stored scales; leave one of the two out.")
+        return "bf16" if isinstance(recipe, str) else "recipe"
+    state = _find_scales(checkpoint, None if scales is None else Path(scales))
+    if state is None and not checkpoint.fp8_linears:
+        raise ModelError(
+            f"{checkpoint.path} is not quantized and has no {FILE_NAME}; calibrate it first, give --scales FILE, "
+            "or choose --recipe current, rowwise, block or bf16."
+        )
+    return state or "stored"
+
+
+def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoint | None:
+    """The scaling state of `given`, else of the file in the directory, whose scales are those of the weights' own
+    `input_scale` before it was inverted for other projects; None where there is none or it holds only a KV cache's."""
+    path = given or checkpoint.path / FILE_NAME
+    if given is None and not path.exists():
+        return None
+    state = load_scales(path, checkpoint.path)
+    if given is None and not any(key.endswith(".input") for key in state.tensors):
+        return None
+    linears = checkpoint.fp8_linears or linear_names(Decoder(checkpoint.config, device="meta"))
+    check_covers(state, linears, str(path))
+    return state
+
+
+@dataclass(frozen=True)
+class _Freezer:
+    """Makes each linear's frozen form; None leaves the linear in high precision."""
+
+    checkpoint: Checkpoint
+    source: ScalingCheckpoint | Literal["bf16", "stored", "recipe"]
+    recipe: str | Recipe
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, linear: str) -> FrozenLinear | None:
+        if self.source == "bf16" or (isinstance(self.recipe, Recipe) and self.recipe.override_linear_precision[0]):
+            return None
+        if isinstance(self.source, ScalingCheckpoint):
+            return self._from_scales(linear, self.source)
+        if isinstance(self.recipe, Recipe) and self.source == "recipe":
+            return FrozenLinear.from_linear(self._linear(linear), self.recipe, out_dtype=self.dtype)
+        return self._from_stored(linear)
+
+    def _from_stored(self, linear: str) -> FrozenLinear | None:
+        stored = self.checkpoint.stored(linear)
+        if stored is None or stored.activations == "none":  # weights only: the maths is that of the dequantized weight
+            return None
+        if isinstance(self.recipe, DelayedScaling) and stored.input_scale is None:
+            raise ScalesError(
+                f"{self.checkpoint.path} stores no input scales (its inputs are quantized dynamically); calibrate it, "
+                "or leave out --recipe delayed."
+            )
+        return self._frozen(linear, stored)
+
+    def _from_scales(self, linear: str, state: ScalingCheckpoint) -> FrozenLinear | None:
+        """Stored FP8 weights of one scale are taken as they are; other weights are quantized by the state's scale."""
+        input_scale = state.input_scale(linear)
+        if input_scale is None:
+            return None
+        stored = self.checkpoint.stored(linear)
+        if stored is not None and stored.weight_scale_inv.dim() == 0:
+            return self._frozen(linear, replace(stored, input_scale=input_scale, activations="static"))
+        weight = self.checkpoint[f"{linear}.weight"].to(self.device)
+        weight_q, weight_scale_inv = ops.quantize(weight, scale=state.weight_scale(linear))
+        return self._frozen(linear, StoredLinear(weight_q, weight_scale_inv, input_scale, "static"))
+
+    def _frozen(self, linear: str, stored: StoredLinear) -> FrozenLinear:
+        if stored.activations == "none":
+            raise ModelError(f"{linear} has quantized weights only.")
+        bias = f"{linear}.bias"
+        return FrozenLinear.from_quantized(
+            stored.weight_q.to(self.device),
+            stored.weight_scale_inv.to(self.device),
+            self._parameter(bias) if bias in self.checkpoint else None,
+            None if stored.input_scale is None else stored.input_scale.to(self.device),
+            granularity="tensor" if stored.activations == "static" else stored.activations,
+            out_dtype=self.dtype,
+        )
+
+    def _linear(self, linear: str) -> nn.Linear:
+        """The layer in high precision; the weight as precise as it is stored, for it is quantized next."""
+        weight, bias = f"{linear}.weight", f"{linear}.bias"
+        rows, cols = self.checkpoint.shapes[weight]
+        module = nn.Linear(cols, rows, bias=bias in self.checkpoint, device="meta")
+        _put(module, "weight", self.checkpoint[weight].to(self.device), trainable=False)
+        if bias in self.checkpoint:
+            _put(module, "bias", self._parameter(bias), trainable=False)
+        return module
+
+    def _parameter(self, name: str) -> Tensor:
+        return self.checkpoint[name].to(self.device, self.dtype)
+
+
+def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[int, tuple[Tensor, Tensor]]:
+    """Per layer the (k, v) multipliers, FP32 [], that quantize an FP8 KV cache; empty when the model stores none.
+
+    From `scales` if given, else scales.safetensors in the directory, else the checkpoint's own keys in any spelling.
+    ScalesError, ModelError: a scale is unusable, or a layer has one of the two only.
+    """
+    path = Path(scales) if scales is not None else Path(model_dir) / FILE_NAME
+    state = load_scales(path, model_dir) if scales is not None or path.exists() else None
+    checkpoint = open_checkpoint(model_dir)
+    found = {}
+    for layer in range(checkpoint.config.num_layers):
+        pair = _kv_pair(checkpoint, state, f"model.layers.{layer}.self_attn")
+        if pair is not None:
+            found[layer] = pair
+    if found and len(found) != checkpoint.config.num_layers:
+        raise ScalesError(f"{model_dir} has KV-cache scales for {len(found)} of {checkpoint.config.num_layers} layers.")
+    return found
+
+
+def _kv_pair(checkpoint: Checkpoint, state: ScalingCheckpoint | None, owner: str) -> tuple[Tensor, Tensor] | None:
+    k, v = (_kv_scale(checkpoint, state, owner, role) for role in ("k", "v"))
+    if k is None and v is None:
+        return None
+    if k is None or v is None:
+        raise ScalesError(f"{checkpoint.path}: {owner} has a KV-cache scale for only one of k and v.")
+    return k, v
+
+
+def _kv_scale(
+    checkpoint: Checkpoint, state: ScalingCheckpoint | None, owner: str, role: Literal["k", "v"]
+) -> Tensor | None:
+    entry = None if state is None else state.tensors.get(f"{owner}.{role}")
+    if entry is not None:
+        return entry.scale
+    key = checkpoint.scale_key(owner, role) or checkpoint.scale_key(owner, "kv")
+    return None if key is None else interop.quantizing_scale(key, checkpoint.shards[key])
+
+
+def _put(module: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
+    """Make `value` the parameter `name` of `module`, without a copy."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=trainable))
+
+
+def _put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, module)

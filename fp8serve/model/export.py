@@ -1,0 +1,292 @@
+"""A module becomes a directory: high precision, or FP8 in one of three projects' formats. Whole or not at all.
+
+Weights are streamed: sizes are known from shapes, so each shard's header is written first and tensors are then placed
+one by one at their offsets; at most one tensor exists in both precisions. Tensors whose size is a multiple of 64 bytes
+come first and the header is padded to 64, so that every weight matrix is aligned for kernels that read the mapped file.
+
+All scales are written in FP32 and in the direction that the formats share, dequantizing. `scales.safetensors` beside
+them keeps ours: the quantizing scales, bit for bit, with their histories.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from fp8serve.errors import ModelError, ScalesError
+from fp8serve.fp8 import ops
+from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from fp8serve.model.config import parse_config
+from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.files import check_absent, read_json, regular_file, whole_directory, write_json
+from fp8serve.model.quantization_config import FORMATS, quantization_files
+from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
+from fp8serve.model.shards import DTYPES, INDEX, SINGLE, inside
+from fp8serve.model.stored import open_checkpoint
+
+__all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]
+
+MAX_SHARD_BYTES = 5 * 2**30
+ALIGNMENT = 64
+CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+           "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "LICENSE",
+           "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")  # fmt: skip
+ExtraFiles = Mapping[str, str | bytes] | Callable[[Path], Mapping[str, str | bytes]]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One tensor to write: described now, made when its turn comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def write_hf_directory(
+    out: Path | str,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    *,
+    carry_from: Path | str | None = None,
+    extra_files: ExtraFiles | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a high-precision Hugging Face directory: `config` as config.json and `weights` in the type it names.
+
+    weights: by parameter name; may hold more than the architecture needs. carry_from: a directory whose tokenizer and
+    generation files are copied. extra_files: name -> content, or a function from the complete temporary directory to
+    that. ModelError: `out` is taken, or a weight is missing or misshapen.
+    """
+    dtype = _dtype(config)
+    items = [_plain(name, shape, weights, dtype) for name, shape in _shapes(config).items()]
+    with whole_directory(Path(out)) as folder:
+        _write_common(folder, dict(config), items, carry_from, max_shard_bytes)
+        _write_extra(folder, extra_files)
+
+
+def write_calibrated(
+    out: Path | str,
+    source: Path | str,
+    scales: ScalingCheckpoint,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    format: str = "compressed-tensors",  # noqa: A002 - the name that the command line has
+    extra_files: ExtraFiles | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write an FP8 directory that this and other projects serve, and `scales.safetensors` with it.
+
+    source: the directory that configuration, tokenizer and, without `weights`, the weights come from. weights: high
+    precision, by parameter name, for instance `dict(model.named_parameters())` after training. scales: `scales.recipe`
+    decides the granularity; `DelayedScaling` takes input and weight scales from it, the others need none. format: one
+    of FORMATS. The fingerprints in the written scales are those of `out` and, without `weights`, of `source`.
+    ModelError, ScalesError: `out` is taken; the format cannot express the recipe; a scale is missing or unusable.
+    """
+    source, out = Path(source), Path(out)
+    check_absent(out)
+    config = dict(read_json(source / "config.json"))
+    writer = _Quantizer(config, weights if weights is not None else open_checkpoint(source), scales, format)
+    files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv))
+    config["quantization_config"] = files.pop("quantization_config")
+    origin = "" if weights is not None else fingerprint(source)
+    with whole_directory(out) as folder:
+        _write_common(folder, config, list(writer.items()), source, max_shard_bytes)
+        for name, content in files.items():
+            write_json(folder / name, content)
+        if scales.tensors:
+            save_scales(folder / FILE_NAME, replace(scales, model=f"{fingerprint(folder)} {origin}".strip()))
+        _write_extra(folder, extra_files)
+
+
+class _Quantizer:
+    """Turns high-precision weights into the items of an FP8 checkpoint."""
+
+    def __init__(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor], scales: ScalingCheckpoint, format_: str
+    ) -> None:
+        if scales.recipe is None:
+            raise ModelError("An FP8 directory needs an FP8 recipe, and these scales have none.")
+        self.recipe: Recipe = scales.recipe
+        self.weights, self.scales, self.format, self.dtype = weights, scales, format_, _dtype(config)
+        self.shapes = _shapes(config)
+        self.linears = [n.removesuffix(".weight") for n in self.shapes if n.rpartition(".")[0] in _linears(config)]
+        self.linears = [n for n in self.linears if not n.endswith(".bias")]
+        self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
+        if isinstance(self.recipe, DelayedScaling):
+            check_covers(scales, self.linears, "The scaling state")
+        self.quantized = lru_cache(maxsize=1)(self._quantize)  # its weight and its scale are two items
+
+    def items(self) -> Iterator[_Item]:
+        for name, shape in self.shapes.items():
+            linear = name.removesuffix(".weight")
+            if linear in self.linears:
+                yield from self._fp8(linear, shape)
+            else:
+                yield _plain(name, shape, self.weights, self.dtype)
+        for key, entry in self.kv.items():
+            yield self._scalar(self._kv_name(key), entry.scale.reciprocal())
+
+    def _fp8(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
+        scale_shape = self._scale_shape(*shape)
+        yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantized(linear)[0])
+        scale_name = f"{linear}.weight_scale{'_inv' if self._block and self.format == 'fp8' else ''}"
+        yield _Item(scale_name, torch.float32, scale_shape, lambda: self.quantized(linear)[1].reshape(scale_shape))
+        if isinstance(self.recipe, DelayedScaling):
+            yield self._scalar(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale.reciprocal())
+
+    @property
+    def _block(self) -> bool:
+        return isinstance(self.recipe, Float8BlockScaling)
+
+    @property
+    def _row(self) -> bool:
+        return isinstance(self.recipe, Float8CurrentScaling) and self.recipe.granularity == "row"
+
+    def _quantize(self, linear: str) -> tuple[Tensor, Tensor]:
+        """(weight_q, its dequantizing scale) as serving and training would make them from the same weight."""
+        weight = _weight(self.weights, f"{linear}.weight", self.shapes[f"{linear}.weight"])
+        if isinstance(self.recipe, DelayedScaling):
+            return ops.quantize(weight, scale=self.scales.weight_scale(linear))
+        granularity: ops.GranularityName = "block128x128" if self._block else "row" if self._row else "tensor"
+        return ops.quantize(weight, granularity=granularity, power_2_scale=self.recipe.power_2_scale)
+
+    def _scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        if self._block:
+            return ops.blocks(rows), ops.blocks(cols)
+        if self._row:
+            return (rows,) if self.format == "modelopt" else (rows, 1)
+        return self._scalar_shape
+
+    @property
+    def _scalar_shape(self) -> tuple[int, ...]:
+        return (1,) if self.format == "compressed-tensors" else ()
+
+    def _scalar(self, name: str, value: Tensor) -> _Item:
+        return _Item(name, torch.float32, self._scalar_shape, lambda: value.reshape(self._scalar_shape))
+
+    def _kv_name(self, key: str) -> str:
+        owner, _, role = key.rpartition(".")  # model.layers.0.self_attn.k
+        return f"{owner}.{role}_proj.{role}_scale" if self.format == "modelopt" else f"{owner}.{role}_scale"
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    return {"float32": torch.float32, "float16": torch.float16}.get(parse_config(config).dtype, torch.bfloat16)
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the architecture, tied ones once."""
+    model = Decoder(parse_config(config), device="meta")
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def _linears(config: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(linear_names(Decoder(parse_config(config), device="meta")))
+
+
+def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:
+    return _Item(name, dtype, shape, lambda: _weight(weights, name, shape).to(dtype))
+
+
+def _weight(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in weights:
+        raise ModelError(f"The weights to write lack {name}.")
+    tensor = weights[name].detach()
+    if tuple(tensor.shape) != shape:
+        raise ModelError(f"The weight {name} has the shape {list(tensor.shape)}; the configuration makes it {shape}.")
+    return tensor
+
+
+def _write_common(
+    folder: Path, config: dict[str, Any], items: list[_Item], carry_from: Path | str | None, max_shard_bytes: int
+) -> None:
+    write_json(folder / "config.json", config)
+    if carry_from is not None:
+        _carry(Path(carry_from), folder)
+    _write_weights(folder, items, max_shard_bytes)
+
+
+def _carry(source: Path, folder: Path) -> None:
+    for name in CARRIED:
+        if regular_file(source / name):
+            shutil.copyfile(inside(source, name), folder / name)
+
+
+def _write_extra(folder: Path, extra: ExtraFiles | None) -> None:
+    for name, content in (extra(folder) if callable(extra) else extra or {}).items():
+        if name != Path(name).name or (folder / name).exists():
+            raise ModelError(f"The extra file {name!r} is not a free, plain file name.")
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _write_weights(folder: Path, items: list[_Item], max_shard_bytes: int) -> None:
+    shards = _divide(items, max_shard_bytes)
+    if len(shards) == 1:
+        _write_shard(folder / SINGLE, items)
+        return
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        name = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        _write_shard(folder / name, shard)
+        weight_map |= {item.name: name for item in shard}
+    write_json(folder / INDEX, {"metadata": {"total_size": sum(i.size for i in items)}, "weight_map": weight_map})
+
+
+def _divide(items: list[_Item], max_shard_bytes: int) -> list[list[_Item]]:
+    """Consecutive items up to the limit each; an item larger than the limit has a shard of its own."""
+    shards: list[list[_Item]] = [[]]
+    room = max_shard_bytes
+    for item in items:
+        if shards[-1] and item.size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(item)
+        room -= item.size
+    return shards
+
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def _write_shard(path: Path, items: list[_Item]) -> None:
+    """One safetensors file: length of the header, header, tensors without gaps in the order of `_placement`."""
+    offsets = _placement(items)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for item in items:
+        span = [offsets[item.name], offsets[item.name] + item.size]
+        header[item.name] = {"dtype": _CODES[item.dtype], "shape": list(item.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for item in items:
+            file.seek(8 + len(text) + offsets[item.name])
+            _write_tensor(file, item)
+
+
+def _placement(items: list[_Item]) -> dict[str, int]:
+    """Offsets such that every tensor is aligned to its element, and to 64 where all sizes before it allow."""
+    ordered = sorted(items, key=lambda i: (i.size % ALIGNMENT != 0, -i.dtype.itemsize))
+    offsets, end = {}, 0
+    for item in ordered:
+        offsets[item.name] = end
+        end += item.size
+    return offsets
+
+
+def _write_tensor(file: BinaryIO, item: _Item) -> None:
+    tensor = item.make()
+    if tuple(tensor.shape) != item.shape or tensor.dtype is not item.dtype:
+        raise ScalesError(f"{item.name} came out as {tensor.dtype} {list(tensor.shape)}, not as planned.")
+    file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

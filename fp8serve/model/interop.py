@@ -1,0 +1,235 @@
+"""Other projects' FP8 checkpoints -> ours, as tables. Never guessed.
+
+Two questions. What does `quantization_config` promise about activations (`Scheme`)? What does each scale tensor mean
+(`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name says:
+`weight_scale_inv` of DeepSeek is no exception. Ours in memory are `weight_scale_inv` (dequantizes) and `input_scale`
+(quantizes), so input and KV scales are inverted at this border. BF16 or FP32 is accepted, FP32 is kept; the ranks that
+projects use for one thing ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are brought to ours.
+
+| project                  | weight             | input            | KV cache                                  |
+|--------------------------|--------------------|------------------|-------------------------------------------|
+| compressed-tensors       | weight_scale       | input_scale      | self_attn.{k,v}_scale                     |
+| `quant_method: fp8`      | weight_scale[_inv] | input_scale      | self_attn.{k,v}_scale, .kv_scale          |
+| transformers, static     | weight_scale_inv   | activation_scale |                                           |
+| ModelOpt                 | weight_scale       | input_scale      | self_attn.k_proj.k_scale, .v_proj.v_scale |
+| older compressed-tensors |                    |                  | self_attn.{k,v}_proj.output_scale         |
+| vLLM in memory           |                    |                  | self_attn.attn.{k,v}_scale                |
+
+A key with "scale" or "zero_point" in it that the table does not know is an error: dropping a scale serves garbage.
+"""
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8serve.errors import ModelError
+from fp8serve.model.files import read_json
+
+BLOCK = 128
+Activations = Literal["static", "tensor", "row", "block", "none"]  # "none": weights only, inputs stay in high precision
+Role = Literal["weight", "input", "k", "v", "kv"]
+
+# (what follows the owner's name, whose scale it is). The owner is the linear, or `model.layers.N.self_attn` for KV.
+SPELLINGS: tuple[tuple[str, Role], ...] = (
+    (".k_proj.k_scale", "k"),
+    (".v_proj.v_scale", "v"),
+    (".k_proj.output_scale", "k"),
+    (".v_proj.output_scale", "v"),
+    (".attn.k_scale", "k"),
+    (".attn.v_scale", "v"),
+    (".k_scale", "k"),
+    (".v_scale", "v"),
+    (".kv_scale", "kv"),
+    (".weight_scale_inv", "weight"),
+    (".weight_scale", "weight"),
+    (".input_scale", "input"),
+    (".activation_scale", "input"),
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the inputs of the linears it applies to are quantized; `producer` names the format in messages."""
+
+    producer: str
+    activations: Activations
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a directory's configuration says: one scheme per group of layers, and what is left out."""
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]  # (targets, scheme)
+    ignore: tuple[str, ...]
+    producer: str
+
+    def scheme_of(self, linear: str) -> Scheme:
+        """ModelError when no group claims the layer, though its weight is FP8."""
+        for targets, scheme in self.groups:
+            if any(_matches(target, linear) for target in targets):
+                return scheme
+        raise ModelError(f"{linear} has FP8 weights but quantization_config has no group for it.")
+
+
+@dataclass(frozen=True)
+class ScaleKey:
+    """A recognised scale tensor: the module it belongs to and what it scales there."""
+
+    owner: str
+    role: Role
+
+
+def classify(key: str) -> ScaleKey | None:
+    """What the tensor `key` scales; None for a tensor that is no scale. ModelError for a scale of unknown meaning."""
+    for suffix, role in SPELLINGS:
+        if key.endswith(suffix):
+            owner = key.removesuffix(suffix)
+            if (role in ("k", "v", "kv")) == owner.endswith(".self_attn"):
+                return ScaleKey(owner, role)
+    last = key.rpartition(".")[2]
+    if "scale" in last or "zero_point" in last or "amax" in last:
+        raise ModelError(f"The checkpoint holds the scale {key!r}, whose meaning is not known; it is not ignored.")
+    return None
+
+
+def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantization | None:
+    """From config.json's `quantization_config`, or ModelOpt's hf_quant_config.json; None for a plain checkpoint.
+
+    ModelError: a method, format or number of bits that is not one of SPEC 5.3.
+    """
+    config = raw_config.get("quantization_config")
+    side_car = model_dir / "hf_quant_config.json"
+    if config is None and side_car.exists():
+        config = {"quant_method": "modelopt"} | dict(read_json(side_car).get("quantization") or {})
+    if config is None:
+        return None
+    found = config.get("quant_method") if isinstance(config, dict) else config
+    reader = _READERS.get(str(found))
+    if reader is None:
+        raise ModelError(f"{model_dir} is quantized by {found!r}; supported are {', '.join(_READERS)}.")
+    return reader(config)
+
+
+def _compressed_tensors(config: dict[str, Any]) -> Quantization:
+    name = "compressed-tensors"
+    if config.get("format") not in ("float-quantized", "naive-quantized", None):
+        raise _unsupported(name, "format", config["format"])
+    if config.get("sparsity_config") or config.get("transform_config"):
+        raise ModelError(f"The {name} checkpoint is sparse or rotated, which is not supported.")
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        raise _unsupported(name, "config_groups", groups)
+    parsed = tuple((tuple(g.get("targets") or ()), Scheme(name, _ct_activations(g))) for g in groups.values())
+    return Quantization(parsed, tuple(config.get("ignore") or ()), name)
+
+
+def _ct_activations(group: dict[str, Any]) -> Activations:
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    _require_fp8("compressed-tensors", "weights", weights)
+    _require_fp8("compressed-tensors", "output_activations", group.get("output_activations") or {})  # an old KV scheme
+    if weights.get("strategy", "tensor") not in ("tensor", "channel", "block"):
+        raise _unsupported("compressed-tensors", "weight strategy", weights["strategy"])
+    if inputs is None:
+        return "none"
+    _require_fp8("compressed-tensors", "input_activations", inputs)
+    strategy = inputs.get("strategy") or "tensor"
+    if not inputs.get("dynamic"):
+        if strategy != "tensor":
+            raise _unsupported("compressed-tensors", "static activation strategy", strategy)
+        return "static"
+    if strategy == "group" and inputs.get("group_size") != BLOCK:
+        raise _unsupported("compressed-tensors", "activation group_size", inputs.get("group_size"))
+    if strategy not in _CT_DYNAMIC:
+        raise _unsupported("compressed-tensors", "activation strategy", strategy)
+    return _CT_DYNAMIC[strategy]
+
+
+_CT_DYNAMIC: dict[str, Activations] = {"tensor": "tensor", "token": "row", "group": "block"}
+
+
+def _require_fp8(producer: str, what: str, args: Mapping[str, Any]) -> None:
+    kind = (args.get("num_bits", 8), args.get("type", "float"), args.get("symmetric", True))
+    if kind != (8, "float", True):
+        raise _unsupported(producer, what, f"{kind[0]}-bit {kind[1]}{'' if kind[2] else ' asymmetric'}")
+    if args.get("block_structure") not in (None, [BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+        raise _unsupported(producer, "block_structure", args["block_structure"])
+
+
+def _fp8(config: dict[str, Any]) -> Quantization:
+    """vLLM's and DeepSeek's `quant_method: fp8`. Dynamic inputs: one scale per token, so that a sequence's answer does
+    not depend on its neighbours in the batch; per 1x128 where the weight is in blocks."""
+    block, kind = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise _unsupported("fp8", "fmt", config["fmt"])
+    if block not in (None, [BLOCK, BLOCK]):
+        raise _unsupported("fp8", "weight_block_size", block)
+    if kind not in ("static", "dynamic") or (kind == "static" and block):
+        raise _unsupported("fp8", "activation_scheme", kind)
+    activations: Activations = "static" if kind == "static" else "block" if block else "row"
+    ignore = tuple(config.get("ignored_layers") or config.get("modules_to_not_convert") or ())
+    return Quantization(((("Linear",), Scheme("fp8", activations)),), ignore, "fp8")
+
+
+_MODELOPT: dict[str, Activations] = {"FP8": "static", "FP8_PER_CHANNEL_PER_TOKEN": "row", "FP8_PB_WO": "none"}
+
+
+def _modelopt(config: dict[str, Any]) -> Quantization:
+    algo = str(config.get("quant_algo"))
+    if algo not in _MODELOPT:
+        raise _unsupported("modelopt", "quant_algo", algo)
+    ignore = tuple(config.get("ignore") or config.get("exclude_modules") or ())
+    return Quantization(((("Linear",), Scheme("modelopt", _MODELOPT[algo])),), ignore, "modelopt")
+
+
+_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
+
+
+def _unsupported(producer: str, what: str, found: Any) -> ModelError:
+    return ModelError(f"The checkpoint is quantized by {producer} with {what} {found!r}, which is not supported.")
+
+
+def _matches(target: str, linear: str) -> bool:
+    """compressed-tensors' rules (class name, `re:` pattern, module name) and ModelOpt's wildcards."""
+    if target.startswith("re:"):
+        return re.match(target[3:], linear) is not None
+    return target in ("Linear", linear) or linear.endswith(f".{target}") or fnmatch.fnmatch(linear, target)
+
+
+def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
+    """FP32 [], [rows, 1] or [ceil(rows/128), ceil(cols/128)] from any project's rank. ModelError: no such shape."""
+    blocks = (-(-rows // BLOCK), -(-cols // BLOCK))
+    shape = tuple(stored.shape)
+    value = checked(name, stored)
+    if stored.numel() == 1:
+        return value.reshape(())
+    if shape in ((rows,), (rows, 1)):
+        return value.reshape(rows, 1)
+    if shape in (blocks, (blocks[0], 1, blocks[1], 1)):
+        return value.reshape(blocks)
+    raise ModelError(
+        f"{name} has the shape {list(shape)}; a weight of {rows} x {cols} takes [], [{rows}, 1] or {list(blocks)}."
+    )
+
+
+def quantizing_scale(name: str, stored: Tensor) -> Tensor:
+    """FP32 [] multiplier that quantizes, from the stored one that dequantizes. ModelError: not one number."""
+    if stored.numel() != 1:
+        raise ModelError(f"{name} has the shape {list(stored.shape)} where one number was expected.")
+    return checked(name, stored).reshape(()).reciprocal()
+
+
+def checked(name: str, stored: Tensor) -> Tensor:
+    """`stored` in FP32; ModelError unless every element is positive and finite."""
+    if stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ModelError(f"{name} is stored as {stored.dtype} where FP32 or BF16 was expected.")
+    value = stored.to(torch.float32, copy=True)
+    if not bool((value.isfinite() & (value > 0)).all()):
+        bad = value[~(value.isfinite() & (value > 0))].flatten()[0].item()
+        raise ModelError(f"{name} holds the scale {bad}, which cannot be served; quantize or calibrate again.")
+    return value

@@ -1,0 +1,112 @@
+"""`quantization_config` and its companions as each format's own tools write them.
+
+Layouts are those of compressed-tensors (as llm-compressor writes it), of vLLM's `quant_method: fp8`, and of ModelOpt.
+Unknown keys are errors for compressed-tensors' reader, so nothing of ours is put there.
+"""
+
+from typing import Any
+
+from fp8serve import __version__
+from fp8serve.errors import ModelError
+from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe, name_of
+from fp8serve.model.interop import BLOCK
+
+FORMATS = ("compressed-tensors", "fp8", "modelopt")
+IGNORED = ["lm_head"]
+
+
+def quantization_files(format_: str, recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
+    """{"quantization_config": for config.json, further file names: their JSON}. ModelError: it cannot say it."""
+    if format_ not in FORMATS:
+        raise ModelError(f"The format {format_!r} does not exist; choose one of {', '.join(FORMATS)}.")
+    if format_ == "compressed-tensors":
+        return {"quantization_config": _compressed_tensors(recipe, kv_cache)}
+    return _modelopt(recipe, kv_cache) if format_ == "modelopt" else {"quantization_config": _fp8(recipe)}
+
+
+def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -> dict[str, Any]:
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "group_size": sizes.get("group_size"),
+        "strategy": strategy,
+        "block_structure": sizes.get("block_structure"),
+        "dynamic": dynamic,
+        "actorder": None,
+        "scale_dtype": None,
+        "zp_dtype": None,
+        "observer": observer,
+        "observer_kwargs": {},
+    }
+
+
+def _compressed_tensors(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
+    strategy = {"delayed": "tensor", "current": "tensor", "rowwise": "channel", "block": "block"}[name_of(recipe)]
+    block = [BLOCK, BLOCK] if strategy == "block" else None
+    return {
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": _ct_args(strategy, False, "memoryless_minmax", block_structure=block),
+                "input_activations": _ct_inputs(recipe),
+                "output_activations": None,
+                "format": "float-quantized",
+            }
+        },
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": _ct_args("tensor", False, "memoryless_minmax") if kv_cache else None,
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": list(IGNORED),
+    }
+
+
+def _ct_inputs(recipe: Recipe) -> dict[str, Any]:
+    if isinstance(recipe, DelayedScaling):
+        return _ct_args("tensor", False, "static_minmax")
+    if isinstance(recipe, Float8BlockScaling):
+        return _ct_args("group", True, None, group_size=BLOCK)
+    return _ct_args("token" if recipe.granularity == "row" else "tensor", True, None)
+
+
+def _fp8(recipe: Recipe) -> dict[str, Any]:
+    if isinstance(recipe, Float8BlockScaling):
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "ignored_layers": list(IGNORED),
+        }
+    if name_of(recipe) == "rowwise":
+        raise ModelError("The format 'fp8' has no scale per output channel; write 'rowwise' as compressed-tensors.")
+    scheme = "static" if isinstance(recipe, DelayedScaling) else "dynamic"
+    return {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": list(IGNORED)}
+
+
+def _modelopt(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
+    algo = {"delayed": "FP8", "rowwise": "FP8_PER_CHANNEL_PER_TOKEN"}.get(name_of(recipe))
+    if algo is None:
+        raise ModelError(
+            f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."
+        )
+    producer = {"name": "modelopt", "version": f"fp8serve {__version__}"}  # the name is how readers know the format
+    args = {"dynamic": False, "num_bits": 8, "type": "float"}
+    config: dict[str, Any] = {
+        "ignore": list(IGNORED),
+        "quant_algo": algo,
+        "producer": producer,
+        "quant_method": "modelopt",
+    }
+    if algo == "FP8":
+        config["config_groups"] = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}
+    if kv_cache:
+        config["kv_cache_scheme"] = args
+    quantization = {
+        "quant_algo": algo,
+        "kv_cache_quant_algo": "FP8" if kv_cache else None,
+        "exclude_modules": list(IGNORED),
+    }
+    return {"quantization_config": config, "hf_quant_config.json": {"producer": producer, "quantization": quantization}}

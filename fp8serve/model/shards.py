@@ -1,0 +1,152 @@
+"""The tensors of a model directory: safetensors files, one or many, memory-mapped and read only when asked for.
+
+`safetensors` refuses a malformed layout by itself; what it lets through is checked here: duplicate keys, names that are
+paths, headers larger than any model's, shard names in the index that leave the directory, links to elsewhere, and
+tensors that the index promises but the shards do not hold. A tensor is a view of the mapped file: nothing is copied
+until it is used, so a model larger than memory can be walked through layer by layer.
+
+We chose not to read pickle (`pytorch_model.bin`): loading one runs what is in it.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fp8serve.errors import ModelError
+from fp8serve.model.files import no_duplicates, read_json, regular_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
+          "F8_E5M2": torch.float8_e5m2, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32,
+          "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor as its file's header describes it."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """(tensors by name, metadata) of one safetensors file, without touching its data. ModelError when malformed."""
+    if not regular_file(path):
+        raise ModelError(f"{path} does not exist or is not a file; the model's download is incomplete.")
+    raw = _header_json(path)
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ModelError(f"{path} has metadata that is not text.")
+    return {name: _entry(path, name, value) for name, value in raw.items()}, metadata
+
+
+def _header_json(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ModelError(f"{path} is not a whole safetensors file ({size} bytes); download it again.")
+        text = file.read(length)
+    try:
+        raw = json.loads(text, object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as e:
+        raise ModelError(f"{path} has a header that is not valid JSON: {e}.") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} has a header that is not a JSON object.")
+    return raw
+
+
+def _entry(path: Path, name: str, value: Any) -> Entry:
+    if not _NAME.fullmatch(name):
+        raise ModelError(f"{path} holds a tensor of the name {name[:80]!r}, which is not a parameter's name.")
+    dtype = DTYPES.get(value.get("dtype", "")) if isinstance(value, dict) else None
+    if dtype is None:
+        found = value.get("dtype") if isinstance(value, dict) else value
+        raise ModelError(f"{path}: tensor {name} has the type {found!r}, which is not supported.")
+    shape = value.get("shape")
+    if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
+        raise ModelError(f"{path}: tensor {name} has no shape.")
+    return Entry(path, dtype, tuple(shape))
+
+
+class Shards(Mapping[str, Tensor]):
+    """All tensors of a directory by name. `shards[name]` maps; `shards.entries[name]` only describes."""
+
+    def __init__(self, entries: dict[str, Entry], metadata: dict[str, str] | None = None) -> None:
+        self.entries, self.metadata = entries, metadata or {}
+        self._open: dict[Path, Any] = {}
+        for path in {entry.file for entry in entries.values()}:
+            self._handle(path)  # the library checks each file's layout against its length here, before anything is used
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A view of the mapped file; writing to it changes this process's memory only. KeyError when absent."""
+        tensor: Tensor = self._handle(self.entries[name].file).get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as e:
+                raise ModelError(f"{path} is truncated or damaged ({e}); download or write it again.") from None
+        return self._open[path]
+
+
+def open_shards(model_dir: Path) -> Shards:
+    """The weights of `model_dir`: `model.safetensors`, else the shards that the index lists.
+
+    ModelError: no weights, a damaged file, an index that points outside the directory or promises what is not there.
+    """
+    if (model_dir / SINGLE).exists():
+        return Shards(*read_header(_inside(model_dir, SINGLE)))
+    if not (model_dir / INDEX).exists():
+        pickled = next(iter(sorted(model_dir.glob("*.bin"))), None)
+        hint = f" ({pickled.name} is a pickle, which is never read; convert it to safetensors)" if pickled else ""
+        raise ModelError(f"{model_dir} holds no model.safetensors and no {INDEX}{hint}.")
+    return _indexed(model_dir)
+
+
+def _indexed(model_dir: Path) -> Shards:
+    index = model_dir / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelError(f"{index} has no weight_map from tensor names to files.")
+    headers = {name: read_header(_inside(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
+    for tensor, file in weight_map.items():
+        if tensor not in headers[file]:
+            raise ModelError(f"{index} places {tensor} in {file}, which does not hold it.")
+    return Shards({tensor: headers[file][tensor] for tensor, file in weight_map.items()})
+
+
+def _inside(model_dir: Path, name: str) -> Path:
+    if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+        raise ModelError(f"{model_dir / INDEX} names the shard {name!r}, which is not a plain .safetensors file name.")
+    return inside(model_dir, name)
+
+
+def inside(model_dir: Path, name: str) -> Path:
+    """`model_dir / name`, having checked that it is not a link to elsewhere. ModelError when it is."""
+    folder = model_dir.resolve()
+    target = (folder / name).resolve()
+    # the hub's cache keeps snapshots/<revision>/<file> as a link to ../../blobs/<hash>
+    hub_blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if not (target.is_relative_to(folder) or target.is_relative_to(hub_blobs)):
+        raise ModelError(f"{model_dir / name} is a link to outside the model's directory; copy the file instead.")
+    return folder / name

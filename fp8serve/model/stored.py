@@ -1,0 +1,132 @@
+"""A directory's tensors in our conventions: every key sorted, checked and brought to one form.
+
+Every tensor in the files must be a parameter of the architecture with its shape, a known scale, or one of a few known
+left-overs; every parameter must be there. Opening reads headers only.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8serve.errors import ModelError
+from fp8serve.fp8 import ops
+from fp8serve.model import interop
+from fp8serve.model.config import ModelConfig, read_config
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.files import read_json
+from fp8serve.model.interop import Activations, Quantization, ScaleKey
+from fp8serve.model.shards import Shards, open_shards
+
+_LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """An FP8 linear as it lies in the directory, brought to our conventions.
+
+    weight_q E4M3 [N, K], a mapped view; weight_scale_inv FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)], dequantizes;
+    input_scale FP32 [], quantizes, or None where inputs are quantized dynamically or not at all.
+    """
+
+    weight_q: Tensor
+    weight_scale_inv: Tensor
+    input_scale: Tensor | None
+    activations: Activations
+
+    def weight(self) -> Tensor:
+        """The weight in FP32 [N, K]."""
+        return ops.dequantize(self.weight_q, self.weight_scale_inv)
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The model in a directory, as a mapping from parameter names to tensors in high precision.
+
+    `checkpoint["model.norm.weight"]` is as stored, an FP8 weight is dequantized. Opening reads no weight.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, shards: Shards, quantization: Quantization | None) -> None:
+        self.path, self.config, self.shards, self.quantization = path, config, shards, quantization
+        self.shapes = {n: tuple(p.shape) for n, p in Decoder(config, device="meta").named_parameters()}
+        self._scales: dict[ScaleKey, str] = {}
+        for key in shards:
+            self._place(key)
+        missing = [name for name in self.shapes if name not in shards]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(f"{path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
+        self.fp8_linears = [n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n)]
+
+    def _place(self, key: str) -> None:
+        """Sort one key of the file; ModelError when it has no place."""
+        if key in self.shapes:
+            found = self.shards.entries[key].shape
+            if found != self.shapes[key]:
+                expected = list(self.shapes[key])
+                raise ModelError(f"{self.path}: {key} has the shape {list(found)}; config.json makes it {expected}.")
+            return
+        scale = interop.classify(key)
+        if scale is not None:
+            if scale in self._scales:
+                raise ModelError(f"{self.path} holds both {self._scales[scale]} and {key}, which mean the same scale.")
+            self._scales[scale] = key
+        elif not key.endswith(_LEFT_OVERS) and not (key == "lm_head.weight" and self.config.tie_word_embeddings):
+            raise ModelError(f"{self.path} holds the tensor {key}, which {self.config.architecture} does not have.")
+
+    def _is_fp8(self, name: str) -> bool:
+        dtype = self.shards.entries[name].dtype
+        if dtype is torch.float8_e4m3fn:
+            if ScaleKey(name.removesuffix(".weight"), "weight") not in self._scales:
+                raise ModelError(f"{self.path}: {name} is FP8 but has no weight_scale.")
+            return True
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(f"{self.path}: {name} is stored as {dtype}, which is not supported.")
+        return False
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The parameter in high precision: as stored, or dequantized to FP32. KeyError when there is none."""
+        if name not in self.shapes:
+            raise KeyError(name)
+        stored = self.stored(name.removesuffix(".weight"))
+        return self.shards[name] if stored is None else stored.weight()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def scale_key(self, owner: str, role: interop.Role) -> str | None:
+        """The tensor in the file that holds this scale."""
+        return self._scales.get(ScaleKey(owner, role))
+
+    def stored(self, linear: str) -> StoredLinear | None:
+        """The FP8 linear of that name, or None when its weight is in high precision. ModelError: bad scales."""
+        name = f"{linear}.weight"
+        if name not in self.shards.entries or self.shards.entries[name].dtype is not torch.float8_e4m3fn:
+            return None
+        if self.quantization is None:
+            raise ModelError(f"{self.path}: {name} is FP8 but config.json has no quantization_config.")
+        activations = self.quantization.scheme_of(linear).activations
+        key = self._scales[ScaleKey(linear, "weight")]
+        scale_inv = interop.weight_scale_inv(key, self.shards[key], *self.shapes[name])
+        return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, activations), activations)
+
+    def _input_scale(self, linear: str, activations: Activations) -> Tensor | None:
+        key = self.scale_key(linear, "input")
+        if activations != "static":
+            return None
+        if key is None:
+            raise ModelError(f"{self.path}: {linear} has no input_scale, though its activations are static.")
+        return interop.quantizing_scale(key, self.shards[key])
+
+
+def open_checkpoint(model_dir: Path | str) -> Checkpoint:
+    """Open and check a Hugging Face directory. ModelError: see `read_config`, `open_shards`, `interop`; a missing,
+    surplus or misshapen tensor."""
+    path = Path(model_dir)
+    config = read_config(path)
+    quantization = interop.read_quantization(path, read_json(path / "config.json"))
+    return Checkpoint(path, config, open_shards(path), quantization)
