@@ -35,11 +35,15 @@ def container() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def routes() -> set[str]:
+def routes(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Paths of the application's routes."""
-    from fp8serve.server.routes import router
+    from fp8serve.server.app import create_app
+    from fp8serve.server.settings import Settings
 
-    return {route.path for route in router.routes if hasattr(route, "path")}
+    place = tmp_path_factory.mktemp("server")
+    app = create_app(Settings(model=place, data_dir=place))
+    app.state.house.jobs.close()
+    return {path for path in app.openapi()["paths"]}
 
 
 def serve_options() -> set[str]:

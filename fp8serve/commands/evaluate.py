@@ -37,3 +37,25 @@ def command(
       fp8serve eval ./llama-fp8 --data held-out.jsonl
       fp8serve eval ./llama-fp8 --data held-out.jsonl --against ./llama
     """
+    from fp8serve.hub import find_model
+
+    directory, reference = find_model(model), find_model(against) if against else None
+    from fp8serve.calibration.evaluate import evaluate
+    from fp8serve.calibration.report import eval_table
+    from fp8serve.fp8.recipe import from_name
+
+    with progress("Evaluating") as advance:
+        report = evaluate(
+            directory,
+            data,
+            reference,
+            recipe=recipe if recipe in ("stored", "bf16") else from_name(recipe),
+            scales=scales,
+            samples=samples,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            progress=lambda stage, done, total: advance(done, total, stage),
+        )
+    print(report.to_json()) if json else print_rich(eval_table(report))

@@ -61,7 +61,7 @@ def command(
     from fp8serve.hub import find_model
 
     directory = find_model(model)
-    from fp8serve.server.app import run
+    from fp8serve.server.launch import run
     from fp8serve.server.settings import Settings, default_data_dir
 
     settings = Settings(
