@@ -58,6 +58,17 @@ class Batches:
     disjoint: bool
 
 
+def data_files(data: Path | str | Sequence[Path | str] | None) -> list[Path] | None:
+    """One file, several, or None for the shipped passages."""
+    if data is None:
+        return None
+    return [Path(data)] if isinstance(data, str | Path) else [Path(d) for d in data]
+
+
+def source_names(files: list[Path] | None) -> tuple[str, ...]:
+    return ("the passages shipped with fp8serve",) if files is None else tuple(str(f) for f in files)
+
+
 def load_samples(
     data: Sequence[Path | str] | None, tokenizer: Tokenizer, *, count: int, seq_len: int, seed: int
 ) -> list[Sample]:

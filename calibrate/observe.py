@@ -1,4 +1,4 @@
-"""What was seen of every quantized tensor while a model ran: running maxima, counts, histories, and the scales from them.
+"""What was seen of every quantized tensor while a model ran: running maxima, counts, histories, and scales from them.
 
 The amaxes themselves are recorded where training records them, in the `ScalingState`s of the converted linears, while
 `autocast(enabled=False, calibrating=True)` keeps the maths in high precision. Here they are read out after every batch,
@@ -11,19 +11,23 @@ Scales are made by `fp8.scaling.update` only.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.autocast import fp8_max
+from fp8serve.fp8.autocast import autocast, fp8_max
 from fp8serve.fp8.linear import scaling_state
-from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.reference import amax
 from fp8serve.fp8.scaling import Entry, ScalingState, update
+from fp8serve.model.decoder import Decoder
 
+from .data import Batch
+from .passes import Linears, attention_names, backward, blame, forward, tracked
+from .progress import Stages
 from .result import HISTORY_SHOWN
 
 
@@ -45,7 +49,7 @@ class Observer:
 
     def __init__(
         self,
-        linears: Mapping[str, nn.Linear],
+        linears: Linears,
         asked: DelayedScaling,
         *,
         gradients: bool = False,
@@ -59,15 +63,16 @@ class Observer:
         self.kv = {name: ScalingState.create(recipe.amax_history_len, device) for name in names}
         self.seen = {name: Seen() for name in (*(f"{n}.{r}" for n in linears for r in self.roles), *names)}
 
-    def tap(self, layer: str, k: Tensor, v: Tensor) -> None:
+    def tap(self, layer: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Record keys and values [tokens, kv_heads, head_dim] as they enter the cache (after rotary embedding)."""
         for part, x in (("k", k), ("v", v)):
             if state := self.kv.get(f"{layer}.{part}"):
                 state.stage(amax(x.detach()))
+        return k, v
 
     def states(self) -> dict[str, ScalingState]:
         """Every state that exists, by tensor name; those of a linear that never ran are missing."""
-        found = {}
+        found: dict[str, ScalingState] = {}
         for name, linear in self.linears.items():
             state = scaling_state(linear)
             found |= {f"{name}.{role}": state[role] for role in self.roles if role in state}
@@ -121,7 +126,7 @@ def scale_of(largest: float, name: str, recipe: DelayedScaling) -> Tensor:
 
 
 def check(seen: Mapping[str, Seen], needed: Collection[str], batches: int) -> None:
-    """ScalesError naming the first tensor that was infinite, or that is `needed` and was never observed or always zero."""
+    """ScalesError naming the first tensor that was infinite, or that is `needed` and was always zero or never seen."""
     for name, record in seen.items():
         if record.nonfinite:
             raise ScalesError(
@@ -134,3 +139,30 @@ def check(seen: Mapping[str, Seen], needed: Collection[str], batches: int) -> No
             f"{missing[0]} was zero or never observed in {batches} batches ({len(missing)} of {len(seen)} tensors); "
             "it would get a meaningless scale: calibrate on data that reach it, or check the model's weights."
         )
+
+
+def observe(
+    decoder: Decoder,
+    linears: Linears,
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    *,
+    kv_cache: bool = False,
+    gradients: bool = False,
+    stages: Stages | None = None,
+) -> Observer:
+    """Run every batch once in high precision and record. ScalesError: a tensor is not finite or can have no scale."""
+    delayed = recipe if isinstance(recipe, DelayedScaling) else DelayedScaling()
+    observer = Observer(linears, delayed, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
+    with tracked(decoder) if gradients else torch.no_grad():
+        for batch in (stages or Stages()).steps("observe", batches):
+            with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
+                hidden = forward(decoder, batch, observer.tap)
+            if not bool(hidden.isfinite().all()):
+                raise blame(decoder, linears, batch)
+            if gradients:
+                backward(decoder, hidden, batch.targets)
+            observer.end_batch()
+    needed = observer.seen if isinstance(recipe, DelayedScaling) else observer.kv
+    check(observer.seen, needed, len(batches))
+    return observer

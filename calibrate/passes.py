@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import dequantize, quantize
 from fp8serve.model.decoder import Decoder
 
@@ -21,7 +22,7 @@ from .data import IGNORED, Batch
 from .measure import LOGIT_ROWS, LayerTally
 
 E4M3_MAX = 448.0
-Linears = Mapping[str, nn.Linear]
+Linears = Mapping[str, Linear]
 Tap = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> what is attended to
 
 
@@ -30,7 +31,7 @@ def attention_names(decoder: Decoder) -> list[str]:
 
 
 def forward(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Tensor:
-    """Hidden states [tokens, hidden]; every sequence attends causally to itself only. `tap` sees and may replace k, v."""
+    """Hidden states [tokens, hidden]; sequences attend causally to themselves. `tap` sees and may replace k, v."""
     names = attention_names(decoder)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def _hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[...,
 
 @contextmanager
 def in_fp8(
-    linears: Linears, freeze: Callable[[str, nn.Linear], FrozenLinear], tallies: Mapping[str, LayerTally]
+    linears: Linears, freeze: Callable[[str, Linear], FrozenLinear], tallies: Mapping[str, LayerTally]
 ) -> Iterator[None]:
     """Inside, every linear gives its FP8 output, and that is compared with the exact one from the same input.
 
@@ -85,7 +86,7 @@ def in_fp8(
     """
 
     def make(name: str) -> Callable[..., Tensor]:
-        def hook(linear: nn.Linear, args: tuple[Tensor], exact: Tensor) -> Tensor:
+        def hook(linear: Linear, args: tuple[Tensor], exact: Tensor) -> Tensor:
             frozen = freeze(name, linear)
             got: Tensor = frozen(args[0])
             tallies[name].add_input(args[0], frozen.input_scale, E4M3_MAX)
@@ -129,7 +130,7 @@ def blame(decoder: Decoder, linears: Linears, batch: Batch) -> ScalesError:
     found: list[str] = []
 
     def make(name: str) -> Callable[..., None]:
-        def hook(linear: nn.Linear, args: tuple[Tensor], out: Tensor) -> None:
+        def hook(linear: Linear, args: tuple[Tensor], out: Tensor) -> None:
             for role, tensor in (("input", args[0]), ("weight", linear.weight)):
                 if not tensor.isfinite().all():
                     found.append(f"{name}.{role}")
