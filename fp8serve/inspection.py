@@ -76,7 +76,7 @@ def _from_checkpoint(checkpoint: Checkpoint) -> list[Scale]:
 
 def _stored(checkpoint: Checkpoint, tensor: str, key: str) -> Scale:
     producer = checkpoint.quantization.producer if checkpoint.quantization else "?"
-    file = checkpoint.shards.entries[key].path.name
+    file = checkpoint.shards.entries[key].file.name
     return _scale(tensor, key, "dequantizes", checkpoint.shards[key], f"{file} ({producer})")
 
 

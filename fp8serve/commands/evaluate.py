@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fp8serve.commands.serve import RecipeChoice
-from fp8serve.terminal import AsJson, progress
+from fp8serve.terminal import AsJson, print_rich, progress
 
 
 def command(
@@ -18,6 +18,7 @@ def command(
         ),
     ] = None,
     against: Annotated[str | None, typer.Option(help="Reference model, run in high precision.")] = None,
+    scales: Annotated[Path | None, typer.Option(help="scales.safetensors to use instead of MODEL's own.")] = None,
     recipe: Annotated[
         RecipeChoice, typer.Option(help="How MODEL runs; 'stored': the scales in its directory.")
     ] = "stored",
