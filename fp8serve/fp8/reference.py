@@ -1,5 +1,7 @@
 """Every op in plain PyTorch: the specification, the fallback where no kernel was built, and the oracle of the tests.
 
+The inputs it is tried on are in cases.py.
+
 All arithmetic on values is FP32 unless a comment says otherwise. Rules that hold everywhere (docs/numerics.md has the
 table with the test of each row):
 
