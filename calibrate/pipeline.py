@@ -16,7 +16,7 @@ report, and the directory gets FP8 weights and, if asked for, scales of the KV c
 
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
@@ -99,13 +99,7 @@ def calibrate(
     states = settle(observer)
     quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages)
     kept = stored_states(states, recipe)
-    checkpoint = ScalingCheckpoint(
-        recipe,
-        {name: _tensor_scale(name, state) for name, state in kept.items()},
-        model=fingerprint(source),
-        observations=_observations(observer, kept, batches),
-        created_by=f"fp8serve {fp8serve.__version__} calibrate",
-    )
+    checkpoint = _checkpoint(source, recipe, observer, kept, batches)
     draft = CalibrationReport(
         model=str(source),
         out=str(out),
@@ -177,18 +171,26 @@ def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[st
     return {n: s for n, s in states.items() if isinstance(recipe, DelayedScaling) or n.endswith((".k", ".v"))}
 
 
+def _checkpoint(
+    source: Path, recipe: Recipe, observer: Observer, kept: Mapping[str, ScalingState], batches: Batches
+) -> ScalingCheckpoint:
+    return ScalingCheckpoint(
+        recipe,
+        {name: _tensor_scale(name, state) for name, state in kept.items()},
+        model=fingerprint(source),
+        observations={
+            "batches": len(batches.calibration),
+            "tokens": sum(b.tokens for b in batches.calibration),
+            "tensors": {name: observer.seen[name].batches for name in kept},
+        },
+        created_by=f"fp8serve {fp8serve.__version__} calibrate",
+    )
+
+
 def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
     """As it is stored: the cache's scales have no history, nor has anything with a history of the staging slot only."""
     keep = not name.endswith((".k", ".v")) and bool(state.amax_history.any())
     return TensorScale(state.scale, state.amax_history if keep else None)
-
-
-def _observations(observer: Observer, kept: Iterable[str], batches: Batches) -> dict[str, object]:
-    return {
-        "batches": len(batches.calibration),
-        "tokens": sum(b.tokens for b in batches.calibration),
-        "tensors": {name: observer.seen[name].batches for name in kept},
-    }
 
 
 def _tensor_reports(observer: Observer, kept: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
