@@ -1,0 +1,31 @@
+"""The small files of a model directory, kept in memory so that every checkpoint can be a model directory of its own.
+
+They are read once, at the start: the base model may be moved or removed while a long job runs.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fp8serve.model.export import CARRIED
+from fp8serve.model.files import read_json, regular_file, write_json
+
+
+def carried_files(source: Path) -> Callable[[Path], None]:
+    """A function that writes the files of `source` into a directory; config.json as `training_config` makes it."""
+    contents = {n: (source / n).read_bytes() for n in CARRIED if regular_file(source / n)}
+    config = training_config(read_json(source / "config.json"))
+
+    def write(directory: Path) -> None:
+        write_json(directory / "config.json", config)
+        for name, content in contents.items():
+            (directory / name).write_bytes(content)
+
+    return write
+
+
+def training_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the model in training: not quantized, and BF16, which is what activations are computed in."""
+    named = "torch_dtype" if "torch_dtype" in config else "dtype"
+    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype")}
+    return {**kept, named: "bfloat16"}

@@ -1,0 +1,155 @@
+"""Step checkpoints: directories `checkpoints/step-N/` that are there whole or not at all.
+
+    model.safetensors       FP32 master weights under their Hugging Face names; with the files of the next line
+    config.json, tokenizer  (carried over, quantization removed) the directory is itself a model directory
+    optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`
+    scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite}`
+    random.safetensors      torch's generator state
+    trainer.json            step, cursor, token counts, the configuration and what it was run with
+    manifest.json           size and SHA-256 of every other file, written last
+
+Writing: hidden sibling, fsync of each file, of the directory, rename, fsync of the parent (`model.files`). A kill at
+any instant leaves at most a hidden sibling, which the next start removes. Reading verifies the manifest, so a disk that
+lost or changed bytes is found before a step is taken; the newest checkpoint that verifies is the one resumed from. No
+pickle. Cost: 12 bytes per parameter written and hashed once; we chose one file per kind over shards because a
+checkpoint is read by this program only, and `export` makes the sharded or quantized forms.
+"""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fp8serve.errors import JobError
+from fp8serve.model.files import fsync, read_json, whole_directory, write_json
+
+VERSION = 1
+_STEP = re.compile(r"step-(\d+)")
+_UNFINISHED = re.compile(r"\.(step-\d+|model)\.tmp-")
+_KINDS = ("model", "optimizer", "scaling", "random")
+
+
+@dataclass
+class TrainState:
+    """Everything a run is made of between two steps. `meta` is JSON; tensors are by name, as in the files above."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    scaling: dict[str, Tensor]
+    random: dict[str, Tensor]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return int(self.meta["step"])
+
+
+def write_checkpoint(root: Path, state: TrainState, carry: Callable[[Path], None]) -> Path:
+    """Write `root/step-N`; `carry(directory)` adds the base model's small files. Returns its path.
+
+    Raises JobError when that step is there already, MachineError when the disk is full or not ours to write.
+    """
+    final = root / f"step-{state.step}"
+    with whole_directory(final, JobError) as directory:
+        carry(directory)
+        for kind in _KINDS:
+            _save(directory / f"{kind}.safetensors", getattr(state, kind))
+        write_json(directory / "trainer.json", {"version": VERSION, **state.meta})
+        write_json(directory / "manifest.json", manifest_of(directory))
+    return final
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Tied parameters share storage, which safetensors refuses: `tensors` names each storage once."""
+    try:
+        save_file({k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how it reports a full disk
+        raise OSError(str(error)) from error
+
+
+def manifest_of(directory: Path) -> dict[str, Any]:
+    """{"version": 1, "files": {name: {"bytes", "sha256"}}} of every file in `directory` but the manifest."""
+    names = sorted(p.name for p in directory.iterdir() if p.name != "manifest.json")
+    return {"version": VERSION, "files": {n: _describe(directory / n) for n in names}}
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def verify(directory: Path) -> str | None:
+    """Why `directory` is not a whole checkpoint, in words; None when it is."""
+    try:
+        listed = read_json(directory / "manifest.json", JobError)
+        if listed.get("version") != VERSION:
+            return f"its manifest has version {listed.get('version')!r}, this program reads version {VERSION}"
+        return None if listed == manifest_of(directory) else "its files are not those its manifest lists"
+    except (JobError, OSError) as error:
+        return str(error)
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The `step-N` directories under `root`, oldest first."""
+    found = [(int(m[1]), p) for p in (root.iterdir() if root.is_dir() else []) if (m := _STEP.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def newest_whole(root: Path, on_broken: Callable[[Path, str], None]) -> Path | None:
+    """The newest checkpoint that verifies. A newer one that does not is set aside as `step-N.broken` and reported."""
+    for path in reversed(list_checkpoints(root)):
+        why = verify(path)
+        if why is None:
+            return path
+        on_broken(path, why)
+        _set_aside(path)
+    return None
+
+
+def require_whole(directory: Path) -> None:
+    """Raises JobError when `directory` is not a whole checkpoint."""
+    if (why := verify(directory)) is not None:
+        raise JobError(f"{directory} is not a usable training checkpoint: {why}.")
+
+
+def read_checkpoint(directory: Path) -> TrainState:
+    """Load into memory a checkpoint that was verified."""
+    tensors = {kind: load_file(directory / f"{kind}.safetensors") for kind in _KINDS}
+    return TrainState(**tensors, meta=read_json(directory / "trainer.json", JobError))
+
+
+def sweep(root: Path) -> list[str]:
+    """Remove what an interrupted write left behind; returns the names removed."""
+    left = [p for p in (root.iterdir() if root.is_dir() else []) if _UNFINISHED.match(p.name)]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return [p.name for p in left]
+
+
+def keep_last(root: Path, count: int) -> None:
+    """Remove all but the newest `count` checkpoints. The rename comes first: a listed checkpoint is never half gone."""
+    for path in list_checkpoints(root)[:-count]:
+        _remove(path)
+
+
+def _set_aside(path: Path) -> None:
+    """Nothing of the user's is deleted because this program cannot read it; only an older wreck of the same step is."""
+    wreck = path.with_name(f"{path.name}.broken")
+    shutil.rmtree(wreck, ignore_errors=True)
+    path.rename(wreck)
+    fsync(path.parent)
+
+
+def _remove(path: Path) -> None:
+    doomed = path.with_name(f".{path.name}.tmp-removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    fsync(path.parent)
+    shutil.rmtree(doomed, ignore_errors=True)

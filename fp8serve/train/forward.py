@@ -1,0 +1,56 @@
+"""One forward pass over a flattened batch, with FP32 masters cast on the fly.
+
+`Network` wraps the decoder so that its parameters can be swapped for BF16 casts in one call
+(`torch.func.functional_call`): autograd then carries gradients through the cast into the FP32 masters. The weights of
+FP8 layers are handed over as they are, for their quantizer reads FP32 and a BF16 rounding in between would be a second
+one. Only positions whose next token carries loss go through `lm_head`: with masked prompts most of the largest matrix
+product is never computed.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fp8serve.fp8.attention import causal_attention
+from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.recipe import Recipe
+from fp8serve.model.decoder import Decoder
+from fp8serve.train.batch import Batch
+
+
+class Network(nn.Module):
+    """batch -> FP32 logits [P, vocab] of the positions that are to predict."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, batch: Batch) -> Tensor:
+        scale = self.decoder.config.softmax_scale
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(q, k, v, batch.lengths, scale)
+
+        hidden = self.decoder(batch.token_ids, batch.positions, attend)
+        return self.decoder.logits(hidden[batch.predict])
+
+
+class Forward:
+    """Runs a network under a recipe (None: high precision) with BF16 activations."""
+
+    def __init__(self, decoder: Decoder, recipe: Recipe | None, fp8_names: list[str]) -> None:
+        self.network = Network(decoder)
+        self.recipe = recipe
+        self._as_is = {f"decoder.{name}.weight" for name in fp8_names} if recipe is not None else set()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """FP32 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is."""
+        weights = {n: p if n in self._as_is else p.to(torch.bfloat16) for n, p in self.network.named_parameters()}
+        with autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return torch.func.functional_call(self.network, weights, (batch,))  # type: ignore[no-any-return]
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of the cross-entropies in nats, number of positions whose likeliest token is the target)."""
+    hits = (logits.detach().argmax(-1) == targets).sum()
+    return cross_entropy(logits, targets, reduction="sum"), hits

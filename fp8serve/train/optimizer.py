@@ -1,0 +1,121 @@
+"""AdamW on FP32 master weights, the learning-rate curve, and gradient clipping.
+
+Two places for the masters (SPEC 2.5):
+* "model": the model's own parameters are FP32 and are the masters; every use casts them on the fly. 16 bytes a
+  parameter (weight, gradient, two moments), nothing is copied.
+* "optimizer": the model holds BF16 and the optimizer an FP32 copy; gradients leave BF16 for an FP32 accumulator after
+  each microbatch, so accumulation loses nothing. 20 bytes a parameter.
+
+The moments and the update are `torch.optim.AdamW` in its fused form: one pass over weight, gradient and moments.
+Weight decay touches matrices only: norms and biases are left alone.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.errors import JobError
+from fp8serve.train.config import TrainConfig
+
+
+def warmup_steps(config: TrainConfig, total: int) -> int:
+    return config.warmup_steps if config.warmup_steps is not None else math.ceil(0.03 * total)
+
+
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """Rate of step `step` (from 0): linear to `lr` over the warm-up, then a half cosine down to `lr * min_lr_ratio`."""
+    warm = warmup_steps(config, total)
+    if step < warm:
+        return config.lr * (step + 1) / warm
+    done = (step - warm) / max(1, total - warm)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+class Optimizer:
+    """The masters of `parameters` by name, their gradients and their moments.
+
+    With `master_weights="optimizer"` the FP32 parameters that are handed in become BF16.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
+        self._model = dict(parameters)
+        self._own = config.master_weights == "optimizer"
+        self.masters = {n: _move_out(p) if self._own else p for n, p in self._model.items()}
+        self._clip = config.clip
+        decayed = [p for p in self.masters.values() if p.dim() >= 2]
+        plain = [p for p in self.masters.values() if p.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+
+    def collect(self) -> None:
+        """After each backward: move BF16 gradients into the FP32 accumulators ("optimizer" masters only)."""
+        if not self._own:
+            return
+        for name, parameter in self._model.items():
+            if parameter.grad is not None:
+                grad, master = parameter.grad.float(), self.masters[name]
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                parameter.grad.zero_()  # not None: by that a layer knows that its quantized weight still holds
+
+    @torch.no_grad()
+    def step(self, rate: float) -> float:
+        """Clip, update at learning rate `rate`, clear the gradients; returns the global gradient norm before clipping.
+
+        A norm that is infinite or NaN changes nothing but clears the gradients: the caller reports the step as skipped.
+        """
+        grads = [p.grad for p in self.masters.values() if p.grad is not None]
+        norm = float(
+            torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]).square().sum().sqrt()
+        )
+        if math.isfinite(norm):
+            self._clip_to(grads, norm)
+            self._update(rate)
+        for parameter in (*self.masters.values(), *self._model.values()):
+            parameter.grad = None
+        return norm
+
+    def _clip_to(self, grads: list[Tensor], norm: float) -> None:
+        if self._clip is not None and norm > self._clip:
+            for grad in grads:
+                grad.mul_(self._clip / norm)
+
+    def _update(self, rate: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        if self._own:
+            for name, parameter in self._model.items():
+                parameter.copy_(self.masters[name])
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments as `{name}.{exp_avg|exp_avg_sq|step}`; a parameter that never had a gradient has none."""
+        return {f"{n}.{k}": v for n, p in self.masters.items() for k, v in self._adam.state.get(p, {}).items()}
+
+    @torch.no_grad()
+    def load(self, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Restore what `masters` and `state()` were. Raises JobError when names or shapes do not fit."""
+        if set(masters) != set(self.masters):
+            raise JobError(
+                "The checkpoint's weights are not those of this model; start again in a fresh output directory."
+            )
+        for name, value in masters.items():
+            self.masters[name].copy_(value)
+            self._model[name].copy_(value)
+        moments: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            name, _, kind = key.rpartition(".")
+            moments.setdefault(name, {})[kind] = value.clone()
+        for name, entry in moments.items():
+            self._adam.state[self.masters[name]] = entry
+
+
+def _move_out(parameter: nn.Parameter) -> nn.Parameter:
+    """An FP32 copy of `parameter`, which itself becomes BF16 in place."""
+    master = nn.Parameter(parameter.detach().float().clone())
+    parameter.data = parameter.data.to(torch.bfloat16)
+    return master

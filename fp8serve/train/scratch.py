@@ -1,0 +1,132 @@
+"""A small Llama-shaped model directory from nothing: a byte-pair tokenizer trained on the given texts, random weights.
+
+It is what the demonstration trains from its first step, and what tests use for a model: an ordinary Hugging Face
+directory (config, safetensors, tokenizer with a chat template) that every command takes like any other. Byte-level, so
+that every text can be encoded. Weights: normal with standard deviation 0.02, the layers that write to the residual
+stream scaled down by sqrt(2 * layers) as in GPT-2 (Radford et al. 2019, section 2.3), norms one.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+
+from fp8serve.model.config import read_config
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.files import whole_directory, write_json
+
+END, USER, ASSISTANT, SYSTEM = "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+SPECIAL = (END, USER, ASSISTANT, SYSTEM)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def write_random_model(
+    out: Path,
+    texts: Iterable[str],
+    *,
+    vocab_size: int = 2048,
+    hidden_size: int = 256,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate_size: int | None = None,
+    context: int = 512,
+    seed: int = 0,
+) -> Path:
+    """Write the directory `out` (whole or not at all) and return it.
+
+    `texts` train the tokenizer; it holds at most `vocab_size` tokens, of which 256 are bytes and 4 mark chat turns.
+    Raises ModelError when `out` exists or the sizes do not make a model.
+    """
+    with whole_directory(Path(out)) as directory:
+        tokenizer = train_tokenizer(texts, vocab_size)
+        tokenizer.save(str(directory / "tokenizer.json"))
+        write_json(directory / "tokenizer_config.json", _tokenizer_config(context))
+        end = tokenizer.token_to_id(END)
+        config = {
+            **_FIXED,
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size or 128 * math.ceil(hidden_size * 8 / 3 / 128),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "max_position_embeddings": context,
+            "bos_token_id": end,
+            "eos_token_id": end,
+        }
+        write_json(directory / "config.json", config)
+        write_json(directory / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+        save_file(random_weights(directory, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    return Path(out)
+
+
+_FIXED: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level byte-pair encoding; the same texts give the same tokenizer."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    special = [AddedToken(t, special=True, normalized=False) for t in SPECIAL]
+    trainer = BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _tokenizer_config(context: int) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def random_weights(directory: Path, seed: int) -> dict[str, Tensor]:
+    """BF16 weights for the config.json in `directory`, from a generator of their own."""
+    decoder = Decoder(read_config(directory), device="meta")
+    generator = torch.Generator().manual_seed(seed)
+    return {n: _random(n, p, decoder.config.num_layers, generator) for n, p in decoder.named_parameters()}
+
+
+def _random(name: str, shape: Tensor, layers: int, generator: torch.Generator) -> Tensor:
+    if shape.dim() == 1:
+        return torch.ones(shape.shape, dtype=torch.bfloat16)
+    spread = 0.02 / math.sqrt(2 * layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+    return (torch.randn(shape.shape, generator=generator) * spread).to(torch.bfloat16)
+
+
+def write_texts(path: Path, texts: Iterable[str]) -> Path:
+    """`texts` as JSON lines that the trainer reads."""
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    return path

@@ -1,0 +1,119 @@
+"""Everything a run needs before its first step: rows, model, optimizer, from a base model or from a checkpoint.
+
+A checkpoint is itself a model directory, so a resumed job needs nothing of the base model any more.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8serve import __version__
+from fp8serve.errors import JobError
+from fp8serve.fp8.linear import convert
+from fp8serve.fp8.ops import backends
+from fp8serve.fp8.recipe import Recipe
+from fp8serve.model.checkpoint import load_trainable
+from fp8serve.model.config import read_config
+from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.quantization_config import quantization_files
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.train import state
+from fp8serve.train.carry import carried_files
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import DataReport, Row, check_length, fingerprint, load_rows
+from fp8serve.train.events import OnEvent, message
+from fp8serve.train.export import served_in_fp8
+from fp8serve.train.forward import Forward
+from fp8serve.train.optimizer import Optimizer
+from fp8serve.train.order import total_steps
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same (as an object) over a run. `carry` writes the base model's small files into a directory."""
+
+    rows: list[Row]
+    eval_rows: list[Row]
+    decoder: Decoder
+    forward: Forward
+    optimizer: Optimizer
+    total_steps: int
+    data_fingerprint: str
+    carry: Callable[[Path], None]
+
+
+def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
+    """Load data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError, JobError."""
+    check_format(config)
+    check_length(config.seq_len, read_config(source))
+    recipe = config.fp8_recipe
+    device_of(config)
+    tokenizer = Tokenizer.from_dir(source)
+    rows, report = load_rows(config.data, tokenizer, config.seq_len)
+    report_data(report, on_event)
+    eval_rows = load_rows(config.eval_data, tokenizer, config.seq_len)[0] if config.eval_data else []
+    decoder = _decoder(source, recipe, config, on_event)
+    names = linear_names(decoder)
+    optimizer = Optimizer(dict(decoder.named_parameters()), config)
+    return Setup(
+        rows=rows,
+        eval_rows=eval_rows,
+        decoder=decoder,
+        forward=Forward(decoder, recipe, names),
+        optimizer=optimizer,
+        total_steps=total_steps([r.tokens for r in rows], config),
+        data_fingerprint=fingerprint(rows),
+        carry=carried_files(source),
+    )
+
+
+def check_format(config: TrainConfig) -> None:
+    """Raises ModelError before any work for a format that cannot express the recipe's weights."""
+    recipe = config.fp8_recipe
+    if recipe is not None and served_in_fp8(recipe):
+        quantization_files(config.format, recipe, kv_cache=False)
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    try:
+        device = torch.device(config.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise JobError(f"The device {config.device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def report_data(report: DataReport, on_event: OnEvent) -> None:
+    """Say how much of the data carries loss before any time is spent on it."""
+    text = (
+        f"{report.rows} rows, {report.tokens} tokens an epoch, {report.trainable_fraction:.1%} of them carry loss; "
+        f"{report.truncated_rows} rows truncated"
+    )
+    numbers = {**vars(report), "trainable_fraction": report.trainable_fraction}
+    on_event(message("data", text, **numbers))
+    if report.dropped_rows:
+        text = f"{report.dropped_rows} examples have no token to learn from and were dropped"
+        on_event(message("rows_dropped", text, level="warn", dropped_rows=report.dropped_rows))
+
+
+def _decoder(source: Path, recipe: Recipe | None, config: TrainConfig, on_event: OnEvent) -> Decoder:
+    decoder = load_trainable(source, dtype=torch.float32, device=config.device)
+    if recipe is not None:
+        convert(decoder, skip=("lm_head",))
+    if seeded := state.seed_scaling(decoder, recipe, source):
+        on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
+    return decoder
+
+
+def environment(config: TrainConfig) -> dict[str, Any]:
+    """What besides configuration and data decides the bits; a resume elsewhere is reported."""
+    return {
+        "torch": torch.__version__,
+        "fp8serve": __version__,
+        "threads": torch.get_num_threads(),
+        "device": config.device,
+        "kernels": backends(),
+    }

@@ -1,0 +1,269 @@
+"""The training loop: rows in, checkpoints and one servable model out.
+
+A run is a pure function of its configuration, its data and the machine's arithmetic. Everything it carries from one
+step to the next is in a checkpoint (`train.checkpoint`), and data order is a function of (seed, epoch), so that a run
+killed at any instant and started again ends with the same bytes. That holds for the same torch build, thread count and
+kernels; a resume on a different machine works and says that the bits may differ.
+
+    out/checkpoints/step-N/   each one resumable, loadable as a model, and convertible by `train.export`
+    out/model/                the result: FP8, servable, its scales those that training kept
+
+The loss of a step is the mean over all targets of all its microbatches, so neither packing nor accumulation changes
+what is minimised. A gradient that is not finite is never applied: the step is skipped with an event, the moments stay,
+and ten in a row end the job.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fp8serve.errors import JobError
+from fp8serve.train import checkpoint, events, state
+from fp8serve.train.batch import collate
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import Row
+from fp8serve.train.evaluate import evaluate
+from fp8serve.train.events import OnEvent
+from fp8serve.train.export import export
+from fp8serve.train.forward import summed_loss
+from fp8serve.train.optimizer import learning_rate
+from fp8serve.train.order import Cursor, Step, walk
+from fp8serve.train.setup import Setup, environment, prepare
+
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """status "succeeded" (then `model` is the servable directory) or "stopped" (then starting again goes on)."""
+
+    status: Literal["succeeded", "stopped"]
+    step: int
+    total_steps: int
+    trained_tokens: int
+    skipped_steps: int
+    metrics: dict[str, Any]
+    checkpoint: str | None
+    model: str | None
+    seconds: float
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+
+@dataclass
+class Progress:
+    """Where a run stands between two steps; all of it is in the checkpoint."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    trained_tokens: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+def _ignore(event: events.Event) -> None:
+    """For callers who want only the result."""
+
+
+def _never() -> bool:
+    return False
+
+
+class Trainer:
+    """`Trainer(config).run()`; started again with the same configuration it resumes by itself."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    def run(self, on_event: OnEvent = _ignore, stop: Callable[[], bool] = _never) -> TrainResult:
+        """Train to the end, or until `stop()` is true between two steps.
+
+        Raises DataError, ModelError, ScalesError, RecipeError for bad input and JobError for a run that cannot go on.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.seed)
+            return _Run(self.config, on_event).to_end(stop)
+
+
+class _Run:
+    """One run from wherever it stands to its end."""
+
+    def __init__(self, config: TrainConfig, on_event: OnEvent) -> None:
+        self.config, self.on_event = config, on_event
+        self.out = Path(config.out)
+        self.root = self.out / "checkpoints"
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.started = time.monotonic()
+        self.latest = self._sweep()
+        self.progress = Progress()
+        self.setup: Setup = prepare(config, self.latest or Path(config.model), on_event)
+        self.lengths = [row.tokens for row in self.setup.rows]
+        if self.latest is not None:
+            self._resume(self.latest)
+
+    def _sweep(self) -> Path | None:
+        for root in (self.root, self.out):
+            if removed := checkpoint.sweep(root):
+                self.on_event(events.message("sweep", f"Removed {len(removed)} unfinished directories", names=removed))
+        return checkpoint.newest_whole(self.root, self._broken)
+
+    def _broken(self, path: Path, why: str) -> None:
+        text = f"{path.name} is damaged ({why}) and was set aside; going on from the one before it"
+        self.on_event(events.message("checkpoint_broken", text, level="warn"))
+
+    def _resume(self, path: Path) -> None:
+        saved = checkpoint.read_checkpoint(path)
+        self._check_same_job(saved.meta, path)
+        state.restore(self.setup.decoder, self.setup.forward.recipe, self.setup.optimizer, saved)
+        values = dict(saved.meta["progress"])
+        self.progress = Progress(**{**values, "cursor": Cursor(**values["cursor"])})
+        self.on_event(events.message("resumed", f"Resumed from step {self.progress.step}", step=self.progress.step))
+
+    def _check_same_job(self, meta: dict[str, Any], path: Path) -> None:
+        now, then = self._identity(), meta["identity"]
+        if differing := [k for k in now["config"] if now["config"][k] != then["config"].get(k)]:
+            key = differing[0]
+            raise JobError(
+                f"{path} was written with {key}={then['config'].get(key)!r}, this job says {now['config'][key]!r}; "
+                "use the same value or another output directory."
+            )
+        if now["data"] != then["data"]:
+            raise JobError(f"The training data differ from those {path} was trained on; use another output directory.")
+        if (here := environment(self.config)) != meta["environment"]:
+            changed = [k for k in here if here[k] != meta["environment"].get(k)]
+            text = (
+                f"{', '.join(changed)} changed since the checkpoint was written: the result may differ in its last bits"
+            )
+            self.on_event(events.message("machine_changed", text, level="warn"))
+
+    def _identity(self) -> dict[str, Any]:
+        return {"config": self.config.defines(), "data": self.setup.data_fingerprint}
+
+    def to_end(self, stop: Callable[[], bool]) -> TrainResult:
+        left = self.setup.total_steps - self.progress.step
+        for step, cursor in walk(self.lengths, self.config, self.progress.cursor, left):
+            if stop():
+                return self._stopped()
+            self._take(step)
+            self.progress.cursor = cursor
+            if self._due(self.config.save_every):
+                self._save()
+        self._save()
+        return self._finished()
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.progress.step % every == 0
+
+    def _take(self, step: Step) -> None:
+        began = time.monotonic()
+        rate = learning_rate(self.config, self.progress.step, self.setup.total_steps)
+        loss, accuracy, tokens = self._gradients(step)
+        norm = self.setup.optimizer.step(rate)
+        self.progress.step += 1
+        self.progress.trained_tokens += tokens
+        if not math.isfinite(norm):
+            self._skipped(norm)
+            return
+        self.progress.skipped_in_a_row = 0
+        seconds = time.monotonic() - began
+        self._measured(loss, accuracy, rate, norm, tokens / seconds)
+
+    def _gradients(self, step: Step) -> tuple[float, float, int]:
+        """Accumulate the gradients of all microbatches; returns (mean loss, token accuracy, input tokens)."""
+        microbatches = [[self.setup.rows[i] for i in rows] for rows in step]
+        targets = sum(row.trainable for rows in microbatches for row in rows)
+        loss, hits = torch.zeros((), dtype=torch.float64), 0
+        for rows in microbatches:
+            batch_loss, batch_hits = self._microbatch(rows, targets)
+            loss, hits = loss + batch_loss.double().cpu(), hits + int(batch_hits)
+        return float(loss) / targets, hits / targets, sum(row.tokens for rows in microbatches for row in rows)
+
+    def _microbatch(self, rows: list[Row], targets: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = collate(rows, self.config.device)
+        loss, hits = summed_loss(self.setup.forward.logits(batch), batch.targets)
+        (loss / targets).backward()  # type: ignore[no-untyped-call]
+        self.setup.optimizer.collect()
+        return loss.detach(), hits
+
+    def _skipped(self, norm: float) -> None:
+        self.progress.skipped += 1
+        self.progress.skipped_in_a_row += 1
+        text = f"Step {self.progress.step} was skipped: its gradient norm is {norm}"
+        self.on_event(events.message("step_skipped", text, level="warn", step=self.progress.step))
+        if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise JobError(
+                f"Training diverged: the gradients of {MAX_SKIPPED_IN_A_ROW} steps in a row up to step "
+                f"{self.progress.step} were not finite; lower lr ({self.config.lr}) or clip ({self.config.clip})."
+            )
+
+    def _measured(self, loss: float, accuracy: float, rate: float, norm: float, speed: float) -> None:
+        values = {
+            "step": self.progress.step,
+            "total_steps": self.setup.total_steps,
+            "epoch": self.progress.cursor.epoch,
+            "train_loss": loss,
+            "train_mean_token_accuracy": accuracy,
+            "learning_rate": rate,
+            "grad_norm": norm,
+            "trained_tokens": self.progress.trained_tokens,
+        }
+        if self.setup.eval_rows and (self._due(self.config.eval_every) or self.progress.step == self.setup.total_steps):
+            values |= evaluate(self.setup.forward, self.setup.eval_rows, self.config.batch_size, self.config.device)
+        self.progress.metrics = values
+        if self._due(self.config.log_every) or "valid_loss" in values or self.progress.step == self.setup.total_steps:
+            self.on_event(events.metrics({**values, "tokens_per_second": speed}))
+
+    def _save(self) -> None:
+        if self.latest is not None and self.latest.name == f"step-{self.progress.step}":
+            return
+        meta = {
+            "step": self.progress.step,
+            "config": json.loads(self.config.to_json()),
+            "progress": dataclasses.asdict(self.progress),
+            "identity": self._identity(),
+            "environment": environment(self.config),
+        }
+        saved = state.capture(self.setup.decoder, self.setup.forward.recipe, self.setup.optimizer, meta)
+        self.latest = checkpoint.write_checkpoint(self.root, saved, self.setup.carry)
+        self.on_event(events.checkpoint(str(self.latest), {**self.progress.metrics, "step": self.progress.step}))
+        checkpoint.keep_last(self.root, self.config.keep_last)
+
+    def _stopped(self) -> TrainResult:
+        if self.progress.step:
+            self._save()
+        self.on_event(events.message("stopped", f"Stopped at step {self.progress.step}", step=self.progress.step))
+        return self._result("stopped", None)
+
+    def _finished(self) -> TrainResult:
+        model = self.out / "model"
+        if not model.exists():
+            export(self._newest(), model)
+            self.on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
+        return self._result("succeeded", str(model))
+
+    def _newest(self) -> Path:
+        if self.latest is None:
+            raise JobError(f"{self.root} holds no checkpoint to make a model from.")
+        return self.latest
+
+    def _result(self, status: Literal["succeeded", "stopped"], model: str | None) -> TrainResult:
+        return TrainResult(
+            status=status,
+            step=self.progress.step,
+            total_steps=self.setup.total_steps,
+            trained_tokens=self.progress.trained_tokens,
+            skipped_steps=self.progress.skipped,
+            metrics=self.progress.metrics,
+            checkpoint=str(self.latest) if self.latest else None,
+            model=model,
+            seconds=time.monotonic() - self.started,
+        )

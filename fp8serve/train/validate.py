@@ -1,0 +1,164 @@
+"""A dry run: what a job would do and what it would cost, without loading a weight (or torch).
+
+Everything wrong with the data is listed, by file and line, instead of only the first: that is the difference from a
+run, which stops at the first bad line. The memory figure is an estimate from sizes (`memory_estimate` says what it
+counts).
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8serve.errors import DataError
+from fp8serve.model.config import ModelConfig, read_config
+from fp8serve.model.examples import JSON_LINES_SUFFIXES, Example, example_from, read_examples
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import DataReport, Row, check_length, rows_of
+from fp8serve.train.order import epoch_steps, total_steps
+
+MAX_LISTED = 100  # bad lines described one by one
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What a dry run found.
+
+    bad_lines: {"file", "line" (from 1, None for a whole file), "message"} of the first hundred; bad_line_count of all.
+    data: counts as a run reports them. steps: optimizer steps of the job. longest_row and microbatch_tokens in tokens.
+    memory_bytes: estimate by part. sample: the first row as [text, carries loss] pieces.
+    """
+
+    ok: bool
+    bad_lines: list[dict[str, Any]]
+    bad_line_count: int
+    data: DataReport
+    trainable_fraction: float
+    steps: int
+    steps_per_epoch: int
+    longest_row: int
+    microbatch_tokens: int
+    memory_bytes: dict[str, int]
+    sample: list[tuple[str, bool]]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+
+def validate(config: TrainConfig) -> ValidationReport:
+    """Look at the model's configuration and all data. Raises ModelError or RecipeError; bad data are in the report."""
+    model = read_config(config.model)
+    check_length(config.seq_len, model)
+    tokenizer = Tokenizer.from_dir(config.model)
+    rows, report, bad = _good_rows(config, tokenizer)
+    lengths = [row.tokens for row in rows]
+    microbatch = max((sum(lengths[i] for i in m) for s in epoch_steps(lengths, config, 0) for m in s), default=0)
+    return ValidationReport(
+        ok=bool(rows) and not bad,
+        bad_lines=bad[:MAX_LISTED],
+        bad_line_count=len(bad),
+        data=report,
+        trainable_fraction=report.trainable_fraction,
+        steps=total_steps(lengths, config) if rows else 0,
+        steps_per_epoch=len(epoch_steps(lengths, config, 0)),
+        longest_row=max(lengths, default=0),
+        microbatch_tokens=microbatch,
+        memory_bytes=memory_estimate(model, config, microbatch, report.trainable_fraction),
+        sample=_marked(rows[0], tokenizer) if rows else [],
+    )
+
+
+def _good_rows(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Row], DataReport, list[dict[str, Any]]]:
+    rows: list[Row] = []
+    bad: list[dict[str, Any]] = []
+    report = DataReport(0, 0, 0, 0, 0, 0)
+    for path, line, found in (e for name in config.data for e in _examples(Path(name))):
+        try:
+            if isinstance(found, DataError):
+                raise found
+            made, one = rows_of([found], tokenizer, config.seq_len)
+        except DataError as error:
+            bad.append({"file": str(path), "line": line, "message": str(error)})
+            continue
+        rows += made
+        sums = zip(dataclasses.astuple(report), dataclasses.astuple(one), strict=True)
+        report = DataReport(*(a + b for a, b in sums))
+    return rows, report, bad
+
+
+_Found = tuple[Path, int | None, Example | DataError]
+
+
+def _examples(path: Path) -> Iterator[_Found]:
+    """(file, line, example) with an error in the place of each example that is none."""
+    try:
+        if path.suffix.lower() in JSON_LINES_SUFFIXES:
+            yield from _lines(path)
+        else:
+            yield from ((path, None, example) for example in read_examples([path]))
+    except DataError as error:
+        yield path, None, error
+    except (OSError, UnicodeDecodeError) as error:
+        yield path, None, DataError(f"{path} cannot be read: {error}.")
+
+
+def _lines(path: Path) -> Iterator[_Found]:
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if line.strip():
+            yield path, number, _parse(line, f"{path}:{number}")
+
+
+def _parse(line: str, where: str) -> Example | DataError:
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            return DataError(f"{where} is a JSON {type(row).__name__} where an object was expected.")
+        return example_from(row, where)
+    except DataError as error:
+        return error
+    except (ValueError, RecursionError) as error:
+        return DataError(f"{where} is not valid JSON: {error}.")
+
+
+def _marked(row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """The row's text in pieces, each with whether it carries loss."""
+    pieces: list[tuple[list[int], bool]] = []
+    for token, learnt in zip(row.ids.tolist(), row.loss.tolist(), strict=True):
+        if not pieces or pieces[-1][1] != learnt:
+            pieces.append(([], learnt))
+        pieces[-1][0].append(token)
+    return [(tokenizer.decode(ids, skip_special_tokens=False), learnt) for ids, learnt in pieces]
+
+
+def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
+    """Bytes by part for microbatches of `tokens` tokens of which `fraction` carry loss; "total" is their sum.
+
+    weights: masters, gradients and moments; codes: FP8 weights and BF16 casts of the rest while a step runs;
+    activations: what a layer keeps for the backward pass (about 30 bytes per hidden and 14 per MLP element);
+    logits: FP32 logits, their gradient and the BF16 product, for tokens that carry loss.
+    """
+    linears, others = parameter_counts(model)
+    every = linears + others
+    per_layer = 30 * model.hidden_size + 14 * model.intermediate_size
+    parts = {
+        "weights": every * (16 if config.master_weights == "model" else 20),
+        "codes": 2 * every
+        if config.recipe == "bf16"
+        else 2 * others + linears * (2 if config.recipe == "rowwise" else 1),
+        "activations": tokens * model.num_layers * per_layer,
+        "logits": int(tokens * fraction) * model.vocab_size * 12,
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def parameter_counts(model: ModelConfig) -> tuple[int, int]:
+    """(weights of the projections that FP8 may run, all other parameters but biases)."""
+    width = model.num_heads * model.head_dim
+    attention = model.hidden_size * (2 * width + 2 * model.num_kv_heads * model.head_dim)
+    linears = model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
+    heads = 1 if model.tie_word_embeddings else 2
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    return linears, heads * model.vocab_size * model.hidden_size + norms

@@ -1,0 +1,74 @@
+"""The job description: what is refused, and that its JSON carries everything."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fp8serve.errors import JobError
+from fp8serve.train.config import TrainConfig
+
+REQUIRED: dict[str, Any] = {"model": "m", "data": ["d.jsonl"], "out": "o"}
+
+
+def test_json_round_trip_keeps_every_field() -> None:
+    config = TrainConfig.from_dict(
+        {
+            **REQUIRED,
+            "recipe_options": {"margin": 1},
+            "amax_history_len": 16,
+            "max_steps": 7,
+            "betas": [0.8, 0.9],
+            "clip": None,
+        }
+    )
+    assert TrainConfig.from_json(config.to_json()) == config
+    assert config.betas == (0.8, 0.9)
+    assert config.data == ("d.jsonl",)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", 0), ("lr", float("nan")), ("lr", "1e-4"), ("lr", True), ("batch_size", 0), ("batch_size", 2.0),
+        ("epochs", None), ("max_steps", 0), ("clip", -1.0), ("betas", [0.9]), ("betas", [0.9, 1.0]), ("data", []),
+        ("data", "d.jsonl"), ("data", [3]), ("packing", "pad"), ("format", "gguf"), ("master_weights", "disk"),
+        ("seed", -1), ("min_lr_ratio", 1.5), ("model", ""), ("recipe_options", []), ("eval_every", 5),
+        ("warmup_steps", -1),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_used_is_named(field: str, value: Any) -> None:
+    with pytest.raises(JobError, match=field.split("_")[0]):
+        TrainConfig.from_dict({**REQUIRED, field: value})
+
+
+def test_history_length_needs_the_recipe_that_has_one() -> None:
+    with pytest.raises(JobError, match="'block' keeps no history"):
+        TrainConfig.from_dict({**REQUIRED, "recipe": "block", "amax_history_len": 16})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "JSON object"),
+        (json.dumps({**REQUIRED, "learning_rate": 1}), "'learning_rate'"),
+        ('{"model": "m"}', "'data'"),
+    ],
+)
+def test_json_that_is_no_job_is_refused(text: str, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        TrainConfig.from_json(text)
+
+
+def test_what_decides_the_bits_is_compared_on_resume_and_nothing_else() -> None:
+    base = TrainConfig.from_dict(REQUIRED).defines()
+    assert TrainConfig.from_dict({**REQUIRED, "save_every": 3, "out": "elsewhere", "keep_last": 9}).defines() == base
+    assert TrainConfig.from_dict({**REQUIRED, "lr": 1e-3}).defines() != base
+
+
+def test_a_job_is_checked_without_torch() -> None:
+    code = "import sys, fp8serve.train.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

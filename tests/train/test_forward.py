@@ -1,0 +1,160 @@
+"""Documents in one batch do not see each other; masked tokens carry no loss; packing changes nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.linear import convert
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
+from fp8serve.model.checkpoint import load_trainable
+from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.train.batch import collate
+from fp8serve.train.data import Row
+from fp8serve.train.forward import Forward, summed_loss
+
+
+def row(seed: int, tokens: int, masked: int = 0) -> Row:
+    ids = np.random.default_rng(seed).integers(4, 300, tokens + 1).astype(np.int32)
+    return Row(ids, np.arange(tokens + 1) > masked)
+
+
+def make(model_dir: Path, recipe: Recipe | None) -> tuple[Decoder, Forward]:
+    decoder = load_trainable(model_dir)
+    if recipe is not None:
+        convert(decoder)
+    return decoder, Forward(decoder, recipe, linear_names(decoder))
+
+
+@pytest.fixture(params=["delayed", "rowwise", "block", "bf16"])
+def forward(request: pytest.FixtureRequest, model_dir: Path) -> Forward:
+    """Delayed after one step, so that its scales are real ones; not `current`, whose one scale spans the batch."""
+    recipe = DelayedScaling(amax_history_len=4) if request.param == "delayed" else from_name(request.param)
+    forward = make(model_dir, recipe)[1]
+    forward.logits(collate([row(9, 20)], "cpu")).sum().backward()  # type: ignore[no-untyped-call]
+    return forward
+
+
+@torch.no_grad()
+def test_one_document_does_not_change_anothers_logits(forward: Forward) -> None:
+    a, b, other = row(1, 17), row(2, 23), row(3, 17)
+    before, after = forward.logits(collate([a, b], "cpu")), forward.logits(collate([other, b], "cpu"))
+    assert not torch.equal(before[:17], after[:17])
+    assert torch.equal(before[17:], after[17:])
+
+
+def test_one_document_does_not_change_anothers_gradient_path(forward: Forward) -> None:
+    """The gradient of B's loss with respect to A's embeddings is zero: nothing flows between them."""
+    a, b = row(1, 7), row(2, 5)
+    embedded: list[Tensor] = []
+
+    def keep(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        output.retain_grad()
+        embedded.append(output)
+
+    handle = forward.network.decoder.model.embed_tokens.register_forward_hook(keep)
+    logits = forward.logits(collate([a, b], "cpu"))
+    handle.remove()
+    logits[7:].sum().backward()  # type: ignore[no-untyped-call]
+    grad = embedded[0].grad
+    assert grad is not None
+    assert not grad[:7].any()
+    assert grad[7:].any()
+
+
+@torch.no_grad()
+def test_packed_loss_is_the_unpacked_loss(forward: Forward) -> None:
+    rows = [row(i, n, masked=n // 3) for i, n in enumerate((5, 12, 12, 30, 1))]
+    packed = collate(rows, "cpu")
+    together, hits = summed_loss(forward.logits(packed), packed.targets)
+    alone = [summed_loss(forward.logits(batch), batch.targets) for r in rows for batch in [collate([r], "cpu")]]
+    torch.testing.assert_close(together, torch.stack([loss for loss, _ in alone]).sum(), rtol=1e-4, atol=0)
+    assert hits == sum(h for _, h in alone)
+
+
+def test_targets_that_are_masked_carry_no_loss(forward: Forward) -> None:
+    """A masked token counts as context and never as target: changing the last one's successor changes nothing."""
+    whole = row(4, 20, masked=12)
+    short = Row(whole.ids[:13], whole.loss[:13])  # the prompt alone: nothing to predict
+    assert len(collate([whole], "cpu").targets) == 8
+    assert whole.trainable == 8
+    assert short.trainable == 0
+
+
+def test_loss_is_the_mean_negative_log_likelihood(model_dir: Path) -> None:
+    _, forward = make(model_dir, None)
+    batch = collate([row(5, 9, masked=3)], "cpu")
+    logits = forward.logits(batch)
+    loss, _ = summed_loss(logits, batch.targets)
+    by_hand = -torch.log_softmax(logits.double(), -1)[torch.arange(6), batch.targets].sum()
+    torch.testing.assert_close(loss.double(), by_hand, rtol=1e-6, atol=0)
+
+
+def test_gradients_reach_the_fp32_masters(model_dir: Path) -> None:
+    decoder, forward = make(model_dir, DelayedScaling(amax_history_len=4))
+    batch = collate([row(6, 20)], "cpu")
+    summed_loss(forward.logits(batch), batch.targets)[0].backward()  # type: ignore[no-untyped-call]
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == parameter.dtype == torch.float32
+        assert parameter.grad.any(), name
+
+
+def test_without_gradients_the_scaling_state_is_frozen(model_dir: Path) -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    decoder, forward = make(model_dir, recipe)
+    forward.logits(collate([row(7, 9)], "cpu"))
+    before = snapshot(decoder, recipe)
+    with torch.no_grad():
+        one, two = (forward.logits(collate([row(8, 30)], "cpu")) for _ in range(2))
+    assert torch.equal(one, two)
+    after = snapshot(decoder, recipe)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(t.any() for n, t in before.items() if n.endswith("amax_history"))
+
+
+def snapshot(decoder: Decoder, recipe: DelayedScaling) -> dict[str, Tensor]:
+    from fp8serve.train.state import scaling_tensors
+
+    return {n: t.clone() for n, t in scaling_tensors(decoder, recipe).items()}
+
+
+def test_a_weight_is_quantized_once_while_gradients_accumulate(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    decoder, forward = make(model_dir, recipe)
+    weight = decoder.get_submodule("model.layers.0.mlp.up_proj").weight
+    seen = count_quantizations(monkeypatch, lambda x: x is weight)
+    for seed in (1, 2, 3):
+        batch = collate([row(seed, 9)], "cpu")
+        summed_loss(forward.logits(batch), batch.targets)[0].backward()  # type: ignore[no-untyped-call]
+    assert len(seen) == 1
+
+
+def count_quantizations(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Tensor], bool]) -> list[Tensor]:
+    from fp8serve.fp8 import casting, linear
+
+    real, seen = casting.cast_delayed, []
+
+    def counting(x: Tensor, *args: object) -> object:
+        if wanted(x):
+            seen.append(x)
+        return real(x, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(linear, "cast_delayed", counting)
+    return seen
+
+
+def test_under_no_recipe_an_outer_context_is_not_inherited(model_dir: Path) -> None:
+    _, forward = make(model_dir, None)
+    batch = collate([row(1, 9)], "cpu")
+    with torch.no_grad():
+        plain = forward.logits(batch)
+        with autocast(recipe=DelayedScaling()):
+            inside = forward.logits(batch)
+    assert torch.equal(plain, inside)

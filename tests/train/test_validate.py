@@ -1,0 +1,65 @@
+"""The dry run lists everything wrong, counts what a run will count, and loads no torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors import safe_open
+
+from fp8serve.model.config import read_config
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.train.data import load_rows
+from fp8serve.train.order import total_steps
+from fp8serve.train.validate import memory_estimate, parameter_counts, validate
+
+from .conftest import Configure
+
+
+def test_good_data_are_counted_as_a_run_counts_them(configure: Configure) -> None:
+    config = configure(max_steps=None, epochs=3, accumulate=2)
+    report = validate(config)
+    rows, expected = load_rows(config.data, Tokenizer.from_dir(config.model), config.seq_len)
+    assert report.ok
+    assert report.data == expected
+    assert 0 < report.trainable_fraction < 1
+    assert report.steps == total_steps([r.tokens for r in rows], config) == 3 * report.steps_per_epoch
+    assert report.microbatch_tokens >= report.longest_row == max(r.tokens for r in rows)
+
+
+def test_every_bad_line_is_listed_by_number(configure: Configure, tmp_path: Path) -> None:
+    path = tmp_path / "has space.jsonl"
+    path.write_text('{"text": "red"}\n{oops\n\n[1]\n{"text": "a", "prompt": "b"}\n{"text": ""}\n', encoding="utf-8")
+    report = validate(configure(data=[str(path), str(tmp_path / "gone.jsonl")]))
+    assert not report.ok
+    assert [bad["line"] for bad in report.bad_lines] == [2, 4, 5, 6, None]
+    assert all(bad["file"] == str(path) for bad in report.bad_lines[:4])
+    assert report.bad_line_count == 5
+    assert report.data.rows == 1
+
+
+def test_the_sample_marks_what_carries_loss(configure: Configure) -> None:
+    (prompt, masked), (completion, learnt) = validate(configure()).sample
+    assert (masked, learnt) == (False, True)
+    assert len(prompt) == 40
+    assert completion.endswith("<|end|>")
+
+
+def test_parameters_are_counted_as_the_file_has_them(model_dir: Path) -> None:
+    with safe_open(model_dir / "model.safetensors", "pt") as file:
+        sizes = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118 - not a mapping
+    linears, others = parameter_counts(read_config(model_dir))
+    assert linears == sum(n for name, n in sizes.items() if "_proj." in name)
+    assert linears + others == sum(sizes.values())
+
+
+def test_memory_grows_with_what_it_should(configure: Configure, model_dir: Path) -> None:
+    model = read_config(model_dir)
+    small = memory_estimate(model, configure(), 100, 0.5)
+    assert memory_estimate(model, configure(), 200, 0.5)["activations"] == 2 * small["activations"]
+    assert memory_estimate(model, configure(master_weights="optimizer"), 100, 0.5)["weights"] > small["weights"]
+    assert small["total"] == sum(v for k, v in small.items() if k != "total")
+
+
+def test_it_loads_no_torch() -> None:
+    code = "import sys, fp8serve.train.validate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
