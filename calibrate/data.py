@@ -69,6 +69,11 @@ def source_names(files: list[Path] | None) -> tuple[str, ...]:
     return ("the passages shipped with fp8serve",) if files is None else tuple(str(f) for f in files)
 
 
+def at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise DataError(f"{name} must be at least {least}, not {value}.")
+
+
 def load_samples(
     data: Sequence[Path | str] | None, tokenizer: Tokenizer, *, count: int, seq_len: int, seed: int
 ) -> list[Sample]:
@@ -76,9 +81,8 @@ def load_samples(
 
     DataError: a file cannot be read as examples, or no example has two tokens.
     """
-    for name, value, least in (("samples", count, 1), ("seq_len", seq_len, 2)):
-        if value < least:
-            raise DataError(f"{name} must be at least {least}, not {value}.")
+    at_least("samples", count, 1)
+    at_least("seq_len", seq_len, 2)
     paths = [PASSAGES] if data is None else [Path(p) for p in data]
     examples = read_examples(paths)
     rng = random.Random(seed)
@@ -103,8 +107,7 @@ def _collect(examples: Sequence[Example], tokenizer: Tokenizer, count: int, seq_
 
 def make_batches(samples: Sequence[Sample], batch_size: int, device: str = "cpu") -> list[Batch]:
     """Groups of `batch_size` samples in order; the last may be smaller."""
-    if batch_size < 1:
-        raise DataError(f"batch_size must be at least 1, not {batch_size}.")
+    at_least("batch_size", batch_size, 1)
     groups = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
     return [_batch(group, device) for group in groups]
 
@@ -137,6 +140,7 @@ def calibration_batches(
     device: str = "cpu",
 ) -> Batches:
     """`samples` to calibrate on and an eighth of that (1 to 16) held out; fewer of both where the data are short."""
+    at_least("samples", samples, 1)
     wanted = max(1, min(16, samples // 8))
     found = load_samples(data, tokenizer, count=samples + wanted, seq_len=seq_len, seed=seed)
     held = min(wanted, max(1, len(found) // 8))

@@ -17,6 +17,7 @@ report, and the directory gets FP8 weights and, if asked for, scales of the KV c
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -27,15 +28,27 @@ from fp8serve.errors import MachineError, RecipeError
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, name_of, to_json
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.checkpoint import linear_names, load_servable
+from fp8serve.model.checkpoint import (
+    ScalingCheckpoint,
+    TensorScale,
+    fingerprint,
+    linear_names,
+    load_servable,
+    save_scales,
+)
 from fp8serve.model.decoder import Decoder
-from fp8serve.model.files import check_absent
+from fp8serve.model.export import write_calibrated
+from fp8serve.model.files import check_absent, whole_directory
+from fp8serve.model.quantization_config import quantization_files
+from fp8serve.model.scales import FILE_NAME
+from fp8serve.model.shards import open_shards
 from fp8serve.model.tokenizer import Tokenizer
 
 from .compare import compare
 from .data import Batches, calibration_batches, data_files, source_names
 from .observe import Observer, observe, settle
 from .progress import Progress, Stages
+from .report import html_report
 from .result import CalibrationReport, DataReport, LayerReport, TensorReport
 
 DELAYED = DelayedScaling()
@@ -71,7 +84,7 @@ def calibrate(
     never observed or is always zero. In every such case nothing is written.
     """
     out, source = Path(out), Path(model_dir)
-    _check_settings(out, recipe, device, gradients)
+    _check_settings(out, recipe, format, device, kv_cache=kv_cache, gradients=gradients, scales_only=scales_only)
     stages = Stages(progress)
     with stages.stage("load"):
         decoder, linears = load(source, device)
@@ -85,7 +98,9 @@ def calibrate(
     )
     states = settle(observer)
     quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages)
-    report = CalibrationReport(
+    kept = stored_states(states, recipe)
+    checkpoint = _checkpoint(source, recipe, observer, kept, batches)
+    draft = CalibrationReport(
         model=str(source),
         out=str(out),
         recipe=json.loads(to_json(recipe)),
@@ -94,24 +109,35 @@ def calibrate(
         data=_data_report(files, batches, seq_len, seed),
         quality=quality,
         layers=tuple(LayerReport(name, tally.sqnr_db, tally.saturated_fraction) for name, tally in layers.items()),
-        tensors=_tensor_reports(observer, states, recipe),
-        bytes_before=0,
-        bytes_after=0,
-        seconds=stages.seconds | {"total": stages.total()},
+        tensors=_tensor_reports(observer, kept),
+        bytes_before=weight_bytes(source),
+        bytes_after=weight_bytes(source),
+        seconds={},
         versions=versions(),
     )
-    return report
+    return _write(source, out, checkpoint, draft, scales_only, stages)
 
 
-def _check_settings(out: Path, recipe: Recipe, device: str, gradients: bool) -> None:
+def _check_settings(
+    out: Path, recipe: Recipe | None, format_: str, device: str, *, kv_cache: bool, gradients: bool, scales_only: bool
+) -> None:
     """Everything that can be refused before a weight is read."""
     check_absent(out)
+    if recipe is None:
+        raise RecipeError(
+            "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
+        )
     to_json(recipe)  # RecipeError when it holds a function, which no file can carry
+    quantization_files(format_, recipe, kv_cache)  # ModelError when the format cannot say it
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
     if gradients and not isinstance(recipe, DelayedScaling):
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration."
+        )
+    if scales_only and not (kv_cache or isinstance(recipe, DelayedScaling)):
+        raise RecipeError(
+            f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
         )
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"The device {device!r} was asked for, but this torch sees no GPU; use --device cpu.")
@@ -145,18 +171,64 @@ def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[st
     return {n: s for n, s in states.items() if isinstance(recipe, DelayedScaling) or n.endswith((".k", ".v"))}
 
 
-def _tensor_reports(observer: Observer, states: Mapping[str, ScalingState], recipe: Recipe) -> tuple[TensorReport, ...]:
-    stored = stored_states(states, recipe)
+def _checkpoint(
+    source: Path, recipe: Recipe, observer: Observer, kept: Mapping[str, ScalingState], batches: Batches
+) -> ScalingCheckpoint:
+    return ScalingCheckpoint(
+        recipe,
+        {name: _tensor_scale(name, state) for name, state in kept.items()},
+        model=fingerprint(source),
+        observations={
+            "batches": len(batches.calibration),
+            "tokens": sum(b.tokens for b in batches.calibration),
+            "tensors": {name: observer.seen[name].batches for name in kept},
+        },
+        created_by=f"fp8serve {fp8serve.__version__} calibrate",
+    )
+
+
+def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
+    """As it is stored: the cache's scales have no history, nor has anything with a history of the staging slot only."""
+    keep = not name.endswith((".k", ".v")) and bool(state.amax_history.any())
+    return TensorScale(state.scale, state.amax_history if keep else None)
+
+
+def _tensor_reports(observer: Observer, kept: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
     return tuple(
         TensorReport(
             name=name,
             amax=seen.amax,
-            scale=float(stored[name].scale) if name in stored else None,
+            scale=float(kept[name].scale) if name in kept else None,
             observations=seen.batches,
             history=tuple(float(f"{value:.6g}") for value in seen.newest),
         )
         for name, seen in observer.seen.items()
     )
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the safetensors files that hold the model's weights."""
+    return sum(file.stat().st_size for file in {entry.file for entry in open_shards(folder).entries.values()})
+
+
+def _write(
+    source: Path, out: Path, checkpoint: ScalingCheckpoint, draft: CalibrationReport, scales_only: bool, stages: Stages
+) -> CalibrationReport:
+    """Write `out` whole or not at all; the report as it was written, or would have been."""
+    final = [draft]
+
+    def extra_files(folder: Path) -> dict[str, str | bytes]:
+        seconds = stages.seconds | {"total": stages.total()}
+        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds)
+        return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
+
+    with stages.stage("write"):
+        if not scales_only:
+            write_calibrated(out, source, checkpoint, format=draft.format, extra_files=extra_files)
+            return final[0]
+        with whole_directory(out) as folder:
+            save_scales(folder / FILE_NAME, checkpoint)
+    return replace(draft, seconds=stages.seconds | {"total": stages.total()})
 
 
 def versions() -> dict[str, str]:
