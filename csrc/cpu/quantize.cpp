@@ -57,23 +57,34 @@ struct CastAmaxRow {
   }
 };
 
-// A strip of `rows` x `cols`, cut into tiles of `rows` x `width`: amax, scale, cast, tile after tile.
+// A strip of `rows` x `cols`, cut into tiles of `rows` x `width`. Row by row, so that memory is read in
+// order: all the tiles' amaxes, all their scales, all the casts. `scales` is room for one per tile.
 template <class F>
 struct QuantizeStrip {
   template <class T>
   static FP8_INLINE void run(const T* x, uint8_t* q, int64_t rows, int64_t cols, int64_t width, bool power_2,
-                             float* scale_inv) {
-    for (int64_t begin = 0; begin == 0 || begin < cols; begin += width) {
-      const int64_t n = begin + width < cols ? width : cols - begin;
-      float amax = 0.0f;
-      for (int64_t r = 0; r < rows; ++r) {
-        const float row = amax_row(x + r * cols + begin, n);
-        amax = row > amax ? row : amax;
+                             float* scales, float* scale_inv) {
+    const int64_t tiles = cols == 0 ? 1 : (cols + width - 1) / width;
+    for (int64_t t = 0; t < tiles; ++t) scales[t] = 0.0f;
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t t = 0; t < tiles; ++t) {
+        const float amax = amax_row(x + r * cols + t * width, count(cols, width, t));
+        scales[t] = amax > scales[t] ? amax : scales[t];
       }
-      const float scale = scale_for(amax, F::max(), power_2);
-      for (int64_t r = 0; r < rows; ++r) cast_row<F>(x + r * cols + begin, q + r * cols + begin, n, scale);
-      *scale_inv++ = 1.0f / scale;
     }
+    for (int64_t t = 0; t < tiles; ++t) {
+      scales[t] = scale_for(scales[t], F::max(), power_2);
+      scale_inv[t] = 1.0f / scales[t];
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t at = r * cols + t * width;
+        cast_row<F>(x + at, q + at, count(cols, width, t), scales[t]);
+      }
+    }
+  }
+  static FP8_INLINE int64_t count(int64_t cols, int64_t width, int64_t tile) {
+    return (tile + 1) * width < cols ? width : cols - tile * width;
   }
 };
 
@@ -170,11 +181,13 @@ Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t st
     using F = typename decltype(fmt)::type;
     const auto* in = data<typename decltype(elem)::type>(x);
     parallel_tasks((strips + per_task - 1) / per_task, [&](int64_t task) {
+      thread_local Scratch scratch;
+      float* scales = scratch.get<float>(tiles);
       for (int64_t s = task * per_task; s < std::min(strips, (task + 1) * per_task); ++s) {
         const int64_t offset = s * strip_rows * cols;
         const int64_t count = std::min(strip_rows, rows - s * strip_rows);
         dispatch<QuantizeStrip<F>>(in + offset, data<uint8_t>(q) + offset, count, cols,
-                                   width == 0 ? std::max<int64_t>(cols, 1) : width, power_2,
+                                   width == 0 ? std::max<int64_t>(cols, 1) : width, power_2, scales,
                                    data<float>(scale_inv) + s * tiles);
       }
     });
