@@ -101,8 +101,10 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """One batch through the model; what it added to the requests that got a token."""
+        """One batch through the model; what it added to the requests that got a token. Nothing when there is none."""
         work = self.scheduler.schedule()
+        if not work:
+            return []
         seqs = [item.seq for item in work if item.samples]
         try:
             logits = self.loaded.runner.run(work)
@@ -119,12 +121,16 @@ class Engine:
         requests = [self._request(prompt, sampling) for prompt in self._checked(prompts)]
         for request in requests:
             self.limits.check(request)
-        for request in requests:
-            self.add_request(request)
         outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
-        while any(not items or items[-1].finish_reason is None for items in outputs.values()):
-            for output in self.step():
-                outputs.setdefault(output.request_id, []).append(output)
+        try:
+            for request in requests:
+                self.add_request(request)
+            while any(name in self._live for name in outputs):
+                for output in self.step():
+                    outputs.setdefault(output.request_id, []).append(output)
+        finally:  # interrupted: leave nothing running
+            for name in outputs:
+                self.abort(name)
         return [_completion(outputs[request.request_id]) for request in requests]
 
     def stats(self) -> dict[str, Any]:
