@@ -1,5 +1,7 @@
 """Every op in plain PyTorch: the specification, the fallback where no kernel was built, and the oracle of the tests.
 
+The inputs it is tried on are in cases.py.
+
 All arithmetic on values is FP32 unless a comment says otherwise. Rules that hold everywhere (docs/numerics.md has the
 table with the test of each row):
 
@@ -31,9 +33,9 @@ def amax(x: Tensor, dims: tuple[int, ...] = ()) -> Tensor:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast FP32 to FP8: nearest even, +-max beyond the range, NaN stays NaN."""
+    """Cast FP32 to FP8, contiguous: nearest even, +-max beyond the range, NaN stays NaN."""
     limit = FP8_MAX[dtype]
-    return x.clamp(-limit, limit).to(dtype)
+    return x.clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
 def scale_from_amax(amax: Tensor, fp8_max: float, power_2: bool) -> Tensor:
@@ -90,19 +92,25 @@ def _is_block(scale_inv: Tensor, rows: int, cols: int) -> bool:
     return scale_inv.dim() == 2 and tuple(scale_inv.shape) not in {(rows, 1), (1, 1)}
 
 
+def _padded(a: Tensor) -> Tensor:
+    return F.pad(a, (0, 0, 0, -a.shape[0] % 8))
+
+
 def scaled_mm(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """[M, K] x [N, K] -> [M, N], accumulated in FP32; the scales multiply the FP32 sums, bias is added before rounding.
 
     With block scales the operands are dequantized first, one FP32 rounding per element: as accurate as scaling the
-    partial sum of every block, and one matmul instead of K/128.
+    partial sum of every block, and one matmul instead of K/128. Rows are padded to a multiple of 8, because a BLAS adds
+    in another order for few rows: so a row's result does not depend on the rows beside it.
     """
+    rows = a.shape[0]
     with torch.autocast(a.device.type, enabled=False):  # a surrounding torch.autocast would make the matmul BF16
         if _is_block(a_scale_inv, *a.shape) or _is_block(b_scale_inv, *b.shape):
-            out = dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()
+            out = (_padded(dequantize(a, a_scale_inv)) @ dequantize(b, b_scale_inv).t())[:rows]
         else:
-            out = (a.float() @ b.float().t()) * a_scale_inv * b_scale_inv.t()
+            out = (_padded(a.float()) @ b.float().t())[:rows] * a_scale_inv * b_scale_inv.t()
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

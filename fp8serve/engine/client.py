@@ -1,0 +1,288 @@
+"""The front process's handle on an engine process. asyncio; imports no torch, so a front starts at once.
+
+`EngineClient.start` listens on an AF_UNIX socket (mode 0600, in a private directory), spawns `worker.py`, which
+connects to it, and waits for the first word: ready, or the one sentence why not. From then on one task reads lines and
+puts each where it is waited for. When the process dies, however it does, every request in flight ends with
+finish_reason "error" and a sentence, and nothing waits for ever.
+
+Nothing is ever unpickled: requests and outputs are JSON of plain dataclasses.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import Process
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8serve import errors
+from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.request import Limits, Request, RequestOutput
+from fp8serve.errors import Fp8ServeError, MachineError, RequestError
+
+MAX_LINE = 2**26  # bytes; a prompt of a million tokens is about 8 million
+CLOSE_SECONDS = 5.0
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A request in flight, on this side."""
+
+    request: Request
+    arrived: asyncio.Queue[RequestOutput | Fp8ServeError] = field(default_factory=asyncio.Queue)
+    num_generated: int = 0
+
+
+class EngineClient:
+    """One engine process. Made by `start`; all methods belong to the event loop that made it."""
+
+    limits: Limits
+    info: dict[str, Any]
+
+    def __init__(self, process: Process, connection: Connection) -> None:
+        self._process = process
+        self._reader, self._writer = connection
+        self._streams: dict[str, _Stream] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._ids = itertools.count()
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._last_sign = self._loop.time()
+        self._ended: str | None = None  # the sentence that says how the process ended
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, model_dir: str | Path, options: EngineOptions | None = None) -> "EngineClient":
+        """Spawns the process and waits until it is ready; raises the worker's own error if it is not."""
+        process, connection = await _spawn(Path(model_dir), options or EngineOptions())
+        client = cls(process, connection)
+        try:
+            await asyncio.shield(client._ready)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    @property
+    def alive(self) -> bool:
+        """The process runs and its connection is open."""
+        return self._ended is None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the process last gave a sign of life; it gives one every second, also while it is busy."""
+        return self._loop.time() - self._last_sign
+
+    def check(self, request: Request) -> None:
+        """RequestError, before anything is sent, when the request could never run."""
+        if request.request_id in self._streams:
+            raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
+        self.limits.check(request)
+
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs until one has a finish_reason; closing the iterator early aborts the request.
+
+        Raises as `check` does, at once; MachineError when the process is not running.
+        """
+        self.check(request)
+        self._require_life()
+        return self._generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request at the next step; its iterator then yields a last output with finish_reason "abort"."""
+        await self._send("abort", request_id=request_id)
+
+    async def stats(self) -> dict[str, Any]:
+        """`Engine.stats`, between two steps."""
+        return dict(await self._ask("stats"))
+
+    async def scales(self) -> list[dict[str, Any]]:
+        """`Engine.scales`, between two steps."""
+        return list(await self._ask("scales"))
+
+    async def drain(self, deadline: float) -> None:
+        """Takes no new request, lets running ones finish for `deadline` seconds, then ends the process."""
+        await self._send("drain", deadline=deadline)
+        await self._exit(deadline + CLOSE_SECONDS)
+
+    async def close(self) -> None:
+        """Ends the process now; what runs is aborted."""
+        await self._send("close")
+        await self._exit(CLOSE_SECONDS)
+
+    async def _generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        stream = self._streams[request.request_id] = _Stream(request)
+        finished = False
+        try:
+            await self._send("generate", request=request.to_json())
+            if self._ended is not None:
+                self._fail(stream)
+            while not finished:
+                output = await stream.arrived.get()
+                finished = isinstance(output, Fp8ServeError) or output.finish_reason is not None
+                if isinstance(output, Fp8ServeError):
+                    raise output
+                yield output
+        finally:
+            del self._streams[request.request_id]
+            if not finished:
+                self._write("abort", request_id=request.request_id)
+
+    async def _exit(self, seconds: float) -> None:
+        """Waits for the process to end by itself, then makes it."""
+        try:
+            await asyncio.wait_for(self._process.wait(), seconds)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await self._reading
+
+    async def _ask(self, op: str) -> Any:
+        self._require_life()
+        number = next(self._ids)
+        self._replies[number] = self._loop.create_future()
+        try:
+            await self._send(op, id=number)
+            return await self._replies[number]
+        finally:
+            del self._replies[number]
+
+    def _require_life(self) -> None:
+        if self._ended is not None:
+            raise MachineError(self._ended)
+
+    def _write(self, op: str, **fields: Any) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps({"op": op, **fields}, separators=(",", ":")).encode() + b"\n")
+
+    async def _send(self, op: str, **fields: Any) -> None:
+        self._write(op, **fields)
+        with contextlib.suppress(ConnectionError):  # the reading task notices the same thing
+            await self._writer.drain()
+
+    async def _read(self) -> None:
+        """Until the connection ends; then everything that waits is told."""
+        with contextlib.suppress(ConnectionError):
+            while line := await self._reader.readline():
+                self._last_sign = self._loop.time()
+                self._take(json.loads(line))
+        self._writer.close()
+        self._end(_ending(await self._process.wait()))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        match message["event"]:
+            case "outputs":
+                for data in message["outputs"]:
+                    self._deliver(RequestOutput.from_json(data))
+            case "refused" if stream := self._streams.get(message["request_id"]):
+                stream.arrived.put_nowait(_error(message))
+            case "reply" if waiting := self._replies.get(message["id"]):
+                if not waiting.done():
+                    waiting.set_result(message["value"])
+            case "ready":
+                self.info, self.limits = message["info"], Limits(**message["limits"])
+                self._ready.set_result(None)
+            case "failed":
+                self._ready.set_exception(_error(message))
+
+    def _deliver(self, output: RequestOutput) -> None:
+        if stream := self._streams.get(output.request_id):
+            stream.num_generated = output.num_generated
+            stream.arrived.put_nowait(output)
+
+    def _end(self, sentence: str) -> None:
+        self._ended = sentence
+        if not self._ready.done():
+            self._ready.set_exception(MachineError(sentence))
+        for stream in self._streams.values():
+            self._fail(stream)
+        for waiting in self._replies.values():
+            if not waiting.done():
+                waiting.set_exception(MachineError(sentence))
+
+    def _fail(self, stream: _Stream) -> None:
+        """The last output of a request whose process is gone. One that has its last output already ignores this."""
+        request = stream.request
+        stream.arrived.put_nowait(
+            RequestOutput(
+                request.request_id,
+                finish_reason="error",
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_generated=stream.num_generated,
+                error=self._ended,
+            )
+        )
+
+
+async def _spawn(model_dir: Path, options: EngineOptions) -> tuple[Process, Connection]:
+    """A worker process and its connection. MachineError when it ends before it connects."""
+    folder = tempfile.mkdtemp(prefix="fp8serve-")  # mode 0700
+    path = os.path.join(folder, "engine")
+    connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if connected.done():
+            writer.close()
+        else:
+            connected.set_result((reader, writer))
+
+    try:
+        server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE)
+        os.chmod(path, 0o600)
+        try:
+            return await _spawned(path, model_dir, options, connected)
+        finally:
+            server.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _spawned(
+    path: str, model_dir: Path, options: EngineOptions, connected: asyncio.Future[Connection]
+) -> tuple[Process, Connection]:
+    # -P: a file in the current directory must not become a module of the worker
+    command = ["-P", "-m", "fp8serve.engine.worker", "--model", str(model_dir), "--socket", path]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, "--options", options.to_json(), stdin=asyncio.subprocess.DEVNULL
+    )
+    ended = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not connected.done():
+            raise MachineError(_ending(ended.result()))
+        return process, connected.result()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    finally:
+        ended.cancel()
+
+
+def _error(message: dict[str, Any]) -> Fp8ServeError:
+    """The worker's error as the class it was raised as; MachineError for one that is not of ours."""
+    found = getattr(errors, message["error"], None)
+    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else MachineError
+    return kind(message["message"])
+
+
+def _ending(status: int) -> str:
+    if status == -signal.SIGKILL:
+        return "The engine process was killed, most likely because memory ran out; use a smaller cache or model."
+    if status < 0:
+        return f"The engine process was ended by signal {signal.Signals(-status).name}."
+    return "The engine process has ended." if status == 0 else f"The engine process failed with exit status {status}."

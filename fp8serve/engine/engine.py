@@ -1,0 +1,248 @@
+"""The engine: requests go in, every step takes each running one a token or a chunk of prompt further, outputs come out.
+
+    step():  schedule -> run -> sample -> postprocess
+
+It is single-threaded and owns no process and no socket (`worker.py` does); `generate` drives it in-process. An answer
+depends on the request alone: scheduling, neighbours, cached prefixes and preemption do not change a bit of it on a CPU
+(`invariant.py`, `sampler.py` and the attention op each keep their part of that promise).
+"""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+from fp8serve.engine import loading
+from fp8serve.engine.kv_cache import BlockPool
+from fp8serve.engine.options import EngineOptions, KvDtype
+from fp8serve.engine.request import Completion, FinishReason, Limits, Request, RequestOutput, SamplingParams, Sequence
+from fp8serve.engine.sampler import Sampled, sample
+from fp8serve.engine.scheduler import Scheduler, Work
+from fp8serve.engine.text import TextStream
+from fp8serve.errors import RequestError
+from fp8serve.fp8.recipe import Recipe, to_json
+
+
+class Engine:
+    """A model directory, ready to answer.
+
+    Raises what loading raises (ModelError, ScalesError, RecipeError), RequestError for options that the model cannot
+    have and MachineError for a cache that does not fit.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        recipe: str | Recipe = "stored",
+        scales: str | Path | None = None,
+        device: str = "cpu",
+        kv_cache_dtype: KvDtype = "bf16",
+        max_num_seqs: int = 16,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_batch_tokens: int = 512,
+        max_prefill_tokens: int = 128,
+    ) -> None:
+        started = time.monotonic()
+        self.options = EngineOptions(
+            recipe if isinstance(recipe, str) else to_json(recipe),
+            None if scales is None else str(scales),
+            device,
+            kv_cache_dtype,
+            max_num_seqs,
+            max_model_len,
+            block_size,
+            num_blocks,
+            max_batch_tokens,
+            max_prefill_tokens,
+        )
+        self.loaded = loading.load(Path(model_dir), self.options)
+        self.tokenizer = self.loaded.tokenizer
+        self.eos_ids = self.loaded.config.eos_token_ids
+        plan = self.loaded.plan
+        self.limits = Limits(
+            plan.max_model_len, plan.num_blocks, block_size, self.loaded.config.vocab_size, self.tokenizer is not None
+        )
+        self.scheduler = Scheduler(
+            BlockPool(plan.num_blocks, block_size), max_num_seqs, max_batch_tokens, max_prefill_tokens
+        )
+        self._live: dict[str, tuple[Sequence, TextStream]] = {}
+        self._finished: Counter[FinishReason] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._ids = itertools.count()
+        self._load_seconds = time.monotonic() - started
+
+    def add_request(self, request: Request) -> None:
+        """Queues `request`. RequestError when it could never run, or its id is in use."""
+        if request.request_id in self._live:
+            raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
+        self.limits.check(request)
+        decoding = self.tokenizer.stream() if self.tokenizer else None
+        seq = Sequence.of(request)
+        self._live[request.request_id] = seq, TextStream(decoding, request.params.stop, request.params.min_tokens)
+        self.scheduler.add(seq)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request now and frees its blocks; its last output, or None when it is not running."""
+        if request_id not in self._live:
+            return None
+        seq, text = self._live[request_id]
+        return self._end(seq, "abort", text.flush())
+
+    def abort_all(self) -> list[RequestOutput]:
+        """Ends every request."""
+        return [output for request_id in list(self._live) if (output := self.abort(request_id))]
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """One batch through the model; what it added to the requests that got a token."""
+        work = self.scheduler.schedule()
+        seqs = [item.seq for item in work if item.samples]
+        try:
+            logits = self.loaded.runner.run(work)
+            tokens = sample(logits, seqs, self.eos_ids)
+        except (RuntimeError, MemoryError) as problem:  # of the device; the engine itself is sound
+            return [self._fail(item.seq, f"The model failed on this batch: {_sentence(problem)}") for item in work]
+        return self._postprocess(work, seqs, tokens)
+
+    def generate(self, prompts: Items[str | Items[int]], **sampling: Any) -> list[Completion]:
+        """Completions of `prompts` (texts, or lists of token ids), in their order; `sampling`: see SamplingParams.
+
+        RequestError when a prompt or an option cannot be served; then nothing was generated.
+        """
+        requests = [self._request(prompt, sampling) for prompt in self._checked(prompts)]
+        for request in requests:
+            self.limits.check(request)
+        for request in requests:
+            self.add_request(request)
+        outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+        while any(not items or items[-1].finish_reason is None for items in outputs.values()):
+            for output in self.step():
+                outputs.setdefault(output.request_id, []).append(output)
+        return [_completion(outputs[request.request_id]) for request in requests]
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start (`*_total`) and the state now; cheap."""
+        pool, scheduler = self.scheduler.pool, self.scheduler
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_blocks": pool.num_blocks,
+            "kv_blocks_used": pool.num_used,
+            "kv_usage": pool.num_used / pool.num_blocks,
+            "steps_total": self._totals["steps"],
+            "prompt_tokens_total": self._totals["prompt"],  # computed, not found in the cache
+            "generated_tokens_total": self._totals["generated"],
+            "preemptions_total": scheduler.num_preemptions,
+            "prefix_queried_tokens_total": scheduler.num_prefix_queried,
+            "prefix_hit_tokens_total": scheduler.num_prefix_hits,
+            "finished_total": {reason: self._finished[reason] for reason in ("stop", "length", "abort", "error")},
+        }
+
+    def scales(self) -> list[dict[str, Any]]:
+        """One record per FP8 layer: live amax of its input, scale, headroom and saturation."""
+        return self.loaded.scales(self._totals["computed"])
+
+    def info(self) -> dict[str, Any]:
+        """What runs, and with which limits."""
+        return {**self.loaded.info(), "load_seconds": round(self._load_seconds, 3)}
+
+    def _checked(self, prompts: Items[str | Items[int]]) -> Items[str | Items[int]]:
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise RequestError("generate takes a list of prompts: put the prompt in a list.")
+        return prompts
+
+    def _request(self, prompt: str | Items[int], sampling: dict[str, Any]) -> Request:
+        unknown = set(sampling) - set(SamplingParams.__dataclass_fields__)
+        if unknown:
+            names = ", ".join(SamplingParams.__dataclass_fields__)
+            raise RequestError(f"There is no sampling option {min(unknown)!r}; there are {names}.")
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("The model directory has no tokenizer: give the prompt as a list of token ids.")
+            prompt = self.tokenizer.encode(prompt)
+        return Request(f"generate-{next(self._ids)}", tuple(prompt), SamplingParams(**sampling))
+
+    def _postprocess(self, work: list[Work], seqs: list[Sequence], tokens: list[Sampled]) -> list[RequestOutput]:
+        self.scheduler.advance(work)
+        self._totals["steps"] += 1
+        self._totals["computed"] += sum(item.count for item in work)
+        self._totals["prompt"] += sum(item.count for item in work if item.start < item.seq.num_prompt)
+        self._totals["generated"] += len(tokens)
+        return [self._accept(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
+
+    def _accept(self, seq: Sequence, sampled: Sampled) -> RequestOutput:
+        """Appends a token, and ends the request where that token, its text or its number ends it."""
+        token = sampled.token_id
+        if token is None:
+            return self._fail(seq, "The model's output for this request is not finite (NaN or infinity).")
+        seq.token_ids.append(token)
+        text = self._live[seq.request_id][1]
+        if token in seq.params.stop_token_ids:
+            return self._end(seq, "stop", text.flush(), sampled, stop_reason=token)
+        if token in self.eos_ids and not seq.params.ignore_eos:
+            return self._end(seq, "stop", text.flush(), sampled)
+        delta = text.push(token)
+        full = seq.num_generated == seq.params.max_new_tokens
+        if full and text.stopped is None:
+            delta += text.flush()
+        if text.stopped is not None:
+            return self._end(seq, "stop", delta, sampled, stop_reason=text.stopped)
+        return self._end(seq, "length", delta, sampled) if full else self._output(seq, delta, sampled)
+
+    def _fail(self, seq: Sequence, sentence: str) -> RequestOutput:
+        return self._end(seq, "error", self._live[seq.request_id][1].flush(), error=sentence)
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        delta: str,
+        sampled: Sampled | None = None,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> RequestOutput:
+        self.scheduler.finish(seq, reason)
+        self._finished[reason] += 1
+        del self._live[seq.request_id]
+        return self._output(seq, delta, sampled, stop_reason, error)
+
+    def _output(
+        self,
+        seq: Sequence,
+        delta: str,
+        sampled: Sampled | None,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> RequestOutput:
+        return RequestOutput(
+            seq.request_id,
+            delta,
+            (sampled.token_id,) if sampled and sampled.token_id is not None else (),
+            (sampled.logprob,) if sampled and sampled.logprob else None,
+            seq.finish_reason,
+            seq.num_prompt,
+            seq.num_generated,
+            seq.num_cached,
+            stop_reason,
+            error,
+        )
+
+
+def _completion(outputs: list[RequestOutput]) -> Completion:
+    last = outputs[-1]
+    if last.finish_reason is None or last.error is not None:
+        raise RuntimeError(last.error or "The request did not finish.")
+    logprobs = [item for output in outputs for item in output.logprobs or ()]
+    token_ids = [token for output in outputs for token in output.token_ids]
+    return Completion("".join(o.text_delta for o in outputs), token_ids, last.finish_reason, logprobs or None)
+
+
+def _sentence(problem: BaseException) -> str:
+    return (str(problem).splitlines() or [type(problem).__name__])[0]

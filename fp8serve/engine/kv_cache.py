@@ -1,0 +1,125 @@
+"""Which block of the key/value cache belongs to whom. Pure bookkeeping: numbers of blocks, never their contents.
+
+A block holds the keys and values of `block_size` consecutive tokens of one sequence, in every layer. A sequence's block
+table lists its blocks in order; token t lies in `block_table[t // block_size]` at offset `t % block_size`.
+
+A full block whose tokens have all been computed is published under a hash that chains the tenant's salt, the hash of
+the block before it and its own tokens, so equal hashes mean equal prefixes of the same tenant, and later sequences
+share it by reference count. A block nobody holds stays published until its memory is needed: the free list is ordered
+by last use, unpublished blocks first. Partly filled blocks are never shared, so nothing is ever copied on write.
+
+Costs: O(blocks touched) for every call; one BLAKE2b of a block's tokens, once per sequence.
+Not here: two sequences computing the same prefix in the same step both keep their copy; only the first is published.
+"""
+
+from array import array
+from collections import OrderedDict
+from hashlib import blake2b
+
+from fp8serve.engine.request import Sequence
+
+HASH_BYTES = 16
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens: free, held by one sequence, or shared by several."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._holders = [0] * num_blocks
+        self._published: dict[bytes, int] = {}  # hash -> block
+        self._hashes: list[bytes | None] = [None] * num_blocks  # block -> hash it is published under
+        self._free = OrderedDict.fromkeys(range(num_blocks))  # next to be taken first
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def admit(self, seq: Sequence, reserve: int = 0) -> bool:
+        """Gives `seq` blocks for all its tokens, shared where its prefix is cached, leaving `reserve` blocks free.
+
+        All or nothing: False changes nothing. On success `num_computed` says how many tokens need no computation; at
+        least one token is always left to compute, since its logits are wanted.
+        """
+        shared = self._cached_prefix(seq)
+        fresh = self._blocks_for(len(seq.token_ids)) - len(shared)
+        if self.num_free - sum(self._holders[block] == 0 for block in shared) - fresh < reserve:
+            return False
+        for block in shared:
+            self._hold(block)
+        seq.block_table = shared + [self._take() for _ in range(fresh)]
+        seq.num_computed = len(shared) * self.block_size
+        return True
+
+    def grow(self, seq: Sequence) -> bool:
+        """Makes room for every token of `seq`; False, changing nothing, when there are not enough free blocks."""
+        missing = self._blocks_for(len(seq.token_ids)) - len(seq.block_table)
+        if missing > self.num_free:
+            return False
+        seq.block_table += [self._take() for _ in range(missing)]
+        return True
+
+    def publish(self, seq: Sequence, start: int = 0) -> None:
+        """Offers the full and computed blocks of `seq`, from the one with token `start`, to later sequences."""
+        full = seq.num_computed // self.block_size
+        self._extend_chain(seq, full)
+        for index in range(start // self.block_size, full):
+            block, key = seq.block_table[index], seq.block_hashes[index]
+            if self._hashes[block] is None and key not in self._published:
+                self._published[key] = block
+                self._hashes[block] = key
+
+    def release(self, seq: Sequence) -> None:
+        """Takes all blocks from `seq`; its published ones stay findable until they are needed, the last first."""
+        for block in reversed(seq.block_table):
+            self._drop(block)
+        seq.block_table = []
+        seq.num_computed = 0
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        """The blocks of the longest cached prefix that leaves a token to compute."""
+        found: list[int] = []
+        most = (len(seq.token_ids) - 1) // self.block_size
+        self._extend_chain(seq, most)
+        for key in seq.block_hashes[:most]:
+            if (block := self._published.get(key)) is None:
+                break
+            found.append(block)
+        return found
+
+    def _extend_chain(self, seq: Sequence, count: int) -> None:
+        """Hashes the first `count` full blocks of `seq`, once: tokens never change."""
+        hashes, size = seq.block_hashes, self.block_size
+        for index in range(len(hashes), count):
+            before = hashes[-1] if hashes else blake2b(seq.request.tenant.encode(), digest_size=HASH_BYTES).digest()
+            tokens = array("q", seq.token_ids[index * size : (index + 1) * size])
+            hashes.append(blake2b(before + tokens.tobytes(), digest_size=HASH_BYTES).digest())
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _take(self) -> int:
+        """A free block, the one least recently used, no longer published."""
+        block, _ = self._free.popitem(last=False)
+        if (key := self._hashes[block]) is not None:
+            del self._published[key]
+            self._hashes[block] = None
+        self._holders[block] = 1
+        return block
+
+    def _hold(self, block: int) -> None:
+        if self._holders[block] == 0:
+            del self._free[block]
+        self._holders[block] += 1
+
+    def _drop(self, block: int) -> None:
+        self._holders[block] -= 1
+        if self._holders[block] == 0:
+            self._free[block] = None
+            if self._hashes[block] is None:
+                self._free.move_to_end(block, last=False)

@@ -1,0 +1,175 @@
+"""A model directory becomes what an engine runs: decoder, tokenizer, cache, and layers that do not mix their rows.
+
+A recipe with one dynamic scale per activation tensor would let the requests of a batch change each other's numbers. In
+serving, the tensor of such a scale is one token's row: the numbers that a request gets when it is alone, always.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.engine.invariant import make_row_independent
+from fp8serve.engine.memory import Plan, plan
+from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.runner import KvScale, Runner
+from fp8serve.errors import MachineError, ScalesError
+from fp8serve.fp8 import ops, recipe
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.model.checkpoint import kv_scales, load_servable
+from fp8serve.model.config import ModelConfig, read_config
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.tokenizer import Tokenizer
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run, and what there is to say about it."""
+
+    model_dir: Path
+    options: EngineOptions
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    plan: Plan
+    runner: Runner
+    frozen: dict[str, FrozenLinear]  # FP8 layers, by their names in the checkpoint
+    tiles: dict[str, tuple[int, ...]]  # heights in which a layer runs; see invariant.py
+
+    def info(self) -> dict[str, Any]:
+        """JSON: the model, its numbers and its limits."""
+        config, options = self.config, self.options
+        return {
+            "model": str(self.model_dir),
+            "architecture": config.architecture,
+            "recipe": options.recipe,
+            "fp8_layers": len(self.frozen),
+            "input_scales": _input_scales(self.frozen),
+            "device": options.device,
+            "dtype": str(next(self.runner.model.parameters()).dtype).removeprefix("torch."),
+            "kv_cache_dtype": options.kv_cache_dtype,
+            "max_model_len": self.plan.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_batch_tokens": options.max_batch_tokens,
+            "block_size": options.block_size,
+            "num_blocks": self.plan.num_blocks,
+            "kv_cache_bytes": self.plan.num_blocks * self.plan.block_bytes,
+            "weight_bytes": _weight_bytes(self.runner.model),
+            "vocab_size": config.vocab_size,
+            "eos_token_ids": list(config.eos_token_ids),
+            "kernels": ops.backends(torch.device(options.device).type),
+            "tiled_layers": sorted(name for name, heights in self.tiles.items() if heights),
+        }
+
+    def scales(self, tokens: int) -> list[dict[str, Any]]:
+        """See `Engine.scales`; `tokens` is how many went through every layer."""
+        return [_scale_record(name, layer, tokens) for name, layer in self.frozen.items()]
+
+
+def load(model_dir: Path, options: EngineOptions) -> Loaded:
+    """See `Engine` for what is raised."""
+    _check_device(options.device)
+    config = read_config(model_dir)
+    cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
+    sizes = plan(config, options, cache_dtype)  # before the weights: it is the cheaper refusal
+    model = load_servable(model_dir, parse_recipe(options.recipe), _path(options.scales), options.device)
+    frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+    tiles = _separate_rows(model, frozen, options)
+    scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
+    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
+    return Loaded(model_dir, options, config, _tokenizer(model_dir), sizes, runner, frozen, tiles)
+
+
+def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
+    """ "stored", "bf16", a recipe's name, or its JSON."""
+    if text in ("stored", "bf16"):
+        return cast(Literal["stored", "bf16"], text)
+    found = recipe.from_json(text) if text.lstrip().startswith("{") else recipe.from_name(text)
+    return "bf16" if found is None else found
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise MachineError(f"There is no device {device!r}; use cpu or cuda.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise MachineError("The device cuda was asked for, but PyTorch finds no GPU here; use --device cpu.")
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _tokenizer(model_dir: Path) -> Tokenizer | None:
+    return Tokenizer.from_dir(model_dir) if (model_dir / "tokenizer.json").exists() else None
+
+
+def _separate_rows(
+    model: Decoder, frozen: dict[str, FrozenLinear], options: EngineOptions
+) -> dict[str, tuple[int, ...]]:
+    """Makes every linear's rows independent of each other; the heights of their tiles."""
+    for layer in frozen.values():
+        if layer.input_scale is None and layer.granularity == "tensor":
+            layer.granularity = "row"
+    plain = {
+        name: module for name, module in model.model.named_modules(prefix="model") if isinstance(module, nn.Linear)
+    }
+    dtype = model.lm_head.weight.dtype
+    tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.max_batch_tokens)
+    tiles |= make_row_independent(model, {"lm_head": model.lm_head}, dtype, options.max_num_seqs)
+    for layer in frozen.values():
+        layer.reset_counters()  # they counted the measurement
+    return tiles
+
+
+def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:
+    """One for each layer. ScalesError when the model has none: a guessed scale would quietly cost quality."""
+    found = kv_scales(model_dir, _path(options.scales))
+    if not found:
+        raise ScalesError(
+            f"An FP8 cache needs the scales of keys and values and {model_dir} has none: calibrate with --kv-cache, or "
+            "serve with --kv-cache-dtype bf16."
+        )
+    device = torch.device(options.device)
+    return [_kv_scale(*(scale.to(device) for scale in found[layer])) for layer in sorted(found)]
+
+
+def _kv_scale(k: Tensor, v: Tensor) -> KvScale:
+    return KvScale(k, v, k.reciprocal(), v.reciprocal())
+
+
+def _input_scales(frozen: dict[str, FrozenLinear]) -> str | None:
+    """How the inputs of FP8 layers are scaled, in one word."""
+    kinds = {"stored" if layer.input_scale is not None else f"per {layer.granularity}" for layer in frozen.values()}
+    return ", ".join(sorted(kinds)) or None
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())
+
+
+def _scale_record(name: str, layer: FrozenLinear, tokens: int) -> dict[str, Any]:
+    """`amax`, of the inputs since the start, `scale`, what it leaves of the range, and the share that was cut off.
+
+    headroom = 448 / (amax * scale): 2 means that inputs twice as large would still fit. None where it is not measured,
+    that is, where the scale follows every input.
+    """
+    if layer.input_scale is None:
+        unmeasured = dict.fromkeys(("amax", "scale", "headroom", "saturated", "saturation"))
+        return {"name": name, "input": f"per {layer.granularity}", **unmeasured}
+    amax, scale, saturated = float(layer.amax), float(layer.input_scale), int(layer.saturated)
+    elements = tokens * layer.in_features
+    return {
+        "name": name,
+        "input": "stored",
+        "amax": amax,
+        "scale": scale,
+        "headroom": FP8_MAX / (amax * scale) if amax else None,
+        "saturated": saturated,
+        "saturation": saturated / elements if elements else 0.0,
+    }

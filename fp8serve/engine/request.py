@@ -1,0 +1,291 @@
+"""What travels between a caller and the engine: a request in, its outputs out; plain data, no torch, JSON both ways.
+
+`SamplingParams` and `Request` are frozen and refuse nonsense when they are made, so nothing behind them checks again.
+`Limits` are the numbers of a running engine; `Limits.check` is called before a request is queued (by the client too, so
+a server can answer 4xx before it sends a header). `Sequence` is the engine's own record of a request in flight.
+
+Not here: `n` completions of one prompt are `n` requests, made by the caller; they share their prompt's blocks.
+"""
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any, Literal, get_args
+
+from fp8serve.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 128
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    """Refuses what is not a finite number in [low, high], or in (low, high] when `above`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, not {value!r}.")
+    if not low <= value <= high or (above and value == low):
+        bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
+        raise RequestError(f"{name} must be {bounds}, not {value!r}.")
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, not {value!r}.")
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be between {low} and {high}, not {value}.")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop.
+
+    Penalties follow OpenAI (presence, frequency: over generated tokens) and Hugging Face (repetition: over prompt and
+    generated tokens). Filters apply after the temperature, in the order top_k, top_p, min_p; top_k 0 means all tokens.
+    `logprobs` is the number of alternatives wanted beside the chosen token (0: the chosen token alone; None: nothing);
+    they are the model's own log-probabilities, before penalties and temperature.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # None: a fresh one for every request
+    stop: tuple[str, ...] = ()  # the text ends before the first of these to be completed
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0  # until then neither end-of-text, stop tokens nor stop strings end the text
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._check_numbers()
+        self._check_stops()
+
+    def _check_numbers(self) -> None:
+        _integer("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_new_tokens)
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        _number("temperature", self.temperature, 0, 100)
+        _number("top_p", self.top_p, 0, 1, above=True)
+        _number("min_p", self.min_p, 0, 1)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop may hold at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}.")
+        if any(not 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop):
+            raise RequestError(f"Every stop string must have 1 to {MAX_STOP_LENGTH} characters.")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(self.stop_token_ids)}."
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise RequestError(f"{name} must be a string or a list of strings.")
+    return tuple(value)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    plain = isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value)
+    if not plain:
+        raise RequestError(f"{name} must be a list of token ids (integers from 0).")
+    return tuple(value)  # type: ignore[arg-type]  # checked above
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to continue it. `tenant` separates callers: no shared cached blocks, and a fair share each."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise RequestError("request_id must be a string that is not empty.")
+        if not isinstance(self.tenant, str):
+            raise RequestError("tenant must be a string.")
+        object.__setattr__(self, "prompt_token_ids", _token_ids("prompt_token_ids", self.prompt_token_ids))
+        if not self.prompt_token_ids:
+            raise RequestError("The prompt is empty: give at least one token.")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Request":
+        params = known_fields(SamplingParams, data.get("params", {}))
+        return cls(**{**known_fields(cls, data), "params": SamplingParams(**params)})
+
+
+def known_fields(cls: type, data: object) -> dict[str, Any]:
+    """`data` as keyword arguments of dataclass `cls`; an unknown name is refused, never dropped."""
+    if not isinstance(data, Mapping):
+        raise RequestError(f"{cls.__name__} must be an object, not {type(data).__name__}.")
+    names = [f.name for f in fields(cls)]
+    if unknown := sorted(set(data) - set(names)):
+        raise RequestError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}.")
+    return dict(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a running engine can hold; every number of a refusal comes from here."""
+
+    max_model_len: int  # tokens of prompt and answer together
+    num_blocks: int
+    block_size: int  # tokens
+    vocab_size: int
+    has_tokenizer: bool = True
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError when `request` could never run, however long it waited."""
+        prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
+        if prompt + new > self.max_model_len:
+            raise RequestError(
+                f"The prompt has {prompt} tokens and max_new_tokens is {new}, together {prompt + new}, but the context "
+                f"holds {self.max_model_len}: shorten the prompt or ask for fewer new tokens."
+            )
+        # the last token is returned but never read back, so it needs no slot
+        if (blocks := -(-(prompt + new - 1) // self.block_size)) > self.num_blocks:
+            raise RequestError(
+                f"The request needs {blocks} cache blocks of {self.block_size} tokens and the engine has "
+                f"{self.num_blocks}: shorten it or start the engine with more blocks."
+            )
+        if (largest := max((*request.prompt_token_ids, *request.params.stop_token_ids))) >= self.vocab_size:
+            raise RequestError(f"Token id {largest} is outside the vocabulary of {self.vocab_size} tokens.")
+        if request.params.stop and not self.has_tokenizer:
+            raise RequestError("Stop strings need a tokenizer and the model directory has none: use stop_token_ids.")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a generated token and of its `top` alternatives, best first: (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to one request. The last one, and only that, has a `finish_reason`.
+
+    `text_delta` lags behind `token_ids` while a character is incomplete or a stop string may be forming; all of it is
+    out when the request finishes. `token_ids` includes an end-of-text or stop token, the text does not.
+    """
+
+    request_id: str
+    text_delta: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, when asked for
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    num_generated: int = 0  # so far, these included
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for end-of-text
+    error: str | None = None  # one sentence, when finish_reason is "error"
+
+    def to_json(self) -> dict[str, Any]:
+        """Only what differs from the defaults: one of these crosses to the server for every token."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if self.logprobs is not None:
+            found["logprobs"] = [asdict(item) for item in self.logprobs]
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "RequestOutput":
+        values = known_fields(cls, data)
+        values["token_ids"] = tuple(values.get("token_ids", ()))
+        if (logprobs := values.get("logprobs")) is not None:
+            values["logprobs"] = tuple(_logprob_from_json(item) for item in logprobs)
+        return cls(**values)
+
+
+def _logprob_from_json(data: Mapping[str, Any]) -> TokenLogprob:
+    return TokenLogprob(data["token_id"], data["logprob"], tuple((token, value) for token, value in data["top"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer, as `Engine.generate` returns it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Status(Enum):
+    """Where a sequence is; PREEMPTED waits again after losing its blocks."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The engine's record of one request in flight. Compared by identity."""
+
+    request: Request
+    token_ids: list[int]  # prompt, then what was generated; the engine appends
+    seed: int  # the engine, from the request or fresh
+    status: Status = Status.WAITING  # the scheduler
+    num_computed: int = 0  # tokens whose keys and values are in the cache; the scheduler
+    num_cached: int = 0  # prompt tokens taken from the prefix cache when first admitted; the scheduler
+    block_table: list[int] = field(default_factory=list)  # the cache manager
+    block_hashes: list[bytes] = field(default_factory=list)  # the cache manager: chained, of full blocks
+    finish_reason: FinishReason | None = None  # whoever ends it
+
+    @classmethod
+    def of(cls, request: Request) -> "Sequence":
+        seed = request.params.seed
+        return cls(request, list(request.prompt_token_ids), secrets.randbits(64) if seed is None else seed % 2**64)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose keys and values are still to be computed: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)

@@ -1,0 +1,119 @@
+"""One step's work becomes tensors, goes through the model, and comes back as logits.
+
+All sequences of a step are flattened into one row of tokens: the model sees `[tokens]`, the paged attention op is told
+where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
+keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
+
+The cache is one tensor of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim], in the model's
+own type or in E4M3 with one scale each per layer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8serve.engine.scheduler import Work
+from fp8serve.fp8 import attention
+from fp8serve.model.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class KvScale:
+    """Multipliers of one layer's FP8 cache: `scale` FP32 [] to quantize, and its reciprocal."""
+
+    k: Tensor
+    v: Tensor
+    k_inv: Tensor
+    v_inv: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A step as the ops want it; integers, on the model's device."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]: block * block_size + offset
+    query_starts: Tensor  # int32 [S + 1]
+    context_lens: Tensor  # int32 [S]
+    block_tables: Tensor  # int32 [S, most blocks], rows filled up with 0
+    last: Tensor  # int64 [samples]: rows whose logits are wanted
+
+
+def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTensors:
+    """The tensors of one step."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts, last = [0], []
+    for item in work:
+        span = range(item.start, item.start + item.count)
+        table = item.seq.block_table
+        token_ids += item.seq.token_ids[item.start : item.start + item.count]
+        positions += span
+        slots += [table[i // block_size] * block_size + i % block_size for i in span]
+        starts.append(len(token_ids))
+        if item.samples:
+            last.append(len(token_ids) - 1)
+    most = max(len(item.seq.block_table) for item in work)
+    tables = [item.seq.block_table + [0] * (most - len(item.seq.block_table)) for item in work]
+    lengths = [item.start + item.count for item in work]
+
+    def wide(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+    def narrow(values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return StepTensors(
+        wide(token_ids), wide(positions), wide(slots), narrow(starts), narrow(lengths), narrow(tables), wide(last)
+    )
+
+
+class Runner:
+    """The model with its cache."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        cache_dtype: torch.dtype,
+        scales: list[KvScale] | None = None,
+    ) -> None:
+        """`scales`: one for each layer, when and only when `cache_dtype` is FP8."""
+        config = model.config
+        self.model = model
+        self.block_size = block_size
+        self.device = next(model.parameters()).device
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.k_cache = torch.zeros(shape, dtype=cache_dtype, device=self.device)
+        self.v_cache = torch.zeros(shape, dtype=cache_dtype, device=self.device)
+        self._scales = scales
+
+    @torch.inference_mode()
+    def run(self, work: list[Work]) -> Tensor:
+        """Writes the keys and values of `work`; FP32 logits [samples, vocab] for the work that samples, in order."""
+        step = flatten(work, self.block_size, self.device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attend(step, layer, q, k, v)
+
+        hidden = self.model(step.token_ids, step.positions, attend)
+        return self.model.logits(hidden[step.last])
+
+    def _attend(self, step: StepTensors, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale = self._scales[layer] if self._scales else None
+        cache = self.k_cache[layer], self.v_cache[layer]
+        attention.write_kv(k, v, *cache, step.slots, scale.k if scale else None, scale.v if scale else None)
+        return attention.paged_attention(  # [T, heads, head_dim]
+            q,
+            *cache,
+            step.block_tables,
+            step.context_lens,
+            step.query_starts,
+            self.model.config.softmax_scale,
+            scale.k_inv if scale else None,
+            scale.v_inv if scale else None,
+        )

@@ -1,0 +1,172 @@
+"""Logits become tokens, all sequences of a batch at once, none affecting another.
+
+    penalties -> (nothing may end the text yet) -> temperature -> top_k, top_p, min_p -> one draw
+
+A draw is the inverse of the cumulative distribution at one uniform number, and that number is a hash of the request's
+seed and of how many tokens it has generated. No generator is advanced, so neither neighbours, nor the order of arrival,
+nor being preempted and computed again changes what is drawn. Every operation here is exact or works on a row alone
+(softmax, cumsum, sort); element-wise transcendental functions over the whole batch are avoided on purpose, because
+torch computes the elements at the end of a tensor with another routine than those before.
+
+The three filters each keep the most probable tokens down to some rank, so together they are one number per row: how
+many tokens stay. Ties at the border go to the smaller token ids.
+
+Cost: one pass over [rows, vocab] for each step that a row asked for; filters look at the `CANDIDATES` largest values
+and sort the whole vocabulary only for rows whose nucleus is wider.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+from fp8serve.engine.request import MAX_LOGPROBS, SamplingParams, Sequence, TokenLogprob
+
+CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sequence's new token; None when its logits were not numbers."""
+
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> list[Sampled]:
+    """FP32 logits [sequences, vocab] -> one token for each sequence. `logits` is overwritten."""
+    finite = logits.amax(-1).isfinite()
+    logits[~finite] = 0.0
+    logprobs = _logprobs(logits, seqs)
+    logits = _penalised(logits, seqs)
+    _forbid_the_end(logits, seqs, eos_ids)
+    tokens = logits.argmax(-1)
+    if rows := _rows(seqs, lambda params: params.temperature > 0 and params.top_k != 1):
+        tokens[rows] = _draw(logits[rows], [seqs[row] for row in rows])
+    return [
+        Sampled(token, take(token)) if good else Sampled(None)
+        for token, good, take in zip(tokens.tolist(), finite.tolist(), logprobs, strict=True)
+    ]
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) for the token at `position` (0 is the first generated) of a request with this seed."""
+    digest = blake2b(seed.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8).digest()
+    return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
+
+
+def _rows(seqs: list[Sequence], wanted: Callable[[SamplingParams], bool]) -> list[int]:
+    return list(compress(range(len(seqs)), [wanted(seq.params) for seq in seqs]))
+
+
+def _column(logits: Tensor, values: list[float]) -> Tensor:
+    """[rows, 1], in the type and place of `logits`."""
+    return torch.tensor(values, dtype=logits.dtype, device=logits.device)[:, None]
+
+
+def _penalised(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+    """Repetition (divides or multiplies what was seen), frequency (per occurrence) and presence penalties."""
+    rows = _rows(seqs, _has_penalty)
+    if not rows:
+        return logits
+    chosen, params = [seqs[row] for row in rows], [seqs[row].params for row in rows]
+    some = logits[rows]
+    seen = _counts(some, [seq.token_ids for seq in chosen]) > 0
+    generated = _counts(some, [seq.token_ids[seq.num_prompt :] for seq in chosen])
+    repetition = _column(some, [p.repetition_penalty for p in params])
+    some = torch.where(seen, torch.where(some > 0, some / repetition, some * repetition), some)
+    some = some - generated * _column(some, [p.frequency_penalty for p in params])
+    some = some - (generated > 0) * _column(some, [p.presence_penalty for p in params])
+    logits[rows] = some
+    return logits
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+def _counts(logits: Tensor, token_ids: list[list[int]]) -> Tensor:
+    """How often each token occurs: [rows, vocab]."""
+    lengths = torch.tensor([len(ids) for ids in token_ids])
+    rows = torch.repeat_interleave(torch.arange(len(token_ids)), lengths).to(logits.device)
+    columns = torch.tensor([token for ids in token_ids for token in ids], dtype=torch.long).to(logits.device)
+    counts = torch.zeros_like(logits)
+    return counts.index_put_((rows, columns), torch.ones_like(columns, dtype=logits.dtype), accumulate=True)
+
+
+def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> None:
+    """Nothing that would end the text, while fewer than `min_tokens` are generated."""
+    for row, seq in enumerate(seqs):
+        if seq.num_generated < seq.params.min_tokens:
+            ends = seq.params.stop_token_ids + (() if seq.params.ignore_eos else eos_ids)
+            logits[row, list(ends)] = -torch.inf
+
+
+def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+    """One token for each row, after its temperature and filters."""
+    params = [seq.params for seq in seqs]
+    probs = torch.softmax(logits.double() / _column(logits.double(), [p.temperature for p in params]), -1)
+    if rows := _rows(seqs, lambda p: p.top_k > 0 or p.top_p < 1 or p.min_p > 0):
+        probs[rows] = _filtered(probs[rows], [params[row] for row in rows])
+    mass = probs.cumsum(-1)
+    total = mass[:, -1:].contiguous()
+    # below the total, so that the search ends on a token of positive probability
+    at = _column(probs, [uniform(seq.seed, seq.num_generated) for seq in seqs]) * total
+    at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(mass, at, right=True)[:, 0]
+
+
+def _filtered(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+    """`probs` [rows, vocab] with zero for every token outside top_k, top_p and min_p."""
+    vocab = probs.shape[-1]
+    top_k = torch.tensor([p.top_k or vocab for p in params], device=probs.device).clamp(max=vocab)[:, None]
+    top_p, min_p = _column(probs, [p.top_p for p in params]), _column(probs, [p.min_p for p in params])
+    ordered = probs.topk(min(CANDIDATES, vocab), -1).values
+    count = _kept(ordered, top_k, top_p, min_p)
+    threshold = ordered.gather(-1, count - 1)
+    wide = ((count == ordered.shape[-1]) & (top_k > count))[:, 0]
+    if wide.any():
+        everything = probs[wide].sort(-1, descending=True).values
+        count[wide] = _kept(everything, top_k[wide], top_p[wide], min_p[wide])
+        threshold[wide] = everything.gather(-1, count[wide] - 1)
+    tied = probs == threshold
+    above = probs > threshold
+    room = count - above.sum(-1, keepdim=True)
+    return probs * (above | (tied & (tied.cumsum(-1) <= room)))
+
+
+def _kept(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """How many of the `ordered` probabilities [rows, candidates] pass all filters: [rows, 1], at least 1."""
+    candidates = ordered.shape[-1]
+    mass = ordered.cumsum(-1)
+    # top_p is of what top_k left: all of it, when top_k is beyond the candidates
+    total = torch.where(top_k <= candidates, mass.gather(-1, top_k.clamp(max=candidates) - 1), 1.0)
+    ranked = torch.arange(candidates, device=ordered.device) < top_k
+    kept = ranked & (mass - ordered < top_p * total) & (ordered >= min_p * ordered[:, :1])
+    return kept.sum(-1, keepdim=True)
+
+
+def _logprobs(logits: Tensor, seqs: list[Sequence]) -> list[Callable[[int], TokenLogprob | None]]:
+    """For each row, what turns its chosen token into its log-probabilities; taken before `logits` is overwritten."""
+    found: list[Callable[[int], TokenLogprob | None]] = [_none] * len(seqs)
+    rows = _rows(seqs, lambda params: params.logprobs is not None)
+    if rows:
+        table = torch.log_softmax(logits[rows], -1)
+        # always as many: which of several equal values topk returns must not depend on what neighbours ask for
+        best = table.topk(min(MAX_LOGPROBS, table.shape[-1]), -1)
+        for row, values, tops, ids in zip(rows, table, best.values.tolist(), best.indices.tolist(), strict=True):
+            ranked = sorted(zip(ids, tops, strict=True), key=lambda pair: (-pair[1], pair[0]))
+            found[row] = _taker(values, tuple(ranked[: seqs[row].params.logprobs]))
+    return found
+
+
+def _none(token: int) -> None:
+    return None
+
+
+def _taker(values: Tensor, top: tuple[tuple[int, float], ...]) -> Callable[[int], TokenLogprob]:
+    return lambda token: TokenLogprob(token, float(values[token]), top)

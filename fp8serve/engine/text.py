@@ -1,0 +1,58 @@
+"""Tokens become text that may be shown: no half characters and no stop string, however it is split over tokens.
+
+Text is held back while it could be the beginning of a stop string. The stop string that ends the text is the one that
+is completed first (the longest, if several are completed by the same character), so the result does not depend on where
+the borders between tokens lie. No torch.
+"""
+
+from typing import Protocol
+
+
+class Decoding(Protocol):
+    """What `Tokenizer.stream()` returns: whole characters only."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class TextStream:
+    """The text of one request. After `stopped` is set, nothing more comes out."""
+
+    def __init__(self, decoding: Decoding | None, stop: tuple[str, ...], min_tokens: int = 0) -> None:
+        self._decoding = decoding
+        self._stop = stop
+        self._unarmed = min_tokens  # tokens during which a stop string is ordinary text
+        self._held = ""
+        self.stopped: str | None = None
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` makes certain."""
+        self._unarmed -= 1
+        return self._pass(self._decoding.push(token_id)) if self._decoding else ""
+
+    def flush(self) -> str:
+        """What is left, when the request ends for another reason than a stop string."""
+        if self.stopped is not None or self._decoding is None:
+            return ""
+        text = self._pass(self._decoding.flush())
+        return text if self.stopped is not None else text + self._held
+
+    def _pass(self, delta: str) -> str:
+        self._held += delta
+        keep = self._search() if self._stop and self._unarmed < 0 else len(self._held)
+        text, self._held = self._held[:keep], self._held[keep:]
+        return text
+
+    def _search(self) -> int:
+        """How much of the held text is certain; sets `stopped` when a stop string is complete."""
+        ends = [(start + len(stop), -len(stop), stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
+        if ends:
+            end, _, self.stopped = min(ends)
+            return end - len(self.stopped)
+        return len(self._held) - max(self._overlap(stop) for stop in self._stop)
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        longest = min(len(self._held), len(stop) - 1)
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)

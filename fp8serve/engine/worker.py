@@ -1,0 +1,175 @@
+"""The engine's own process: `python -m fp8serve.engine.worker --model DIR --socket PATH [--options JSON]`.
+
+It connects to the AF_UNIX socket that its owner listens on (`client.py`) and speaks newline-delimited JSON.
+
+    in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
+    out   heartbeat | ready {info, limits} | failed {error, message} | outputs {outputs}
+          refused {request_id, error, message} | reply {id, value}
+
+Three threads: this one loads the model and steps the engine; one reads the socket into an inbox, so that a command
+never waits for more than the step under way; one says every second that the process lives, also during a long step.
+SIGTERM drains: nothing new, what runs may finish for `DRAIN_SECONDS`, then the rest is aborted; exit status 0. When
+the owner goes away the process ends. SIGINT is the owner's business (Ctrl-C reaches the whole group).
+"""
+
+import argparse
+import contextlib
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.request import Request, RequestOutput
+from fp8serve.errors import Fp8ServeError, RequestError
+
+HEARTBEAT_SECONDS = 1.0
+DRAIN_SECONDS = 30.0
+
+Message = dict[str, Any]
+
+
+class Wire:
+    """The socket: whole lines out from any thread, lines in to an inbox from a thread of its own."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._sending = threading.Lock()
+        self.inbox: SimpleQueue[Message] = SimpleQueue()  # its put may be called in a signal handler
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Sends one line; an owner that is gone is noticed by the reader, not here."""
+        line = json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n"
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall(line)
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
+            for line in lines:
+                self.inbox.put(json.loads(line))
+        self.inbox.put({"op": "close"})
+
+
+class Worker:
+    """Steps an engine, obeys the inbox between steps."""
+
+    def __init__(self, wire: Wire, engine: Engine) -> None:
+        self._wire = wire
+        self._engine = engine
+        self._closed = False
+        self._deadline: float | None = None  # of draining, on the monotonic clock
+        self._commands: dict[str, Callable[[Message], None]] = {
+            "generate": self._generate,
+            "abort": self._abort,
+            "stats": lambda message: self._reply(message, self._engine.stats()),
+            "scales": lambda message: self._reply(message, self._engine.scales()),
+            "drain": self._drain,
+            "close": self._close,
+        }
+
+    def run(self) -> None:
+        """Until closed, or drained."""
+        while not self._closed:
+            self._obey()
+            if self._engine.has_work():
+                self._send_outputs(self._engine.step())
+            if self._deadline is not None and (not self._engine.has_work() or time.monotonic() >= self._deadline):
+                break
+        self._send_outputs(self._engine.abort_all())
+
+    def _obey(self) -> None:
+        """All waiting commands; waits for one when there is nothing else to do."""
+        idle = not self._engine.has_work() and self._deadline is None
+        with contextlib.suppress(Empty):
+            message = self._wire.inbox.get(block=idle)
+            while True:
+                self._commands[message["op"]](message)
+                message = self._wire.inbox.get(block=False)
+
+    def _send_outputs(self, outputs: list[RequestOutput]) -> None:
+        if outputs:
+            self._wire.send("outputs", outputs=[output.to_json() for output in outputs])
+
+    def _generate(self, message: Message) -> None:
+        try:
+            if self._deadline is not None:
+                raise RequestError("The engine is shutting down and takes no new requests.")
+            self._engine.add_request(Request.from_json(message["request"]))
+        except Fp8ServeError as problem:
+            self._wire.send("refused", request_id=message["request"]["request_id"], **_described(problem))
+
+    def _abort(self, message: Message) -> None:
+        output = self._engine.abort(message["request_id"])
+        self._send_outputs([output] if output else [])
+
+    def _reply(self, message: Message, value: Any) -> None:
+        self._wire.send("reply", id=message["id"], value=value)
+
+    def _drain(self, message: Message) -> None:
+        deadline = time.monotonic() + message["deadline"]
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _close(self, message: Message) -> None:
+        self._closed = True
+
+
+def _described(problem: Exception) -> dict[str, str]:
+    return {"error": type(problem).__name__, "message": str(problem)}
+
+
+def _beat(wire: Wire, stop: threading.Event) -> None:
+    while not stop.wait(HEARTBEAT_SECONDS):
+        wire.send("heartbeat")
+
+
+def _load(wire: Wire, model: Path, options: EngineOptions) -> Engine | None:
+    """The engine; None, and the owner told why, when it cannot be."""
+    try:
+        return Engine(model, **asdict(options))
+    except Fp8ServeError as problem:
+        wire.send("failed", **_described(problem))
+    except Exception as problem:
+        wire.send("failed", error="", message=f"The engine failed to start: {type(problem).__name__}: {problem}")
+        raise
+    return None
+
+
+def serve(wire: Wire, model: Path, options: EngineOptions) -> int:
+    """Exit status of the process."""
+    engine = _load(wire, model, options)
+    if engine is None:
+        return 1
+    worker = Worker(wire, engine)
+    signal.signal(signal.SIGTERM, lambda *_: wire.inbox.put({"op": "drain", "deadline": DRAIN_SECONDS}))
+    wire.send("ready", info=engine.info(), limits=asdict(engine.limits))
+    worker.run()
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fp8serve.engine.worker", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--socket", required=True, help="AF_UNIX socket to connect to")
+    parser.add_argument("--options", default="{}", help="EngineOptions as JSON")
+    parsed = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wire, stop = Wire(parsed.socket), threading.Event()
+    threading.Thread(target=_beat, args=(wire, stop), daemon=True).start()
+    try:
+        return serve(wire, parsed.model, EngineOptions.from_json(parsed.options))
+    finally:
+        stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

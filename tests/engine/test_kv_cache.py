@@ -1,0 +1,146 @@
+"""Blocks are shared exactly where prefixes are equal, and all come back."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8serve.engine.kv_cache import BlockPool
+from fp8serve.engine.request import Request, Sequence
+
+BLOCK = 4
+
+
+def sequence(tokens: list[int], tenant: str = "") -> Sequence:
+    return Sequence.of(Request("r", tuple(tokens), tenant=tenant))
+
+
+def compute(pool: BlockPool, seq: Sequence) -> None:
+    seq.num_computed = len(seq.token_ids)
+    pool.publish(seq)
+
+
+def test_equal_prefixes_share_full_blocks_and_leave_a_token_to_compute() -> None:
+    pool = BlockPool(8, BLOCK)
+    first, second = sequence(list(range(8))), sequence(list(range(8)))
+    assert pool.admit(first)
+    compute(pool, first)
+    assert pool.admit(second)
+    assert second.num_computed == BLOCK  # the second block would leave nothing to compute
+    assert second.block_table[0] == first.block_table[0]
+    assert second.block_table[1] != first.block_table[1]
+
+
+def test_what_is_not_computed_is_not_shared() -> None:
+    pool = BlockPool(8, BLOCK)
+    first, second = sequence(list(range(9))), sequence(list(range(9)))
+    assert pool.admit(first)
+    first.num_computed = 5  # one block and a bit
+    pool.publish(first)
+    assert pool.admit(second)
+    assert second.num_computed == BLOCK
+
+
+def test_tenants_do_not_share() -> None:
+    pool = BlockPool(8, BLOCK)
+    mine, yours = sequence(list(range(9)), "me"), sequence(list(range(9)), "you")
+    assert pool.admit(mine)
+    compute(pool, mine)
+    assert pool.admit(yours)
+    assert yours.num_computed == 0
+    assert not set(mine.block_table) & set(yours.block_table)
+
+
+def test_same_tokens_after_another_prefix_are_another_block() -> None:
+    pool = BlockPool(8, BLOCK)
+    first, second = sequence([0] * 4 + [1] * 5), sequence([2] * 4 + [1] * 5)
+    assert pool.admit(first)
+    compute(pool, first)
+    assert pool.admit(second)
+    assert second.num_computed == 0
+
+
+def test_released_blocks_are_found_again_until_their_memory_is_needed() -> None:
+    pool = BlockPool(4, BLOCK)
+    old, again = sequence(list(range(9))), sequence(list(range(9)))
+    assert pool.admit(old)
+    compute(pool, old)
+    pool.release(old)
+    assert pool.num_free == 4
+    assert pool.admit(again)
+    assert again.num_computed == 8
+    pool.release(again)
+    assert pool.admit(sequence([50] * 16))
+    assert pool.admit(sequence(list(range(9)))) is False
+
+
+def test_admission_is_all_or_nothing() -> None:
+    pool = BlockPool(3, BLOCK)
+    seq = sequence(list(range(9)))
+    assert not pool.admit(seq, reserve=1)
+    assert (seq.block_table, pool.num_free) == ([], 3)
+    assert pool.admit(seq)
+    seq.token_ids += range(4)
+    assert not pool.grow(seq)
+    assert len(seq.block_table) == 3
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["admit", "grow", "compute", "release"]), st.integers(0, 5), st.integers(0, 40)),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS, st.integers(1, 12), st.integers(1, 4))
+def test_no_block_is_leaked_or_wrongly_shared(
+    steps: list[tuple[str, int, int]], num_blocks: int, block_size: int
+) -> None:
+    """A model of the cache's contents: every block remembers which tokens of which prefix were written into it."""
+    pool = BlockPool(num_blocks, block_size)
+    live: dict[int, Sequence] = {}
+    contents: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for action, which, number in steps:
+        apply(pool, live, contents, action, which, number)
+        check(pool, live, contents)
+    for seq in live.values():
+        pool.release(seq)
+    assert pool.num_free == num_blocks
+
+
+def apply(pool: BlockPool, live: dict[int, Sequence], contents: dict[int, tuple[str, tuple[int, ...]]],
+          action: str, which: int, number: int) -> None:  # fmt: skip
+    seq = live.get(which)
+    if action == "admit" and seq is None:
+        # few different tokens and tenants, so that prefixes meet
+        fresh = sequence([number % 2] * (1 + number % 9) + [number % 3] * (number % 5), tenant="ab"[number % 2])
+        if pool.admit(fresh):
+            live[which] = fresh
+            for index, block in enumerate(fresh.block_table[: fresh.num_computed // pool.block_size]):
+                assert contents[block] == written(pool, fresh, index)
+    elif action == "grow" and seq is not None:
+        seq.token_ids.append(number % 3)
+        if not pool.grow(seq):
+            seq.token_ids.pop()
+    elif action == "compute" and seq is not None:
+        for index in range(seq.num_computed // pool.block_size, len(seq.block_table)):
+            contents[seq.block_table[index]] = written(pool, seq, index)
+        compute(pool, seq)
+    elif action == "release" and seq is not None:
+        pool.release(live.pop(which))
+
+
+def written(pool: BlockPool, seq: Sequence, index: int) -> tuple[str, tuple[int, ...]]:
+    return seq.request.tenant, tuple(seq.token_ids[: (index + 1) * pool.block_size])
+
+
+def check(pool: BlockPool, live: dict[int, Sequence], contents: dict[int, tuple[str, tuple[int, ...]]]) -> None:
+    holders = Counter(block for seq in live.values() for block in seq.block_table)
+    assert pool.num_used == len(holders)
+    for seq in live.values():
+        assert len(seq.block_table) == -(-len(seq.token_ids) // pool.block_size)
+        for index, block in enumerate(seq.block_table):
+            if (index + 1) * pool.block_size <= seq.num_computed:
+                assert contents[block] == written(pool, seq, index)  # nobody overwrote what it will read
+            elif index * pool.block_size >= seq.num_computed:
+                assert holders[block] == 1  # what it will write is its own

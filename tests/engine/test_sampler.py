@@ -1,0 +1,144 @@
+"""The sampler against a plain one-row version of itself, and its promise that rows do not know each other."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8serve.engine import sampler
+from fp8serve.engine.request import Request, SamplingParams, Sequence
+from fp8serve.engine.sampler import sample, uniform
+
+
+def sequence(prompt: list[int] | None = None, generated: tuple[int, ...] = (), **params: Any) -> Sequence:
+    seq = Sequence.of(Request("r", tuple(prompt or [0]), SamplingParams(**{"seed": 0, **params})))
+    seq.token_ids += generated
+    return seq
+
+
+def probabilities(logits: list[float], **params: Any) -> list[float]:
+    """Of each token, from many draws' worth of seeds: the share of [0, 1) that leads to it."""
+    seqs = [sequence(**{**params, "seed": seed}) for seed in range(4000)]
+    rows = torch.tensor(logits).expand(len(seqs), -1).clone()
+    counts = Counter(item.token_id for item in sample(rows, seqs, ()))
+    return [counts[token] / len(seqs) for token in range(len(logits))]
+
+
+LOGITS = [math.log(p) for p in (0.4, 0.3, 0.15, 0.1, 0.05)]
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, [0.4, 0.3, 0.15, 0.1, 0.05]),
+        ({"temperature": 0}, [1, 0, 0, 0, 0]),
+        ({"temperature": 0.5}, [0.16 / 0.285, 0.09 / 0.285, 0.0225 / 0.285, 0.01 / 0.285, 0.0025 / 0.285]),
+        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0, 0]),
+        ({"top_k": 1}, [1, 0, 0, 0, 0]),
+        ({"top_p": 0.71}, [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
+        ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
+        ({"min_p": 0.3}, [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
+        ({"top_k": 2, "top_p": 0.5}, [1, 0, 0, 0, 0]),  # top_p is of what top_k left: 0.4 of 0.7 is more than half
+    ],
+)
+def test_draws_follow_the_distribution(params: dict[str, Any], expected: list[float]) -> None:
+    found = probabilities(LOGITS, **params)
+    assert found == pytest.approx(expected, abs=0.025)
+    assert [p == 0 for p in found] == [p == 0 for p in expected]
+
+
+def test_equal_values_at_the_border_of_top_k_go_to_the_smaller_ids() -> None:
+    assert [p > 0 for p in probabilities([0.0, 1.0, 0.0, 0.0], top_k=3)] == [True, True, True, False]
+
+
+def test_a_nucleus_wider_than_the_candidates_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    options: list[dict[str, Any]] = [
+        {"top_p": 0.5},
+        {"top_p": 0.99},
+        {"min_p": 0.001},
+        {"top_k": 200},
+        {"top_k": 5},
+        {"top_k": 40, "top_p": 0.9},
+    ]
+    seqs = [sequence(**option) for option in options]
+    expected = sampler._filtered(torch.softmax(logits.double(), -1), [seq.params for seq in seqs])
+    monkeypatch.setattr(sampler, "CANDIDATES", 16)
+    found = sampler._filtered(torch.softmax(logits.double(), -1), [seq.params for seq in seqs])
+    assert torch.equal(expected, found)
+    assert (found > 0).sum(-1)[3:5].tolist() == [200, 5]
+
+
+def test_penalties() -> None:
+    logits = torch.tensor([[2.0, -2.0, 2.0, 1.0]])
+    seq = sequence([0, 1], (2, 2), repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5)
+    found = sampler._penalised(logits, [seq])
+    assert found.tolist() == [[1.0, -4.0, 1.0 - 0.5 - 0.5, 1.0]]
+
+
+def test_the_end_is_forbidden_until_min_tokens() -> None:
+    logits = [5.0, 4.0, 3.0]
+    params = {"temperature": 0, "min_tokens": 2, "stop_token_ids": (1,)}
+    early, ready = sequence([2], (2,), **params), sequence([2], (2, 2), **params)
+    found = sample(torch.tensor([logits, logits]), [early, ready], (0,))
+    assert [item.token_id for item in found] == [2, 0]
+
+
+def test_with_ignore_eos_the_end_is_a_token_like_others() -> None:
+    seq = sequence(temperature=0, min_tokens=2, ignore_eos=True)
+    assert sample(torch.tensor([[5.0, 4.0]]), [seq], (0,))[0].token_id == 0
+
+
+def test_logprobs_are_the_models_own() -> None:
+    seq = sequence([0], (0,), temperature=0, presence_penalty=2.0, logprobs=2)
+    (found,) = sample(torch.tensor([LOGITS]), [seq], ())
+    assert found.token_id == 1
+    assert found.logprob is not None
+    assert found.logprob.logprob == pytest.approx(math.log(0.3))
+    assert [token for token, _ in found.logprob.top] == [0, 1]
+    assert found.logprob.top[0][1] == pytest.approx(math.log(0.4))
+
+
+def test_a_row_that_is_not_numbers_fails_alone() -> None:
+    logits = torch.tensor([LOGITS, [math.nan] * 5, [math.inf, 0.0, 0.0, 0.0, 0.0]])
+    seqs = [sequence(temperature=0, logprobs=0) for _ in range(3)]
+    assert [item.token_id for item in sample(logits, seqs, ())] == [0, None, None]
+
+
+def test_the_uniform_numbers_are_uniform_and_belong_to_seed_and_position() -> None:
+    numbers = [uniform(seed, position) for seed in range(40) for position in range(100)]
+    assert len(set(numbers)) == len(numbers)
+    assert all(0 <= number < 1 for number in numbers)
+    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.02)
+
+
+PARAMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 1, 3, 50]),
+        "top_p": st.sampled_from([0.1, 0.9, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.2]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.5]),
+        "logprobs": st.sampled_from([None, 0, 5]),
+        "min_tokens": st.sampled_from([0, 9]),
+        "seed": st.integers(0, 5),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PARAMS, min_size=2, max_size=7), st.integers(0, 1000), st.sampled_from([5, 37, 301]))
+def test_a_row_does_not_know_its_neighbours(options: list[dict[str, Any]], seed: int, vocab: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    # rounded, so that there are ties
+    logits = torch.randn(len(options), vocab, generator=rng).mul(2).bfloat16().float()
+    seqs = [sequence([1, 2], (3, 4, 4)[: i % 4], **option) for i, option in enumerate(options)]
+    together = sample(logits.clone(), seqs, (0,))
+    alone = [sample(logits[i : i + 1].clone(), [seq], (0,))[0] for i, seq in enumerate(seqs)]
+    assert together == alone

@@ -1,0 +1,73 @@
+"""Stop strings never leak, and the text does not depend on where tokens are cut."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8serve.engine.text import TextStream
+
+
+class Pieces:
+    """A decoder whose token i is the i-th piece of text."""
+
+    def __init__(self, pieces: list[str], rest: str = "") -> None:
+        self.pieces, self.rest = pieces, rest
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def flush(self) -> str:
+        return self.rest
+
+
+def run(pieces: list[str], stop: tuple[str, ...], min_tokens: int = 0, rest: str = "") -> tuple[list[str], str | None]:
+    stream = TextStream(Pieces(pieces, rest), stop, min_tokens)
+    shown = []
+    for token in range(len(pieces)):
+        shown.append(stream.push(token))
+        if stream.stopped is not None:
+            break
+    return [*shown, stream.flush()], stream.stopped
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "shown", "stopped"),
+    [
+        (["a", "b"], (), ["a", "b", ""], None),
+        (["a", "EN", "D", "c"], ("END",), ["a", "", "", ""], "END"),
+        (["aE", "Nx"], ("END",), ["a", "ENx", ""], None),
+        (["aEN"], ("END",), ["a", "EN"], None),
+        (["abc"], ("abc", "b"), ["a", ""], "b"),
+        (["xabc"], ("bc", "abc"), ["x", ""], "abc"),
+        (["EEN", "D"], ("END",), ["E", "", ""], "END"),
+        (["a", ""], ("z",), ["a", "", ""], None),
+    ],
+)
+def test_stop_strings(pieces: list[str], stop: tuple[str, ...], shown: list[str], stopped: str | None) -> None:
+    assert run(pieces, stop) == (shown, stopped)
+
+
+def test_stop_strings_before_min_tokens_are_text() -> None:
+    assert run(["x", "x", "x"], ("x",), min_tokens=2) == (["x", "x", "", ""], "x")
+
+
+def test_a_stop_string_completed_by_the_flush_does_not_leak() -> None:
+    assert run(["aE"], ("E!",), rest="!") == (["a", ""], "E!")
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    stream = TextStream(None, ())
+    assert (stream.push(1), stream.flush()) == ("", "")
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.data())
+def test_cutting_the_text_differently_changes_nothing(text: str, stops: list[str], data: st.DataObject) -> None:
+    pieces, rest = [], text
+    while rest:
+        size = data.draw(st.integers(1, 4))
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    shown, stopped = run(pieces, tuple(stops))
+    one_by_one, expected = run(list(text), tuple(stops))
+    assert ("".join(shown), stopped) == ("".join(one_by_one), expected)
+    assert not any(stop in "".join(shown) for stop in stops)
