@@ -73,8 +73,8 @@ class Trainer:
         while not self.closing:
             waiting = await asyncio.to_thread(self.store.unfinished)
             if not waiting:
-                self._wake.clear()
                 await self._wake.wait()
+                self._wake.clear()
                 continue
             self.busy = True
             try:
@@ -96,8 +96,7 @@ class Trainer:
         if self._worker is not None:
             await self._worker.stop(seconds)
         if self._task is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._task), 1.0)
+            await asyncio.wait({self._task}, timeout=1.0)
             await cancel(self._task)
         self.closed = True
 
@@ -132,7 +131,8 @@ class Trainer:
                 await worker.stop(CANCEL_SECONDS)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), POLL_SECONDS)
+                async with asyncio.timeout(POLL_SECONDS):
+                    await self._wake.wait()
             self._wake.clear()
 
     def _take_in(self, worker: "Worker") -> bool:
