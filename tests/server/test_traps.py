@@ -1,4 +1,6 @@
-"""No body makes a 5xx, every refusal is small, names its field in the right shape, and repeats nothing of what was sent."""
+"""No body makes a 5xx, every refusal is small, names its field in the right shape, and repeats nothing of what was
+sent.
+"""
 
 import asyncio
 import json
