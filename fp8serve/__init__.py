@@ -25,7 +25,7 @@ _HOMES = {
     "calibrate": "fp8serve.calibration.pipeline",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names are served by __getattr__
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,69 @@
+# The commands for people and for CI: each works alone, as the first one on a fresh clone. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 10
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+PACKAGED = $(shell find csrc -type f) $(wildcard calibrate/*.jsonl)
+REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+  print(*p["build-system"]["requires"], *p["project"]["dependencies"], *p["project"]["optional-dependencies"]["dev"], sep="\n")
+
+.PHONY: help setup demo test lint format typecheck wheel lock clean
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: .venv/built ## make .venv, install the pinned packages, compile csrc/ (when something changed)
+
+.venv/packages: constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found: install one, or name it: make setup PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -c '$(REQUIREMENTS)' > .venv/requirements.txt
+	$(PIP) install --quiet --constraint constraints.txt --requirement .venv/requirements.txt
+	@touch $@
+
+# Without build isolation: the kernels compile against the headers of the torch that will load them.
+.venv/built: .venv/packages $(PACKAGED)
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@ls .venv/lib/python3*/site-packages/fp8serve/*.so >/dev/null 2>&1 || echo "fp8serve: no C++ compiler was found, so every\
+	 operation runs on the PyTorch reference: right, but slow. Install g++ or clang++, then: make clean setup"
+	@touch $@
+
+demo: setup ## the whole main job, offline: train in FP8, calibrate, serve, fine-tune over HTTP, serve again
+	$(BIN)/fp8serve demo $(DEMO_ARGS)
+
+test: setup ## the test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup typecheck ## ruff, mypy --strict, clang-format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@test -z "$(CXX_SOURCES)" || $(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+format: setup ## rewrite Python and C++ in the house style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	@test -z "$(CXX_SOURCES)" || $(BIN)/clang-format -i $(CXX_SOURCES)
+
+# mypy does not follow an editable install's import hook: show it the package as an installation lays it out.
+typecheck: setup
+	@rm -rf build/typecheck && mkdir -p build/typecheck/fp8serve
+	@ln -s $(addprefix ../../../,$(filter-out fp8serve/calibration,$(wildcard fp8serve/*))) build/typecheck/fp8serve/
+	@ln -s ../../../calibrate build/typecheck/fp8serve/calibration
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p fp8serve
+
+wheel: setup ## build dist/fp8serve-*.whl: one file for every Python 3 on this kind of machine
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+lock: setup ## write constraints.txt from what .venv holds
+	$(PIP) freeze --exclude-editable | sed -E '/^#/d; s/^(torch==[0-9.]+)\+.*/\1/' > constraints.new
+	@{ head -1 constraints.txt; cat constraints.new; } > constraints.tmp && mv constraints.tmp constraints.txt && rm constraints.new
+
+clean: ## forget what was built; the next command builds again
+	rm -rf build dist .venv/built

@@ -1,0 +1,54 @@
+"""High precision and FP8 side by side over held-out batches, in the same process and on the same weights.
+
+One pass in high precision and one in which every linear (and, with KV scales, the cache) is as it will be served; both
+models' hidden states then meet at the logits, so nothing is kept from one batch to the next. Costs three forward
+passes, for the FP8 pass also computes every layer exactly.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.scaling import ScalingState
+from fp8serve.model.decoder import Decoder
+
+from .data import Batch
+from .measure import LayerTally, TokenTally, add_logits
+from .passes import Linears, forward, fp8_cache, in_fp8
+from .progress import Stages
+from .result import Quality
+
+
+@torch.no_grad()
+def compare(
+    decoder: Decoder,
+    linears: Linears,
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    states: Mapping[str, ScalingState],
+    stages: Stages | None = None,
+) -> tuple[Quality, dict[str, LayerTally]]:
+    """What `recipe` with the scales in `states` costs on `batches`: per token, and per linear."""
+    tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
+    kv = {name: state.scale for name, state in states.items() if name.endswith((".k", ".v"))}
+    freeze = freezer(recipe, states)
+    for batch in (stages or Stages()).steps("compare", batches):
+        exact = forward(decoder, batch)
+        with in_fp8(linears, freeze, layers):
+            quantized = forward(decoder, batch, fp8_cache(kv) if kv else None)
+        add_logits(tokens, batch.targets, (decoder, quantized), (decoder, exact))
+    return tokens.quality(compared=True), layers
+
+
+def freezer(recipe: Recipe, states: Mapping[str, ScalingState]) -> Callable[[str, Linear], FrozenLinear]:
+    """What makes a linear as it is served under `recipe`, with the scales in `states` where the recipe stores any."""
+
+    def freeze(name: str, linear: Linear) -> FrozenLinear:
+        if not isinstance(recipe, DelayedScaling):
+            return FrozenLinear.from_linear(linear, recipe)
+        return FrozenLinear.from_linear(linear, recipe, states[f"{name}.input"].scale, states[f"{name}.weight"].scale)
+
+    return freeze

@@ -1,0 +1,92 @@
+"""evaluate: how good a directory is as it is served, alone or against a reference model.
+
+Both models read the same sequences in lockstep and batch by batch, so nothing but two sets of mapped weights and the
+activations of one batch is in memory. With a reference every FP8 linear is also compared with the reference's linear of
+the same name, on the input that it really gets.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fp8serve.errors import ModelError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.recipe import Recipe, name_of
+from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.tokenizer import Tokenizer
+
+from .data import data_files, load_samples, make_batches, source_names
+from .device import check_device
+from .measure import LayerTally, TokenTally, add_logits
+from .passes import against as compared
+from .passes import forward
+from .progress import Progress, Stages
+from .result import EvalReport, LayerReport
+
+
+@torch.no_grad()
+def evaluate(
+    model_dir: Path | str,
+    data: Path | str | Sequence[Path | str] | None = None,
+    against: Path | str | None = None,
+    *,
+    recipe: Literal["stored", "bf16"] | Recipe = "stored",
+    scales: Path | str | None = None,
+    samples: int = 128,
+    seq_len: int = 512,
+    batch_size: int = 4,
+    seed: int = 0,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> EvalReport:
+    """Perplexity of `model_dir` under `recipe` ("stored": the FP8 that lies in it), and its distance from `against`.
+
+    data: files as for `calibrate`, None for the shipped passages. `against`: a directory run in BF16, with the same
+    vocabulary; it adds its perplexity, KL(against || model), agreement on the likeliest token, and the SQNR of every
+    FP8 linear against the linear of the same name there.
+    ModelError, DataError, ScalesError: an input cannot be used, or the two models do not fit each other.
+    """
+    check_device(device)
+    stages, source = Stages(progress), Path(model_dir)
+    with stages.stage("load"):
+        model = load_servable(source, recipe, scales=scales, device=device)
+        reference = None if against is None else load_servable(against, "bf16", device=device)
+        if reference is not None:
+            _check_comparable(model, reference, source, Path(str(against)))
+        limit = min(seq_len, *(m.config.max_full_attention_len for m in (model, reference) if m is not None))
+        files = data_files(data)
+        found = load_samples(
+            files, Tokenizer.from_dir(source), model.config.vocab_size, count=samples, seq_len=limit, seed=seed
+        )
+    linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
+    tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
+    for batch in stages.steps("evaluate", make_batches(found, batch_size, device)):
+        with compared(linears, dict((reference or model).named_modules()), layers):
+            hidden = forward(model, batch)
+        other = None if reference is None else (reference, forward(reference, batch))
+        add_logits(tokens, batch.targets, (model, hidden), other)
+    return EvalReport(
+        model=str(source),
+        against=None if against is None else str(against),
+        recipe=recipe if isinstance(recipe, str) else name_of(recipe),
+        source=source_names(files),
+        samples=len(found),
+        seq_len=limit,
+        quality=tokens.quality(compared=reference is not None),
+        layers=tuple(LayerReport(name, tally.sqnr_db, tally.saturated_fraction) for name, tally in layers.items()),
+        seconds=stages.total(),
+    )
+
+
+def _check_comparable(model: Decoder, reference: Decoder, source: Path, against: Path) -> None:
+    """ModelError unless both predict the same vocabulary with the same layers: anything else is not a comparison."""
+    for what in ("vocab_size", "num_layers", "hidden_size"):
+        mine, other = getattr(model.config, what), getattr(reference.config, what)
+        if mine != other:
+            raise ModelError(
+                f"{source} and {against} cannot be compared: {what} is {mine} in one and {other} in the other; "
+                "give the high-precision model that this one was made from."
+            )

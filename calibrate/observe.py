@@ -1,0 +1,165 @@
+"""What was seen of every quantized tensor while a model ran: running maxima, counts, histories, and scales from them.
+
+The amaxes themselves are recorded where training records them, in the `ScalingState`s of the converted linears, while
+`autocast(enabled=False, calibrating=True)` keeps the maths in high precision. Here they are read out after every batch,
+so that no batch is forgotten when the history is shorter than the data: a history holds the newest N-1 batches, the
+running maximum holds them all. With `amax_compute_algo="max"` the scale comes from the running maximum and does not
+depend on the order of the batches; with "most_recent" it is that of the last batch, by definition.
+
+Keys and values of the attention have states of the same kind here (`model.layers.0.self_attn.k`), fed by `tap`.
+Scales are made by `fp8.scaling.update` only.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fp8serve.errors import ScalesError
+from fp8serve.fp8.autocast import autocast, fp8_max
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.reference import amax
+from fp8serve.fp8.scaling import Entry, ScalingState, update
+from fp8serve.model.decoder import Decoder
+
+from .data import Batch
+from .passes import Linears, attention_names, backward, blame, forward, tracked
+from .progress import Stages
+from .result import HISTORY_SHOWN
+
+
+@dataclass
+class Seen:
+    """One tensor's record. `newest` are the amaxes of the last batches, for the report."""
+
+    amax: float = 0.0
+    batches: int = 0
+    nonfinite: int = 0  # batches whose amax was infinite
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_SHOWN))
+
+
+class Observer:
+    """Watches converted `linears` (by name) and the keys and values of the attention modules named in `kv_layers`.
+
+    `recipe` is what `autocast` must be given around every pass; `asked` is the recipe that the caller wants scales for.
+    """
+
+    def __init__(
+        self,
+        linears: Linears,
+        asked: DelayedScaling,
+        *,
+        gradients: bool = False,
+        kv_layers: Iterable[str] = (),
+    ) -> None:
+        self.linears, self.asked = linears, asked
+        self.recipe = recipe = observing(asked)
+        self.roles = ("input", "weight", "grad_output") if gradients else ("input", "weight")
+        device = next(iter(linears.values())).weight.device
+        names = [f"{layer}.{part}" for layer in kv_layers for part in "kv"]
+        self.kv = {name: ScalingState.create(recipe.amax_history_len, device) for name in names}
+        # All states are made here: made during a pass, between large temporaries, they fragment the heap by gigabytes.
+        self.seen = {name: Seen() for name in self.states()}
+
+    def tap(self, layer: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Record keys and values [tokens, kv_heads, head_dim] as they enter the cache (after rotary embedding)."""
+        for part, x in (("k", k), ("v", v)):
+            if state := self.kv.get(f"{layer}.{part}"):
+                state.stage(amax(x.detach()))
+        return k, v
+
+    def states(self) -> dict[str, ScalingState]:
+        """Every state by tensor name."""
+        owned = {name: linear.delayed_states(self.recipe) for name, linear in self.linears.items()}
+        return {f"{name}.{role}": states[role] for name, states in owned.items() for role in self.roles} | self.kv
+
+    @torch.no_grad()
+    def end_batch(self) -> None:
+        """Read what this batch recorded; after the context and the backward pass have ended. One transfer per batch."""
+        if self.kv:
+            update([Entry(state, fp8_max(self.recipe, "input")) for state in self.kv.values()], self.recipe)
+        states = self.states()
+        rows = torch.stack([_row(state) for state in states.values()]).tolist()
+        for name, (newest, steps, nonfinite) in zip(states, rows, strict=True):
+            _note(self.seen[name], newest, int(steps), int(nonfinite))
+
+
+def observing(recipe: DelayedScaling) -> DelayedScaling:
+    """`recipe` as calibration runs it: every batch makes a scale, and the history can hold at least one batch."""
+    return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len))
+
+
+def _row(state: ScalingState) -> Tensor:
+    """[newest amax, steps recorded, steps dropped] as FP64 [3]."""
+    return torch.stack([x.double() for x in (state.amax_history[-1], state.steps, state.nonfinite)])
+
+
+def _note(seen: Seen, newest: float, steps: int, nonfinite: int) -> None:
+    if steps > seen.batches:  # a tensor that did not occur in this batch has not moved
+        seen.amax = max(seen.amax, newest)
+        seen.newest.append(newest)
+    seen.batches, seen.nonfinite = steps, nonfinite
+
+
+def settle(observer: Observer) -> dict[str, ScalingState]:
+    """The final states, with scales from all batches and histories of the asked length."""
+    states, recipe = observer.states(), observer.asked
+    if recipe.amax_compute_algo == "max":
+        for name, state in states.items():
+            state.scale.copy_(scale_of(observer.seen[name].amax, name, recipe).to(state.scale.device))
+    for state in states.values():
+        state.resize(recipe.amax_history_len)
+    return states
+
+
+def scale_of(largest: float, name: str, recipe: DelayedScaling) -> Tensor:
+    """The scale FP32 [] that delayed scaling gives the tensor `name` after seeing the amax `largest`."""
+    state = ScalingState.create(2, torch.device("cpu"))
+    state.stage(torch.tensor(largest, dtype=torch.float32))
+    update([Entry(state, fp8_max(recipe, name.rpartition(".")[2]))], replace(recipe, interval=1))
+    return state.scale
+
+
+def check(seen: Mapping[str, Seen], needed: Collection[str], batches: int) -> None:
+    """ScalesError naming the first tensor that was infinite, or that is `needed` and was always zero or never seen."""
+    for name, record in seen.items():
+        if record.nonfinite:
+            raise ScalesError(
+                f"{name} was not finite in {record.nonfinite} of {batches} batches; "
+                "the model overflows on these data, so no scale can represent it."
+            )
+    missing = [name for name in needed if seen[name].amax == 0]
+    if missing:
+        raise ScalesError(
+            f"{missing[0]} was zero or never observed in {batches} batches ({len(missing)} of {len(seen)} tensors); "
+            "it would get a meaningless scale: calibrate on data that reach it, or check the model's weights."
+        )
+
+
+def observe(
+    decoder: Decoder,
+    linears: Linears,
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    *,
+    kv_cache: bool = False,
+    gradients: bool = False,
+    stages: Stages | None = None,
+) -> Observer:
+    """Run every batch once in high precision and record. ScalesError: a tensor is not finite or can have no scale."""
+    delayed = recipe if isinstance(recipe, DelayedScaling) else DelayedScaling()
+    observer = Observer(linears, delayed, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
+    with tracked(decoder) if gradients else torch.no_grad():
+        for batch in (stages or Stages()).steps("observe", batches):
+            with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
+                hidden = forward(decoder, batch, observer.tap)
+            if not bool(hidden.isfinite().all()):
+                raise blame(decoder, linears, batch)
+            if gradients:
+                backward(decoder, hidden, batch.targets)
+            observer.end_batch()
+    needed = observer.seen if isinstance(recipe, DelayedScaling) else observer.kv
+    check(observer.seen, needed, len(batches))
+    return observer

@@ -1,0 +1,146 @@
+"""Forward and backward passes of a whole decoder over flattened batches, and the hooks that look inside.
+
+No gradient of any weight is ever computed here: gradient calibration asks for the gradients of activations only, so it
+needs no memory beyond the activations of one batch. The loss is made in slices of the logits, for the same reason.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fp8serve.errors import ScalesError
+from fp8serve.fp8.attention import causal_attention
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.ops import dequantize, quantize
+from fp8serve.model.decoder import Decoder
+
+from .data import IGNORED, Batch
+from .measure import LOGIT_ROWS, LayerTally
+
+E4M3_MAX = 448.0
+Linears = Mapping[str, Linear]
+Tap = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> what is attended to
+
+
+def attention_names(decoder: Decoder) -> list[str]:
+    return [f"model.layers.{i}.self_attn" for i in range(decoder.config.num_layers)]
+
+
+def forward(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Tensor:
+    """Hidden states [tokens, hidden]; sequences attend causally to themselves. `tap` sees and may replace k, v."""
+    names = attention_names(decoder)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = tap(names[layer], k, v) if tap else (k, v)
+        return causal_attention(q, k, v, batch.lengths, decoder.config.softmax_scale)
+
+    return decoder(batch.ids, batch.positions, attend)  # type: ignore[no-any-return]
+
+
+def backward(decoder: Decoder, hidden: Tensor, targets: Tensor) -> None:
+    """Gradients of the mean next-token cross entropy over the scored tokens, as in training, down to the embedding.
+
+    `hidden` [tokens, hidden] must come from a pass inside `tracked`. A batch without scored tokens has no gradient.
+    """
+    scored = (targets != IGNORED).nonzero().squeeze(1)
+    leaf = hidden.detach().requires_grad_()
+    for rows in torch.split(scored, LOGIT_ROWS):
+        loss = cross_entropy(decoder.logits(leaf[rows]), targets[rows], reduction="sum") / len(scored)
+        loss.backward()  # type: ignore[no-untyped-call]
+    if leaf.grad is not None:
+        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def tracked(decoder: Decoder) -> Iterator[None]:
+    """Inside, activations carry gradients although no weight does: the embedding's output asks for them."""
+    hook = decoder.model.embed_tokens.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., object]]) -> Iterator[None]:
+    handles = [linear.register_forward_hook(make(name)) for name, linear in linears.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def in_fp8(
+    linears: Linears, freeze: Callable[[str, Linear], FrozenLinear], tallies: Mapping[str, LayerTally]
+) -> Iterator[None]:
+    """Inside, every linear gives its FP8 output, and that is compared with the exact one from the same input.
+
+    The frozen linear is made for one call and dropped: at any time one layer's FP8 weights exist, whatever the model.
+    """
+
+    def make(name: str) -> Callable[..., Tensor]:
+        def hook(linear: Linear, args: tuple[Tensor], exact: Tensor) -> Tensor:
+            frozen = freeze(name, linear)
+            got: Tensor = frozen(args[0])
+            tallies[name].add_input(args[0], frozen.input_scale, E4M3_MAX)
+            tallies[name].add_output(exact, got)
+            return got
+
+        return hook
+
+    with _hooks(linears, make):
+        yield
+
+
+@contextmanager
+def against(
+    linears: Mapping[str, nn.Module], references: Mapping[str, nn.Module], tallies: Mapping[str, LayerTally]
+) -> Iterator[None]:
+    """Inside, the output of every linear is compared with that of the reference of the same name on the same input."""
+
+    def make(name: str) -> Callable[..., None]:
+        def hook(linear: nn.Module, args: tuple[Tensor], got: Tensor) -> None:
+            tallies[name].add_input(args[0], getattr(linear, "input_scale", None), E4M3_MAX)
+            tallies[name].add_output(references[name](args[0]), got)
+
+        return hook
+
+    with _hooks(linears, make):
+        yield
+
+
+def fp8_cache(scales: Mapping[str, Tensor]) -> Tap:
+    """Keys and values as an FP8 cache would give them back; `scales` by `<attention>.k` and `.v`."""
+
+    def through(x: Tensor, scale: Tensor) -> Tensor:
+        return dequantize(*quantize(x, scale=scale)).to(x.dtype)
+
+    return lambda name, k, v: (through(k, scales[f"{name}.k"]), through(v, scales[f"{name}.v"]))
+
+
+def blame(decoder: Decoder, linears: Linears, batch: Batch) -> ScalesError:
+    """Run a batch whose result was not finite again and name the first tensor that is not."""
+    found: list[str] = []
+
+    def make(name: str) -> Callable[..., None]:
+        def hook(linear: Linear, args: tuple[Tensor], out: Tensor) -> None:
+            for role, tensor in (("input", args[0]), ("weight", linear.weight)):
+                if not tensor.isfinite().all():
+                    found.append(f"{name}.{role}")
+
+        return hook
+
+    with torch.no_grad(), _hooks(linears, make):
+        forward(decoder, batch)
+    where = found[0] if found else "the final hidden state"
+    return ScalesError(
+        f"{where} holds NaN or infinite values in high precision already; the weights are damaged or overflow, "
+        "so there is nothing to calibrate."
+    )

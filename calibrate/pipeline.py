@@ -1,0 +1,248 @@
+"""calibrate: sample data -> amax histories -> scales -> an FP8 directory with the evidence that it is good.
+
+    load       weights memory-mapped in their own file, computed in BF16; linears converted in place, nothing copied
+    observe    every calibration batch once, in high precision, amaxes recorded (and gradients, and keys and values)
+    compare    every held-out batch twice, in high precision and as it will be served, layer by layer and token by token
+    write      the whole directory or nothing
+
+Peak memory: the weights as mapped pages, which the system may drop and read again, so that a BF16 checkpoint larger
+than memory works at the speed of its disk (a checkpoint of another type is converted: 2 bytes per parameter); one
+layer's FP8 weights; the activations of one batch, of one layer at a time, or of all layers with `gradients`; and 256
+rows of logits in FP32. On a GPU the weights must fit there.
+
+Recipes that scale by content (current, rowwise, block) need no input scales: for them amaxes are observed for the
+report, and the directory gets FP8 weights and, if asked for, scales of the KV cache.
+"""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+
+import fp8serve
+from fp8serve.errors import RecipeError
+from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, name_of, to_json
+from fp8serve.fp8.scaling import ScalingState
+from fp8serve.model.checkpoint import (
+    ScalingCheckpoint,
+    TensorScale,
+    fingerprint,
+    linear_names,
+    load_servable,
+    save_scales,
+)
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.export import write_calibrated
+from fp8serve.model.files import check_absent, whole_directory
+from fp8serve.model.quantization_config import quantization_files
+from fp8serve.model.scales import FILE_NAME
+from fp8serve.model.shards import open_shards
+from fp8serve.model.tokenizer import Tokenizer
+
+from .compare import compare
+from .data import Batches, calibration_batches, data_files, source_names
+from .device import check_device
+from .observe import Observer, observe, settle
+from .progress import Progress, Stages
+from .report import html_report
+from .result import CalibrationReport, DataReport, LayerReport, TensorReport
+
+DELAYED = DelayedScaling()
+OutputFormat = Literal["compressed-tensors", "fp8", "modelopt"]
+
+
+def calibrate(
+    model_dir: Path | str,
+    *,
+    out: Path | str,
+    recipe: Recipe = DELAYED,
+    data: Path | str | Sequence[Path | str] | None = None,
+    samples: int = 128,
+    seq_len: int = 512,
+    batch_size: int = 4,
+    format: OutputFormat = "compressed-tensors",  # noqa: A002 - the public name
+    seed: int = 0,
+    device: str = "cpu",
+    kv_cache: bool = False,
+    gradients: bool = False,
+    scales_only: bool = False,
+    progress: Progress | None = None,
+) -> CalibrationReport:
+    """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (SPEC 5.2).
+
+    data: .txt, .md or .jsonl files; None for the passages that ship with fp8serve. `samples` sequences of at most
+    `seq_len` tokens (and of the model's context) are observed, an eighth as many more are held out to measure quality.
+    kv_cache: also a scale for the keys and one for the values of every layer. gradients: also E5M2 scales of the
+    gradients, by a forward and a backward pass per batch. scales_only: write `out`/scales.safetensors and nothing else.
+    progress(stage, done, total) is called after every batch.
+
+    ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
+    finite, was never observed or is always zero. In every such case nothing is written.
+    """
+    out, source = Path(out), Path(model_dir)
+    _check_settings(out, recipe, format, device, kv_cache=kv_cache, gradients=gradients, scales_only=scales_only)
+    stages = Stages(progress)
+    with stages.stage("load"):
+        decoder, linears = load(source, device)
+        seq_len = min(seq_len, decoder.config.max_full_attention_len)
+        tokenizer, vocab_size, files = Tokenizer.from_dir(source), decoder.config.vocab_size, data_files(data)
+        batches = calibration_batches(
+            files,
+            tokenizer,
+            vocab_size,
+            samples=samples,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+        )
+    observer = observe(
+        decoder, linears, batches.calibration, recipe, kv_cache=kv_cache, gradients=gradients, stages=stages
+    )
+    states = settle(observer)
+    quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages)
+    kept = stored_states(states, recipe)
+    checkpoint = _checkpoint(source, recipe, observer, kept, batches)
+    draft = CalibrationReport(
+        model=str(source),
+        out=str(out),
+        recipe=json.loads(to_json(recipe)),
+        format=format,
+        device=device,
+        data=_data_report(files, batches, seq_len, seed),
+        quality=quality,
+        layers=tuple(LayerReport(name, tally.sqnr_db, tally.saturated_fraction) for name, tally in layers.items()),
+        tensors=_tensor_reports(observer, kept),
+        bytes_before=weight_bytes(source),
+        bytes_after=weight_bytes(source),
+        seconds={},
+        versions=versions(),
+    )
+    return _write(source, out, checkpoint, draft, scales_only, stages)
+
+
+def _check_settings(
+    out: Path, recipe: Recipe | None, format_: str, device: str, *, kv_cache: bool, gradients: bool, scales_only: bool
+) -> None:
+    """Everything that can be refused before a weight is read."""
+    check_absent(out)
+    if recipe is None:
+        raise RecipeError(
+            "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
+        )
+    to_json(recipe)  # RecipeError when it holds a function, which no file can carry
+    quantization_files(format_, recipe, kv_cache)  # ModelError when the format cannot say it
+    if recipe.override_linear_precision[0]:
+        raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
+    if gradients and not isinstance(recipe, DelayedScaling):
+        raise RecipeError(
+            f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration."
+        )
+    if scales_only and not (kv_cache or isinstance(recipe, DelayedScaling)):
+        raise RecipeError(
+            f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
+        )
+    check_device(device)
+
+
+def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
+    """The decoder in BF16 with mapped, frozen weights, and its converted linears by name."""
+    decoder = load_servable(source, "bf16", device=device)
+    decoder.requires_grad_(False)
+    convert(decoder)
+    modules = dict(decoder.named_modules())
+    return decoder, {name: cast(Linear, modules[name]) for name in linear_names(decoder)}
+
+
+def _data_report(files: list[Path] | None, batches: Batches, seq_len: int, seed: int) -> DataReport:
+    return DataReport(
+        source=source_names(files),
+        samples=sum(len(b.lengths) for b in batches.calibration),
+        seq_len=seq_len,
+        batches=len(batches.calibration),
+        tokens=sum(b.tokens for b in batches.calibration),
+        held_out_samples=sum(len(b.lengths) for b in batches.held_out),
+        held_out_tokens=sum(b.tokens for b in batches.held_out),
+        held_out_disjoint=batches.disjoint,
+        seed=seed,
+    )
+
+
+def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
+    """The states whose scales the directory carries: all for delayed scaling, only the cache's for other recipes."""
+    return {n: s for n, s in states.items() if isinstance(recipe, DelayedScaling) or n.endswith((".k", ".v"))}
+
+
+def _checkpoint(
+    source: Path, recipe: Recipe, observer: Observer, kept: Mapping[str, ScalingState], batches: Batches
+) -> ScalingCheckpoint:
+    return ScalingCheckpoint(
+        recipe,
+        {name: _tensor_scale(name, state) for name, state in kept.items()},
+        model=fingerprint(source),
+        observations={
+            "batches": len(batches.calibration),
+            "tokens": sum(b.tokens for b in batches.calibration),
+            "tensors": {name: observer.seen[name].batches for name in kept},
+        },
+        created_by=f"fp8serve {fp8serve.__version__} calibrate",
+    )
+
+
+def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
+    """As it is stored: the cache's scales have no history, nor has anything with a history of the staging slot only."""
+    keep = not name.endswith((".k", ".v")) and bool(state.amax_history.any())
+    return TensorScale(state.scale, state.amax_history if keep else None)
+
+
+def _tensor_reports(observer: Observer, kept: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
+    return tuple(
+        TensorReport(
+            name=name,
+            amax=seen.amax,
+            scale=float(kept[name].scale) if name in kept else None,
+            observations=seen.batches,
+            history=tuple(float(f"{value:.6g}") for value in seen.newest),
+        )
+        for name, seen in observer.seen.items()
+    )
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the safetensors files that hold the model's weights."""
+    return sum(file.stat().st_size for file in {entry.file for entry in open_shards(folder).entries.values()})
+
+
+def _write(
+    source: Path, out: Path, checkpoint: ScalingCheckpoint, draft: CalibrationReport, scales_only: bool, stages: Stages
+) -> CalibrationReport:
+    """Write `out` whole or not at all; the report as it was written, or would have been."""
+    final = [draft]
+
+    def extra_files(folder: Path) -> dict[str, str | bytes]:
+        seconds = stages.seconds | {"total": stages.total()}
+        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds)
+        return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
+
+    with stages.stage("write"):
+        if not scales_only:
+            write_calibrated(out, source, checkpoint, format=draft.format, extra_files=extra_files)
+            return final[0]
+        with whole_directory(out) as folder:
+            save_scales(folder / FILE_NAME, checkpoint)
+    return replace(draft, seconds=stages.seconds | {"total": stages.total()})
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers."""
+    return {
+        "fp8serve": fp8serve.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }

@@ -1,0 +1,134 @@
+"""What a calibration or an evaluation found: frozen dataclasses that become calibration.json, the page and the table.
+
+Units: amax in the tensor's own units, SQNR in dB, fractions 0..1, perplexity per token, KL in nats, bytes of weights as
+stored. A figure that does not exist is None, never NaN. No torch here: a report can be read back and shown anywhere.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fp8serve.errors import DataError
+
+HISTORY_SHOWN = 64  # newest amaxes per tensor in the report; scales.safetensors holds the whole history
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Over all scored tokens. Reference figures are None where no reference model was given."""
+
+    tokens: int
+    perplexity: float
+    reference_perplexity: float | None = None
+    kl_divergence: float | None = None  # KL(reference || model), nats per token
+    top1_agreement: float | None = None  # fraction of tokens whose likeliest next token is the same
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One quantized tensor, such as `model.layers.0.self_attn.q_proj.input`."""
+
+    name: str
+    amax: float  # running maximum over all batches
+    scale: float | None  # multiplies to quantize; None: the recipe computes it on the fly
+    observations: int  # batches that recorded an amax
+    history: tuple[float, ...]  # amax per batch, oldest first, the newest HISTORY_SHOWN
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One FP8 linear on the held-out samples."""
+
+    name: str
+    sqnr_db: float | None  # None: no error at all, or an output of zeros
+    saturated: float  # fraction of input elements beyond the FP8 range
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What was read. `held_out_disjoint` is False when the data were one sample only."""
+
+    source: tuple[str, ...]
+    samples: int
+    seq_len: int
+    batches: int
+    tokens: int
+    held_out_samples: int
+    held_out_tokens: int
+    held_out_disjoint: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """Everything that calibration.json holds."""
+
+    model: str
+    out: str
+    recipe: Mapping[str, Any]  # the recipe's JSON
+    format: str
+    device: str
+    data: DataReport
+    quality: Quality  # of the FP8 model; reference_* is the high-precision model before
+    layers: tuple[LayerReport, ...]
+    tensors: tuple[TensorReport, ...]
+    bytes_before: int  # weights in the source directory
+    bytes_after: int  # weights as FP8 and scales, rest as before
+    seconds: Mapping[str, float]  # per stage, and "total"
+    versions: Mapping[str, str]
+
+    @property
+    def worst_layers(self) -> tuple[LayerReport, ...]:
+        """Lowest SQNR first; exact layers last."""
+        return tuple(sorted(self.layers, key=lambda layer: (layer.sqnr_db is None, layer.sqnr_db or 0.0)))
+
+    def tensor(self, name: str) -> TensorReport | None:
+        return next((t for t in self.tensors if t.name == name), None)
+
+    def to_json(self) -> str:
+        """JSON with one line per field, layer and tensor; NaN is refused, for it is not JSON."""
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_line(value)}" for key, value in asdict(self).items()) + "\n}"
+
+    @classmethod
+    def from_json(cls, text: str) -> "CalibrationReport":
+        """The inverse of `to_json`. DataError: not a calibration report."""
+        try:
+            raw = json.loads(text)
+            data = raw["data"] | {"source": tuple(raw["data"]["source"])}
+            return cls(
+                **raw
+                | {
+                    "data": DataReport(**data),
+                    "quality": Quality(**raw["quality"]),
+                    "layers": tuple(LayerReport(**layer) for layer in raw["layers"]),
+                    "tensors": tuple(TensorReport(**t | {"history": tuple(t["history"])}) for t in raw["tensors"]),
+                }
+            )
+        except (ValueError, TypeError, KeyError) as e:
+            raise DataError(f"This is not a calibration report of this version: {e}.") from None
+
+
+def _line(value: Any) -> str:
+    """A list of objects gets a line for each; anything else is one line."""
+    if isinstance(value, tuple) and value:
+        return "[\n " + ",\n ".join(_line(item) for item in value) + "\n]"
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """What `fp8serve eval` prints."""
+
+    model: str
+    against: str | None
+    recipe: str
+    source: tuple[str, ...]
+    samples: int
+    seq_len: int
+    quality: Quality
+    layers: tuple[LayerReport, ...]  # empty without a reference
+    seconds: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)

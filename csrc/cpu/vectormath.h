@@ -1,0 +1,27 @@
+// Functions of one float that vectorise: no table, no branch, the same bits on every instruction set.
+#pragma once
+
+#include "fp8.h"
+
+namespace fp8serve {
+
+// e^x for x <= 88, within 2 units in the last place; 0 below -87.3, NaN for NaN. Cephes' reduction: x = n ln
+// 2 + r with |r| <= ln 2 / 2, a degree-6 polynomial in r, and 2^n added into the exponent.
+FP8_INLINE float exp_of(float x) {
+  const float clamped = x < -87.0f ? -87.0f : x;
+  const float shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the fraction is rounded away
+  const float n = shifted - 12582912.0f;
+  const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const float fraction = p * (r * r) + r + 1.0f;
+  const int32_t power = (std::bit_cast<int32_t>(shifted) - 0x4b400000 + 127) << 23;
+  const float value = fraction * std::bit_cast<float>(power);
+  return x < -87.0f ? 0.0f : value;
+}
+
+}  // namespace fp8serve

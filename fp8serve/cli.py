@@ -1,0 +1,92 @@
+"""The command line: one module per command in `commands/`, and here what they share.
+
+Exit status 0 done, 1 failed, 2 wrong usage, 130 interrupted. A failure is one sentence on standard error; a traceback
+appears only with --debug. Results go to standard output (as JSON with --json), everything else to standard error.
+Commands import torch and the web framework inside their functions, so that `fp8serve --help` answers at once.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from fp8serve import __version__
+from fp8serve.commands import calibrate, demo, doctor, evaluate, finetune, generate, inspect, serve
+from fp8serve.errors import Fp8ServeError
+
+app = typer.Typer(
+    name="fp8serve",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it comes sooner, and pipes and pagers show it unchanged
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+app.command("calibrate")(calibrate.command)
+app.command("serve")(serve.command)
+app.command("generate")(generate.command)
+app.command("finetune")(finetune.command)
+app.command("eval")(evaluate.command)
+app.command("inspect")(inspect.command)
+app.command("doctor")(doctor.command)
+app.command("demo")(demo.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fp8serve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback when something fails; also after the command.")
+    ] = False,
+) -> None:
+    """Calibrate a language model to FP8, serve it, fine-tune it in FP8, and serve the result with the same scales.
+
+    \b
+    Examples:
+      fp8serve demo                                   # the whole job on a small model, offline
+      fp8serve calibrate MODEL --out MODEL-fp8
+      fp8serve serve MODEL-fp8
+      fp8serve generate MODEL-fp8 "Once upon a time"
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    try:
+        app(["--debug"] * debug + [a for a in args if a != "--debug"], prog_name="fp8serve")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(f"fp8serve: {_sentence(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _sentence(error: Exception) -> str:
+    """What the user reads: our own errors and the system's say it themselves, anything else is our fault."""
+    if isinstance(error, Fp8ServeError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"internal error, {type(error).__name__}: {error}; run the command again with --debug for the traceback."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""`fp8serve doctor`: what this machine has, and which kernel serves each operation."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fp8serve.terminal import AsJson, print_json, print_table, size
+
+
+def command(
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="The server's data directory, to check its disk.", show_default="a user directory"),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Say what this machine has and how fp8serve runs on it.
+
+    Device, instruction set, which kernel serves each operation, and which recipes run natively. Status 1 when
+    something is in the way.
+
+    \b
+    Examples:
+      fp8serve doctor
+      fp8serve doctor --json
+    """
+    from fp8serve.doctor import examine
+
+    report = examine(data_dir)
+    print_json(report) if json else _print(report)
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+def _print(report: dict[str, Any]) -> None:
+    cpu, memory, disk, tools = report["cpu"], report["memory"], report["disk"], report["compilers"]
+    print(
+        f"fp8serve {report['fp8serve']}, Python {report['python']}, torch {report['torch']['version']}, "
+        f"{report['platform']}"
+    )
+    print(
+        f"CPU      {cpu['name']}, {cpu['cores']} cores; "
+        f"{' '.join(cpu['instruction_sets']) or 'no vector extension that is used'}"
+    )
+    for gpu in report["gpus"]:
+        print(f"GPU      {gpu['name']}, {gpu['architecture']}, {size(gpu['memory'])}")
+    if not report["gpus"]:
+        print(f"GPU      none ({report['torch']['cuda']})")
+    print(f"memory   {size(memory['available'])} free of {size(memory['total'])}")
+    print(f"disk     {size(disk['free'])} free at {disk['path']}")
+    print(f"C++      {tools['c++'] or 'none: csrc/ cannot be compiled here'}")
+    print(f"nvcc     {tools['nvcc'] or 'none: CUDA kernels cannot be compiled here'}\n")
+    print_table(("operation", "served by"), sorted(report["kernels"].items()))
+    print()
+    print_table(("recipe", "runs", "why"), [(name, r["runs"], r["why"]) for name, r in report["recipes"].items()])
+    for problem in report["problems"]:
+        print(f"\nproblem: {problem}")

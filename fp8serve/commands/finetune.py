@@ -1,0 +1,127 @@
+"""`fp8serve finetune`: the trainer of the endpoint, in the foreground."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from fp8serve.terminal import Advance, AsJson, print_json, progress, remark
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face-format directory, or a name on the hub.")],
+    data: Annotated[list[Path], typer.Option(help="Text or JSON-lines file; repeat for several.")],
+    out: Annotated[Path, typer.Option(help="Directory for checkpoints/ and, at the end, model/.")],
+    recipe: Annotated[
+        Literal["delayed", "current", "rowwise", "block", "bf16"], typer.Option(help="How tensors are scaled.")
+    ] = "delayed",
+    history_len: Annotated[
+        int | None, typer.Option(min=1, help="Length of the amax history (delayed).", show_default="1024")
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of epochs.")] = None,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-5,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps of linear rise.", show_default="3 % of all")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a microbatch.")] = 8,
+    accumulate: Annotated[int, typer.Option(min=1, help="Microbatches in an optimizer step.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=2, help="Longest row, in tokens.")] = 256,
+    weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's weight decay.")] = 0.01,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm.")] = 1.0,
+    eval_data: Annotated[list[Path] | None, typer.Option(help="File to validate on; repeat for several.")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between validations.", show_default="at the end")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="at the end")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the data order.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json: AsJson = False,
+) -> None:
+    """Fine-tune MODEL in FP8 on your own data.
+
+    The result carries the scales that training kept: no calibration is needed before serving it. Interrupted
+    (ctrl-C, SIGTERM), it writes a checkpoint first; the same command again goes on from there.
+
+    \b
+    Examples:
+      fp8serve finetune ./llama --data chats.jsonl --out ./run
+      fp8serve finetune ./llama-fp8 --data chats.jsonl --out ./run --epochs 3 --lr 1e-5
+      fp8serve serve ./run/model
+    """
+    from fp8serve.hub import find_model
+
+    directory = find_model(model)
+    from fp8serve.train.config import TrainConfig
+    from fp8serve.train.trainer import Trainer
+
+    config = TrainConfig(
+        model=str(directory),
+        data=tuple(map(str, data)),
+        out=str(out),
+        recipe=recipe,
+        amax_history_len=history_len,
+        epochs=epochs,
+        max_steps=max_steps,
+        lr=lr,
+        warmup_steps=warmup_steps,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        seq_len=seq_len,
+        weight_decay=weight_decay,
+        clip=clip,
+        eval_data=tuple(map(str, eval_data or ())),
+        eval_every=eval_every,
+        save_every=save_every,
+        seed=seed,
+        device=device,
+    )
+    with progress("Training") as advance, _stop_on_signal() as stopped:
+        result = Trainer(config).run(on_event=lambda event: _show(event, advance), stop=stopped)
+    print_json(vars(result)) if json else _summary(result)
+    if result.status == "stopped":
+        raise typer.Exit(130)
+
+
+def _show(event: dict[str, Any], advance: Advance) -> None:
+    remark(event["message"])
+    if event["type"] == "metrics":
+        advance(event["step"], event["total_steps"])
+
+
+def _summary(result: Any) -> None:
+    if result.status == "stopped":
+        print(
+            f"Stopped after step {result.step} of {result.total_steps}; "
+            f"the same command again goes on from {result.checkpoint}."
+        )
+    else:
+        loss = result.metrics["train_loss"]
+        print(
+            f"{result.step} steps, {result.trained_tokens} tokens in {result.seconds:.1f} s; "
+            f"last loss {loss:.4f}; model in {result.model}"
+        )
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """The first SIGINT or SIGTERM asks to stop after the step that runs; a second one has its usual effect."""
+    seen: list[int] = []
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: object) -> None:
+        seen.append(number)
+        signal.signal(number, usual[signal.Signals(number)])
+
+    for number in usual:
+        signal.signal(number, ask)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)

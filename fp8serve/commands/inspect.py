@@ -1,0 +1,44 @@
+"""`fp8serve inspect`: every scale that lies in a checkpoint."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fp8serve.terminal import AsJson, print_json, print_table
+
+
+def command(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Model directory, or a scales.safetensors.")],
+    json: AsJson = False,
+) -> None:
+    """Show every scale in a checkpoint.
+
+    What it scales, in which direction, its shape and values, where it came from, and its amax history as a row of bars.
+
+    \b
+    Examples:
+      fp8serve inspect ./llama-fp8
+      fp8serve inspect ./llama-fp8/scales.safetensors --json
+    """
+    from fp8serve.inspection import inspect
+
+    report = inspect(path)
+    print_json(report) if json else _print(report)
+
+
+def _print(report: dict[str, Any]) -> None:
+    from fp8serve.inspection import sparkline
+
+    print(f"{report['path']}: {report['holds']}, {len(report['scales'])} scale tensors")
+    rows = [
+        (s["tensor"], s["direction"], s["shape"] or "[]", _values(s), s["origin"], sparkline(s["history"] or []))
+        for s in report["scales"]
+    ]
+    if rows:
+        print_table(("tensor", "direction", "shape", "value", "from", "amax history"), rows)
+
+
+def _values(scale: dict[str, Any]) -> str:
+    low, high = scale["smallest"], scale["largest"]
+    return f"{low:.6g}" if low == high else f"{low:.6g} .. {high:.6g}"

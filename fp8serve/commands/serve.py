@@ -1,0 +1,86 @@
+"""`fp8serve serve`: the HTTP server, in the foreground until a signal ends it."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+RecipeChoice = Literal["stored", "delayed", "current", "rowwise", "block", "bf16"]
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face-format directory, or a name on the hub.")],
+    recipe: Annotated[
+        RecipeChoice, typer.Option(help="'stored': the scales in the directory; the others are made on the fly.")
+    ] = "stored",
+    scales: Annotated[
+        Path | None, typer.Option(help="scales.safetensors to use instead of the directory's own.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's own need a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(help="Key that every request but health must carry.")] = None,
+    allow_unauthenticated: Annotated[
+        bool, typer.Option("--allow-unauthenticated", help="Listen beyond this machine without a key.")
+    ] = False,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that requests use.", show_default="the directory's")
+    ] = None,
+    kv_cache_dtype: Annotated[Literal["bf16", "fp8"], typer.Option(help="Element type of the KV cache.")] = "bf16",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at the same time.")] = 16,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of prompt and answer.", show_default="the model's")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where jobs, uploads and checkpoints are kept.", show_default="a user directory")
+    ] = None,
+    train_on: Annotated[
+        Literal["refuse", "share", "pause"], typer.Option(help="What a fine-tune may do to the device that serves.")
+    ] = "refuse",
+    train_device: Annotated[
+        str | None, typer.Option(help="Device of fine-tune jobs.", show_default="the one that serves")
+    ] = None,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="How long requests may finish after SIGTERM.")] = 30.0,
+    vllm_metrics: Annotated[
+        bool, typer.Option("--vllm-metrics", help="Also publish metrics under vllm:* names.")
+    ] = False,
+) -> None:
+    """Serve MODEL over HTTP until a signal ends it.
+
+    Routes: /generate, the OpenAI ones, /finetune, /health, /metrics, /docs, and a console at /.
+
+    \b
+    Examples:
+      fp8serve serve ./llama-fp8
+      fp8serve serve ./llama-fp8 --host 0.0.0.0 --api-key "$KEY"
+      fp8serve serve ./llama-fp8 --train-on share
+      fp8serve serve ./llama --recipe current --port 8080
+    """
+    from fp8serve.hub import find_model
+
+    directory = find_model(model)
+    from fp8serve.server.launch import run
+    from fp8serve.server.settings import Settings, default_data_dir
+
+    settings = Settings(
+        model=directory,
+        recipe=recipe,
+        scales=scales,
+        host=host,
+        port=port,
+        api_key=api_key,
+        allow_unauthenticated=allow_unauthenticated,
+        served_model_name=served_model_name,
+        device=device,
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        data_dir=data_dir or default_data_dir(),
+        train_on=train_on,
+        train_device=train_device,
+        drain_seconds=drain_seconds,
+        vllm_metrics=vllm_metrics,
+    )
+    run(settings)

@@ -1,0 +1,162 @@
+"""What this machine has and what fp8serve makes of it, as plain data: `examine()`; the command prints it.
+
+"Natively" means that compiled kernels of ours serve every operation of a recipe on the CPU; otherwise the PyTorch
+reference does: the same numbers, slower. Nothing here changes the machine, and nothing is guessed: what cannot be read
+is null.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fp8serve import __version__
+
+# The operations that a linear layer needs under each recipe, forward and backward.
+RECIPE_OPS = {
+    "delayed": ("quantize", "scaled_mm", "delayed_update"),
+    "current": ("quantize_current", "scaled_mm"),
+    "rowwise": ("quantize_rowwise", "scaled_mm"),
+    "block": ("quantize_block", "scaled_mm"),
+}
+_INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_vbmi", "amx_bf16", "asimd", "bf16")
+_LEAST_DISK = 1 << 30
+
+
+def examine(data_dir: Path | None = None) -> dict[str, Any]:
+    """Everything `fp8serve doctor` shows; `problems` lists sentences about what keeps fp8serve from working."""
+    import torch
+
+    from fp8serve.fp8 import ops
+
+    kernels = ops.backends()
+    disk = _disk(data_dir or _default_data_dir())
+    return {
+        "fp8serve": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": {"version": torch.__version__, "cuda": _cuda_state(), "threads": torch.get_num_threads()},
+        "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "instruction_sets": instruction_sets()},
+        "gpus": _gpus(),
+        "kernels": kernels,
+        "recipes": {name: _recipe(name, kernels) for name in RECIPE_OPS} | {"bf16": _BF16},
+        "compilers": {"c++": _compiler(), "nvcc": _nvcc()},
+        "memory": _memory(),
+        "disk": disk,
+        "problems": _problems(disk),
+    }
+
+
+_BF16 = {"runs": "torch", "why": "no FP8: torch's own high-precision kernels"}
+
+
+def _recipe(name: str, kernels: dict[str, str]) -> dict[str, str]:
+    on_reference = [op for op in RECIPE_OPS[name] if "reference" in kernels[op]]
+    if on_reference:
+        return {"runs": "on the reference", "why": f"no compiled kernel for {', '.join(on_reference)}"}
+    return {"runs": "natively", "why": f"compiled kernels serve {', '.join(RECIPE_OPS[name])}"}
+
+
+def _default_data_dir() -> Path:
+    from fp8serve.server.settings import default_data_dir
+
+    return default_data_dir()
+
+
+def _cuda_state() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    return f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else f"CUDA {torch.version.cuda}, no usable device"
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory": p.total_memory} for p in found]
+
+
+def _cpuinfo(key: str) -> str:
+    """The first value of a key in /proc/cpuinfo; empty where there is no such file or key."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next(
+        (value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key), ""
+    )
+
+
+def _cpu_name() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """The vector extensions of this processor that our kernels, or torch's, make use of."""
+    flags = f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split()
+    return [name for name in _INSTRUCTION_SETS if name in flags]
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next((line.strip() for line in done.stdout.splitlines() if line.strip()), None)
+
+
+def _compiler() -> str | None:
+    """The C++ compiler that a build would use: $CXX as CMake reads it, then the usual names."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((line for name in names if shutil.which(name) and (line := _first_line(name, "--version"))), None)
+
+
+def _nvcc() -> str | None:
+    path = shutil.which("nvcc")
+    return f"{path}" if path and _first_line(path, "--version") else None
+
+
+def _memory() -> dict[str, int | None]:
+    """Bytes; a container's own limit counts when it is lower than the machine's."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = _meminfo("MemAvailable")
+    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
+    if limit is None or limit >= total:
+        return {"total": total, "available": available}
+    return {"total": limit, "available": min(available or limit, limit - (used or 0))}
+
+
+def _meminfo(key: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _disk(path: Path) -> dict[str, Any]:
+    there = next(p for p in (path, *path.parents) if p.exists())
+    return {"path": str(path), "free": shutil.disk_usage(there).free, "writable": os.access(there, os.W_OK)}
+
+
+def _problems(disk: dict[str, Any]) -> list[str]:
+    found = []
+    if sys.byteorder != "little":
+        found.append("this machine is big-endian; safetensors files and our kernels are little-endian.")
+    if not disk["writable"]:
+        found.append(f"the data directory {disk['path']} cannot be written; choose another with --data-dir.")
+    if disk["free"] < _LEAST_DISK:
+        found.append(f"only {disk['free'] >> 20} MiB are free at {disk['path']}; checkpoints will not fit.")
+    return found

@@ -1,0 +1,39 @@
+"""Where a model's name leads: a directory, or a name on the Hugging Face hub that is downloaded once.
+
+A name on the hub is only tried when no such directory exists. HF_HUB_OFFLINE=1 is honoured by huggingface_hub itself:
+then only what was downloaded before is found.
+"""
+
+import re
+from pathlib import Path
+
+from fp8serve.errors import ModelError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # never pickled weights, never code
+
+
+def find_model(name: str) -> Path:
+    """The directory of a model. ModelError when there is none, and no way to get it."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{name} is a file; give the directory that holds config.json and the safetensors files.")
+    if not _HUB_NAME.fullmatch(name):
+        raise ModelError(
+            f"{name} is not a directory; give a Hugging Face-format model directory or a hub name such as org/name."
+        )
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except (
+        Exception
+    ) as error:  # the hub library raises a dozen classes, some of them requests'; one sentence covers all
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ModelError(f"{name} is not a directory, and the hub did not give it ({reason}).") from error

@@ -1,0 +1,120 @@
+"""Every scale in a checkpoint: what it scales, in which direction, its shape and values, and where it came from.
+
+Two kinds of place hold scales. A model directory of any format of SPEC 5.3 stores dequantizing multipliers under that
+format's names; `scales.safetensors` stores quantizing multipliers and the amax histories they were made from. Both are
+read and checked by the same code that serves them, so what cannot be served is refused here in the same words.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fp8serve.errors import ModelError
+from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, load_scales
+from fp8serve.model.stored import Checkpoint, open_checkpoint
+
+HISTORY_SHOWN = 32
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One scale tensor. `history` holds the amaxes it was made from, oldest first, where the file keeps them."""
+
+    tensor: str  # what it scales: "model.layers.0.self_attn.q_proj.input"
+    key: str  # its name in the file
+    direction: Literal["quantizes", "dequantizes"]
+    shape: list[int]
+    smallest: float
+    largest: float
+    origin: str
+    history: list[float] | None = None
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """{"path", "holds", "scales": [Scale as a dict, ...]} of a model directory, or of a scales.safetensors.
+
+    ModelError, ScalesError: there is nothing to inspect, or it is damaged.
+    """
+    if path.is_file():
+        return _report(path, "scales", _from_scales(load_scales(path), path.name))
+    if not path.is_dir():
+        raise ModelError(f"There is no {path}; give a model directory or a {FILE_NAME}.")
+    found: list[Scale] = []
+    holds = "scales"
+    if (path / "config.json").is_file():
+        checkpoint = open_checkpoint(path)
+        found += _from_checkpoint(checkpoint)
+        holds = _describe(checkpoint)
+    elif not (path / FILE_NAME).is_file():
+        raise ModelError(f"{path} holds neither config.json nor {FILE_NAME}; give a model directory.")
+    if (path / FILE_NAME).is_file():
+        found += _from_scales(load_scales(path / FILE_NAME), FILE_NAME)
+    return _report(path, holds, found)
+
+
+def _report(path: Path, holds: str, scales: list[Scale]) -> dict[str, Any]:
+    return {"path": str(path), "holds": holds, "scales": [asdict(s) for s in scales]}
+
+
+def _describe(checkpoint: Checkpoint) -> str:
+    count, config = len(checkpoint.fp8_linears), checkpoint.config
+    if checkpoint.quantization is None:
+        return f"{config.architecture} with weights in high precision"
+    return f"{config.architecture} with {count} FP8 linear layers, as {checkpoint.quantization.producer} writes them"
+
+
+def _from_checkpoint(checkpoint: Checkpoint) -> list[Scale]:
+    attention = [f"model.layers.{i}.self_attn" for i in range(checkpoint.config.num_layers)]
+    places = [(linear, role) for linear in checkpoint.fp8_linears for role in ("input", "weight")]
+    places += [(owner, role) for owner in attention for role in ("k", "v", "kv")]
+    named = [(f"{owner}.{role}", checkpoint.scale_key(owner, role)) for owner, role in places]  # type: ignore[arg-type]
+    return [_stored(checkpoint, tensor, key) for tensor, key in named if key is not None]
+
+
+def _stored(checkpoint: Checkpoint, tensor: str, key: str) -> Scale:
+    producer = checkpoint.quantization.producer if checkpoint.quantization else "?"
+    file = checkpoint.shards.entries[key].file.name
+    return _scale(tensor, key, "dequantizes", checkpoint.shards[key], f"{file} ({producer})")
+
+
+def _from_scales(scales: ScalingCheckpoint, file: str) -> list[Scale]:
+    counts = scales.observations.get("tensors", {})
+    return [
+        _scale(
+            tensor,
+            f"{tensor}.scale",
+            "quantizes",
+            entry.scale,
+            f"{file}: {counts[tensor]} observations" if tensor in counts else file,
+            None if entry.amax_history is None else _oldest_first(entry.amax_history),
+        )
+        for tensor, entry in scales.tensors.items()
+    ]
+
+
+def _scale(
+    tensor: str,
+    key: str,
+    direction: Literal["quantizes", "dequantizes"],
+    value: Tensor,
+    origin: str,
+    history: list[float] | None = None,
+) -> Scale:
+    wide = value.float()
+    return Scale(tensor, key, direction, list(value.shape), float(wide.min()), float(wide.max()), origin, history)
+
+
+def _oldest_first(history: Tensor) -> list[float]:
+    """The recorded amaxes of a history (SPEC 2.4): slot 0 stages the present step, 1 is the oldest; zeros are unused."""
+    values: list[float] = history.tolist()
+    return [amax for amax in (*values[1:], values[0]) if amax != 0]
+
+
+def sparkline(history: list[float]) -> str:
+    """The newest amaxes as a row of bars from zero to the largest."""
+    newest = history[-HISTORY_SHOWN:]
+    top = max(newest, default=0.0)
+    return "".join(_BARS[round(amax / top * (len(_BARS) - 1))] for amax in newest) if top else ""

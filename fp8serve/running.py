@@ -1,0 +1,100 @@
+"""A server of ours in a process of its own, and a small client for it: what the demonstration and the examples use.
+
+`with RunningServer(model, log=...) as server:` waits until the server is ready and ends it in every case, with its engine
+and its jobs. The client is the standard library's: no proxy, no retries, an error is one sentence with the server's words.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fp8serve.errors import MachineError
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_STOP_SECONDS = 60.0  # the server's own drain takes at most 30
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RunningServer:
+    """`fp8serve serve MODEL OPTIONS...` on a free port of this machine, from entering the block to leaving it."""
+
+    def __init__(self, model: Path, options: Sequence[str] = (), *, log: Path, ready_seconds: float = 120.0) -> None:
+        self.log = log
+        self.ready_seconds = ready_seconds
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "fp8serve.cli", "serve", str(model), "--port", str(port), *options]
+
+    def __enter__(self) -> Self:
+        with self.log.open("wb") as log:  # a session of its own: ctrl-C in the terminal is ours to handle
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """SIGTERM, and what the server does about it: its exit status. Killed when it takes too long."""
+        self._process.terminate()
+        try:
+            return self._process.wait(_STOP_SECONDS)
+        except BaseException:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            raise
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.ready_seconds
+        while self._process.poll() is None and time.monotonic() < deadline:
+            if self._is_ready():
+                return
+            time.sleep(0.05)
+        said = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise MachineError(f"The server did not become ready; the last line of {self.log} is: {said or '(nothing)'}")
+
+    def _is_ready(self) -> bool:
+        try:
+            self.get("/health/ready")
+        except (MachineError, OSError):
+            return False
+        return True
+
+    def get(self, path: str) -> Any:
+        """The JSON that GET answers."""
+        return self._ask(urllib.request.Request(self.url + path))
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The JSON that POST answers."""
+        headers = {"Content-Type": "application/json"}
+        return self._ask(urllib.request.Request(self.url + path, json.dumps(body or {}).encode(), headers))
+
+    def _ask(self, request: urllib.request.Request) -> Any:
+        try:
+            with _OPENER.open(request, timeout=300) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")
+            raise MachineError(f"{request.get_method()} {request.selector} answered {error.code}: {said}") from None

@@ -1,0 +1,87 @@
+"""What the commands print, and where: results on standard output, progress and remarks on standard error.
+
+A progress bar appears only when standard error is a terminal; with --json standard output holds one JSON document.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Protocol
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+
+class Advance(Protocol):
+    """Moves a progress bar to `done` of `total`; `what` renames it."""
+
+    def __call__(self, done: int, total: int, what: str | None = None) -> None: ...
+
+
+def print_json(result: Any) -> None:
+    """One JSON document; NaN and infinity become null, as JSON has neither."""
+    print(json.dumps(_finite(result), indent=2, default=str))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def remark(text: str) -> None:
+    """A line for the person at the terminal."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Left-aligned columns under a header, wide as their content: it also reads well in a pipe."""
+    cells = [[str(c) for c in row] for row in (columns, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    for row in cells:
+        print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+
+
+def print_rich(table: Any) -> None:
+    """A rich table on standard output, as wide as the terminal, or as it needs to be in a pipe."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Advance]:
+    """A bar on standard error while the block runs; nothing at all where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield _nowhere
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def advance(done: int, total: int, what: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, **({"description": what} if what else {}))
+
+        yield advance
+
+
+def _nowhere(done: int, total: int, what: str | None = None) -> None:
+    """There is no bar to move."""
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

@@ -1,0 +1,169 @@
+"""Bad input from the command line: one sentence that names it, status 1, nothing half-written."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8serve.cli import main
+from tests.tiny import CHATS, write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("bad") / "model")
+
+
+@pytest.fixture
+def model(original: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(CHATS)
+    return path
+
+
+def failure(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    """The one sentence of a command that must fail."""
+    assert main([str(a) for a in args]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = [line for line in shown.err.splitlines() if line.startswith("fp8serve: ")]
+    assert len(lines) == 1
+    assert "internal error" not in lines[0]
+    assert "Traceback" not in shown.err
+    return lines[0]
+
+
+def truncate(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def without_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def another_architecture(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+
+
+def without_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+SPOILERS: dict[Callable[[Path], None], str] = {
+    truncate: "model.safetensors",
+    without_config: "config.json",
+    another_architecture: "GPT2LMHeadModel",
+    without_tokenizer: "tokenizer.json",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("command", ["calibrate", "finetune", "eval", "generate"])
+def test_a_damaged_model(
+    spoil: Callable[[Path], None], command: str, model: Path, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(model)
+    out = model.parent / "out"
+    rest: dict[str, tuple[str | Path, ...]] = {
+        "calibrate": ("--out", out),
+        "finetune": ("--data", chats, "--out", out),
+        "eval": ("--recipe", "bf16"),
+        "generate": ("Hello", "--recipe", "bf16"),
+    }
+    assert SPOILERS[spoil] in failure(capsys, command, model, *rest[command])
+    assert not [p for p in model.parent.rglob("*.safetensors") if p.parent != model]
+    assert not (out / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "no example"),
+        ('{"text": "good"}\n{"text": \n', "line 2"),
+        ('{"text": "good"}\n[1]\n', "line 2"),
+        ('{"words": "unknown column"}\n', "line 1"),
+    ],
+    ids=["empty", "broken JSON", "not an object", "unknown columns"],
+)
+@pytest.mark.parametrize("command", ["calibrate", "finetune"])
+def test_bad_data(
+    text: str, expected: str, command: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(text)
+    said = failure(capsys, command, original, "--data", data, "--out", tmp_path / "out")
+    assert "data.jsonl" in said
+    assert expected in said.replace(":2", " line 2").replace(":1", " line 1")
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_data_that_does_not_exist(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = failure(capsys, "calibrate", original, "--data", tmp_path / "none.jsonl", "--out", tmp_path / "out")
+    assert "none.jsonl" in said
+
+
+def test_an_output_directory_that_is_taken(original: Path, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(chats.parent.iterdir())
+    said = failure(capsys, "calibrate", original, "--out", chats.parent, "--data", chats)
+    assert "not empty" in said
+    assert sorted(chats.parent.iterdir()) == before
+
+
+def test_scales_of_another_model(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fp8serve.train.scratch import write_random_model
+
+    other = write_random_model(
+        tmp_path / "other", ["some text"], vocab_size=320, hidden_size=64, layers=1, heads=4, intermediate_size=128
+    )
+    few = ("--samples", "2", "--seq-len", "16")
+    assert main(["calibrate", str(other), "--out", str(tmp_path / "scales"), "--scales-only", *few]) == 0
+    capsys.readouterr()
+    scales = tmp_path / "scales" / "scales.safetensors"
+    assert "another model" in failure(capsys, "generate", original, "Hello", "--recipe", "delayed", "--scales", scales)
+
+
+def test_a_prompt_longer_than_the_context(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = failure(capsys, "generate", original, "word " * 1000, "--recipe", "bf16")
+    assert "256" in said
+
+
+def test_no_scales_and_no_recipe(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = failure(capsys, "generate", original, "Hello")
+    assert "calibrate" in said
+    assert "recipe" in said
+
+
+def test_a_port_in_use(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert port in failure(capsys, "serve", original, "--port", port, "--data-dir", tmp_path / "data")
+
+
+def test_an_open_port_without_a_key(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = failure(capsys, "serve", original, "--host", "0.0.0.0", "--port", "0", "--data-dir", tmp_path / "data")
+    assert "--api-key" in said
+
+
+def test_inspect_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "config.json" in failure(capsys, "inspect", tmp_path)
+    (tmp_path / "scales.safetensors").write_bytes(b"nonsense")
+    assert "scales.safetensors" in failure(capsys, "inspect", tmp_path / "scales.safetensors")
+
+
+def test_a_demonstration_does_not_write_over_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").touch()
+    assert "not empty" in failure(capsys, "demo", "--keep", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]

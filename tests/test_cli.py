@@ -1,0 +1,207 @@
+"""The command line as a shell sees it: exit statuses, sentences, JSON, and what an answer costs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve import __version__, cli, terminal
+from fp8serve.cli import main
+from fp8serve.errors import ModelError
+from fp8serve.hub import find_model
+
+COMMANDS = ("calibrate", "serve", "generate", "finetune", "eval", "inspect", "doctor", "demo")
+HEAVY = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "safetensors", "tokenizers", "jinja2", "rich"}
+
+
+def sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    """What standard error holds: exactly one line, the error, and nothing on standard output."""
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert shown.err.startswith("fp8serve: ")
+    return shown.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_and_explains_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import typer
+
+    group: Any = typer.main.get_command(cli.app)
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"  fp8serve {command}" in shown.partition("Examples:")[2]
+    for parameter in group.commands[command].params:
+        assert parameter.help, parameter.name
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command} " in shown for command in COMMANDS)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from fp8serve.cli import main\n"
+        f"for c in {COMMANDS!r}: assert main([c, '--help']) == 0\n"
+        f"found = {HEAVY!r} & set(sys.modules); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fp8serve {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["nonsense"],
+        ["calibrate", "model"],
+        ["calibrate", "model", "--out", "x", "--recipe", "nonsense"],
+        ["calibrate", "model", "--out", "x", "--samples", "0"],
+        ["serve", "model", "--port", "70000"],
+        ["generate"],
+        ["doctor", "--nonsense"],
+    ],
+)
+def test_wrong_usage_is_status_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    assert "Usage: fp8serve" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", ["calibrate", "serve", "generate", "finetune", "eval", "inspect"])
+def test_a_missing_directory_is_one_sentence(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = {"calibrate": ["--out", "x"], "finetune": ["--data", "d", "--out", "x"], "generate": ["Hello"]}
+    assert main([command, str(tmp_path / "nowhere"), *extra.get(command, [])]) == 1
+    assert "nowhere" in sentence(capsys)
+
+
+def test_options_of_another_recipe_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["calibrate", str(tmp_path), "--out", str(tmp_path / "x"), "--recipe", "current", "--margin", "1"]
+    assert main(args) == 1
+    assert "belong to the delayed recipe" in sentence(capsys)
+    assert not (tmp_path / "x").exists()
+
+
+class Failing:
+    """Stands in for `doctor.examine`: raises what a test wants to see handled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, *args: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ModelError("It is broken; mend it."), 1, "fp8serve: It is broken; mend it.\n"),
+        (
+            FileNotFoundError(2, "No such file or directory", "a.json"),
+            1,
+            "fp8serve: No such file or directory: a.json\n",
+        ),
+        (ValueError("oops"), 1, "fp8serve: internal error, ValueError: oops;"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_failures(
+    error: BaseException, status: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fp8serve.doctor.examine", Failing(error))
+    assert main(["doctor"]) == status
+    shown = capsys.readouterr()
+    assert shown.err.startswith(text)
+    assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize("args", [["--debug", "doctor"], ["doctor", "--debug"]])
+def test_debug_shows_the_traceback(
+    args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fp8serve.doctor.examine", Failing(ModelError("It is broken.")))
+    assert main(args) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_no_progress_bar_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.progress("Working") as advance:
+        advance(1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal.progress("Working") as advance:
+        advance(1, 2)
+    shown = capsys.readouterr()
+    assert "Working" in shown.err
+    assert "1/2" in shown.err
+    assert shown.out == ""
+
+
+def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.print_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": Path("x")})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.5], "c": "x"}
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 41, "2.0 TiB")]
+)
+def test_size(num_bytes: int, text: str) -> None:
+    assert terminal.size(num_bytes) == text
+
+
+def test_a_directory_is_found_without_asking_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org/name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fp8serve.hub._download", Failing(AssertionError("asked the hub")))
+    assert find_model("org/name") == Path("org/name")
+
+
+def test_a_hub_name_is_downloaded_without_code_or_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.update(name=name, allow_patterns=allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_model("org/name") == tmp_path
+    assert asked["name"] == "org/name"
+    assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in asked["allow_patterns"])
+
+
+def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = (
+        "from fp8serve.hub import find_model\nfrom fp8serve.errors import ModelError\n"
+        "try: find_model('org/no-such-model')\nexcept ModelError as e: print(e)"
+    )
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("org/no-such-model is not a directory, and the hub did not give it (")
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["/no/such/dir", "a/b/c", "name", "../x/y", "org/name/"])
+def test_what_cannot_be_a_hub_name_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8serve.hub._download", Failing(AssertionError("asked the hub")))
+    with pytest.raises(ModelError, match="is not a directory"):
+        find_model(name)
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match="is a file"):
+        find_model(str(tmp_path / "model.safetensors"))

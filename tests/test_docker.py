@@ -1,0 +1,143 @@
+"""The container files: parsed, and held against the application they start."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fp8serve.cli import app as command_line
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCKER = ROOT / "docker"
+DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
+YAML_FILES = sorted(DOCKER.rglob("*.yaml"))
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [d for d in yaml.safe_load_all(path.read_text()) if d]
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(instruction, rest) of every line of a Dockerfile, continued lines joined."""
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", path.read_text(), flags=re.M))
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def deployment() -> dict[str, Any]:
+    return next(d for d in documents(DOCKER / "kubernetes/base/deployment.yaml") if d["kind"] == "Deployment")
+
+
+def container() -> dict[str, Any]:
+    found: dict[str, Any] = deployment()["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def routes(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Paths of the application's routes."""
+    from fp8serve.server.app import create_app
+    from fp8serve.server.settings import Settings
+
+    place = tmp_path_factory.mktemp("server")
+    app = create_app(Settings(model=place, data_dir=place))
+    app.state.house.jobs.close()
+    return {path for path in app.openapi()["paths"]}
+
+
+def serve_options() -> set[str]:
+    import typer
+
+    group: Any = typer.main.get_command(command_line)
+    return {name for parameter in group.commands["serve"].params for name in parameter.opts}
+
+
+def test_every_yaml_file_parses() -> None:
+    assert len(YAML_FILES) >= 6
+    for path in YAML_FILES:
+        assert documents(path), path
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_images_are_multi_stage_and_run_as_nobody(path: Path) -> None:
+    steps = instructions(path)
+    assert [name for name, _ in steps].count("FROM") == 2
+    final = steps[max(i for i, (name, _) in enumerate(steps) if name == "FROM") :]
+    assert ("USER", "10001:10001") in final
+    assert ("VOLUME", "/data") in final
+    assert any(name == "HEALTHCHECK" for name, _ in final)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_what_an_image_copies_exists(path: Path) -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for name, rest in instructions(path):
+        if name == "COPY" and not rest.startswith("--from"):
+            sources = set(rest.split()[:-1])
+            assert all((ROOT / s).exists() for s in sources), rest
+            assert sources <= allowed, f".dockerignore hides {sources - allowed}"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_health_check_asks_a_route_that_exists(path: Path, routes: set[str]) -> None:
+    check = next(rest for name, rest in instructions(path) if name == "HEALTHCHECK")
+    found = re.search(r"127\.0\.0\.1:8000(/[\w/]+)", check)
+    assert found
+    assert found[1] in routes
+
+
+def test_kubernetes_probes_ask_routes_that_exist(routes: set[str]) -> None:
+    probes = {name: container()[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert {p["path"] for p in probes.values()} <= routes
+    assert probes["livenessProbe"]["path"] == "/health/live"
+    assert probes["readinessProbe"]["path"] == "/health/ready"
+    assert {p["port"] for p in probes.values()} <= {p["name"] for p in container()["ports"]}
+
+
+def test_containers_are_locked_down() -> None:
+    context = container()["securityContext"]
+    assert context["readOnlyRootFilesystem"] is True
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert deployment()["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"] is True
+    for service in documents(DOCKER / "compose.yaml")[0]["services"].values():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+def test_started_commands_are_ones_that_serve_has() -> None:
+    services = documents(DOCKER / "compose.yaml")[0]["services"]
+    for words in [container()["args"], *(s["command"] for s in services.values())]:
+        assert words[0] == "serve"
+        assert {w.partition("=")[0] for w in words if w.startswith("--")} <= serve_options()
+
+
+def test_the_drain_fits_into_the_grace_period() -> None:
+    from fp8serve.server.settings import Settings
+
+    drain = Settings.__dataclass_fields__["drain_seconds"].default
+    assert deployment()["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > drain
+    for service in documents(DOCKER / "compose.yaml")[0]["services"].values():
+        assert float(service["stop_grace_period"].removesuffix("s")) > drain
+
+
+def test_profiles_are_cpu_and_gpu() -> None:
+    services = documents(DOCKER / "compose.yaml")[0]["services"]
+    assert {p for s in services.values() for p in s["profiles"]} == {"cpu", "gpu"}
+    assert {s["build"]["dockerfile"] for s in services.values()} == {f"docker/{p.name}" for p in DOCKERFILES}
+
+
+def test_every_volume_that_is_mounted_is_declared() -> None:
+    spec = deployment()["spec"]["template"]["spec"]
+    claims = {d["metadata"]["name"] for d in documents(DOCKER / "kubernetes/base/volumes.yaml")}
+    assert {m["name"] for m in container()["volumeMounts"]} == {v["name"] for v in spec["volumes"]}
+    used = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
+    assert used == claims
+
+
+def test_kustomizations_name_files_that_exist() -> None:
+    for path in DOCKER.rglob("kustomization.yaml"):
+        for resource in documents(path)[0]["resources"]:
+            assert (path.parent / resource).exists(), (path, resource)

@@ -1,0 +1,93 @@
+"""What the documentation says is run: the README's commands on a tiny model, its links, its tree, the examples."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import CHATS, write_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of the README in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which ./model and chats.jsonl are what the README says they are."""
+    place = tmp_path_factory.mktemp("readme")
+    write_tiny_model(place / "model")
+    (place / "chats.jsonl").write_text(CHATS)
+    return place
+
+
+def run(place: Path, *command: str) -> str:
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_shell_commands_run_in_their_order(workplace: Path) -> None:
+    commands = [line.partition("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    assert {c.split()[1] for c in commands} >= {"calibrate", "inspect", "eval", "generate", "finetune", "doctor"}
+    for command in commands:
+        assert command.startswith("fp8serve ")
+        run(workplace, "bash", "-c", command.replace("fp8serve", f"{sys.executable} -m fp8serve.cli", 1))
+
+
+def test_python_runs(workplace: Path) -> None:
+    shutil.rmtree(workplace / "model-fp8", ignore_errors=True)
+    for block in blocks("python"):
+        run(workplace, sys.executable, "-c", block)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_example_runs(example: Path, tmp_path: Path) -> None:
+    assert run(tmp_path, sys.executable, "-W", "error", str(example))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_every_folder_in_the_tree_exists_and_the_other_way_round() -> None:
+    tree = next(block for block in re.findall(r"^```\n(.*?)^```", README, flags=re.M | re.S) if "csrc/" in block)
+    inside = {line.split("/")[0].strip() for line in tree.splitlines() if line.startswith("  ")}
+    outside = {line.split("/")[0] for line in tree.splitlines() if not line.startswith("  ")}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    folders = {p.split("/")[0] for p in tracked if "/" in p and not p.startswith(".")}
+    assert outside == folders
+    assert inside == {p.split("/")[1] for p in tracked if p.startswith("fp8serve/") and p.count("/") > 1}
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    named = {t for page in PAGES for t in re.findall(r"^make (\w+)|`make (\w+)`", page.read_text(), flags=re.M) for t in t}
+    assert named - {""} <= targets
+
+
+def test_options_in_text_blocks_exist() -> None:
+    """Commands that wait for ever, such as serve, are not run; their options are checked."""
+    for command, options in re.findall(r"^fp8serve (\w+)[^\n]*?((?: --[a-z-]+(?: [^-\s]\S*)?)+)$", README, flags=re.M):
+        shown = run(ROOT, sys.executable, "-m", "fp8serve.cli", command, "--help")
+        for option in re.findall(r"--[a-z-]+", options):
+            assert option in shown
+
+
+def test_the_changelog_names_this_version() -> None:
+    import fp8serve
+
+    assert f"\n## {fp8serve.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+    assert f'\nversion = "{fp8serve.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
