@@ -71,7 +71,8 @@ FP8_INLINE void attend(const float* q, float* out, float* maximum, float* sum, c
   for (int64_t d = 0; d < width; d += 16) {
     float lanes[16];
     for (int i = 0; i < 16; ++i) lanes[i] = out[d + i] * correction;
-    for (int j = 0; j < kTile; ++j) {
+    for (int j = 0; j < kTile && j < seen;
+         ++j) {  // a NaN behind the query's position must not get in as 0 * NaN
       for (int i = 0; i < 16; ++i) lanes[i] += weight[j] * v[j * width + d + i];
     }
     for (int i = 0; i < 16; ++i) out[d + i] = lanes[i];

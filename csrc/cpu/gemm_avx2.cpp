@@ -43,7 +43,7 @@ FP8_TARGET FP8_INLINE void reduce(const Lanes (&v)[4], float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1)));
 }
 
-#include "cpu/gemm_tile.inl"
+#include "cpu/gemm_tile.h"
 
 FP8_TARGET void unpack(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
   unpack_fp32(codes, k, e5m2, static_cast<float*>(row));

@@ -29,7 +29,7 @@ FP8_TARGET FP8_INLINE Lanes promote(Lanes total, Lanes partial, float scale) {
 }
 FP8_TARGET FP8_INLINE void reduce(const Lanes (&v)[16], float* out) { _mm512_storeu_ps(out, reduce16(v)); }
 
-#include "cpu/gemm_tile.inl"
+#include "cpu/gemm_tile.h"
 
 FP8_TARGET void unpack(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
   unpack_fp32(codes, k, e5m2, static_cast<float*>(row));

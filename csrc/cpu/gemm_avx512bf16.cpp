@@ -35,7 +35,7 @@ FP8_TARGET FP8_INLINE Lanes promote(Lanes total, Lanes partial, float scale) {
 }
 FP8_TARGET FP8_INLINE void reduce(const Lanes (&v)[16], float* out) { _mm512_storeu_ps(out, reduce16(v)); }
 
-#include "cpu/gemm_tile.inl"
+#include "cpu/gemm_tile.h"
 
 // --- FP8 -> BF16 by table
 // -------------------------------------------------------------------------------------

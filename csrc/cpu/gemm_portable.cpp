@@ -39,7 +39,7 @@ FP8_INLINE void reduce(const Lanes (&lanes)[4], float* out) {
   }
 }
 
-#include "cpu/gemm_tile.inl"
+#include "cpu/gemm_tile.h"
 
 void unpack(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
   unpack_fp32(codes, k, e5m2, static_cast<float*>(row));

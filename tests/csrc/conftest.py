@@ -1,0 +1,35 @@
+"""The CPU library at every instruction set: `level` runs a test once per level this machine has, by forcing it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8serve.fp8 import ops
+
+LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    if ops.LIBRARIES["cpu"] is None:
+        pytest.skip("libfp8serve_cpu.so was not built")
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest, library: None) -> Iterator[str]:
+    cap: str = request.param
+    in_force = torch.ops.fp8serve.cpu_isa(cap)
+    if in_force != cap:
+        torch.ops.fp8serve.cpu_isa("best")
+        pytest.skip(f"this machine has no {cap}")
+    yield cap
+    torch.ops.fp8serve.cpu_isa("best")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Lets a test change torch's thread count."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,169 @@
+"""Paged attention and the KV write: right, and the same bits however the work is batched, cut or threaded."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.fp8 import reference
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile
+
+OPS = torch.ops.fp8serve
+E4M3, E5M2 = FORMATS
+BLOCK_SIZE = 16
+CACHES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, E4M3),
+    (torch.float32, E5M2),
+]
+
+
+class Batch:
+    """Sequences of (context, new tokens) with shuffled blocks and random q, k, v."""
+
+    def __init__(self, sequences, heads, kv_heads, dim, q_dtype, cache_dtype, seed=0):
+        make = torch.Generator().manual_seed(seed)
+        width = max(-(-context // BLOCK_SIZE) for context, _ in sequences) + 1
+        blocks = len(sequences) * width + 3
+        self.tables = torch.randperm(blocks, generator=make)[: len(sequences) * width].view(-1, width).int()
+        shape = (blocks, BLOCK_SIZE, kv_heads, dim)
+        self.k = torch.randn(shape, generator=make).to(cache_dtype)
+        self.v = torch.randn(shape, generator=make).to(cache_dtype)
+        self.lengths = torch.tensor([context for context, _ in sequences], dtype=torch.int32)
+        self.starts = torch.tensor([0] + [new for _, new in sequences]).cumsum(0).int()
+        self.q = torch.randn(int(self.starts[-1]), heads, dim, generator=make).to(q_dtype)
+        fp8 = cache_dtype in FORMATS
+        self.k_scale = torch.tensor(0.7) if fp8 else None
+        self.v_scale = torch.tensor(1.3) if fp8 else None
+
+    def args(self):
+        scale = self.q.shape[2] ** -0.5
+        return (self.q, self.k, self.v, self.tables, self.lengths, self.starts, self.k_scale, self.v_scale, scale)
+
+    def part(self, sequence: int, first: int, last: int) -> Tensor:
+        """Query tokens [first, last) of one sequence, alone, as if the later ones were not there yet."""
+        start, end = (int(s) for s in self.starts[sequence : sequence + 2])
+        context = self.lengths[sequence : sequence + 1] - (end - start - last)
+        starts = torch.tensor([0, last - first], dtype=torch.int32)
+        tables = self.tables[sequence : sequence + 1]
+        q, scale = self.q[start + first : start + last], self.q.shape[2] ** -0.5
+        return OPS.paged_attention(q, self.k, self.v, tables, context, starts, self.k_scale, self.v_scale, scale)
+
+
+def naive(batch: Batch) -> Tensor:
+    """Softmax attention in the dtype of q, the way torch does it: the yardstick."""
+    high = batch.q.dtype
+    out = torch.empty_like(batch.q)
+    for i, length in enumerate(batch.lengths.tolist()):
+        rows = slice(int(batch.starts[i]), int(batch.starts[i + 1]))
+        k, v = (
+            (cache[batch.tables[i].long()].flatten(0, 1)[:length].float() * (1.0 if s is None else s)).to(high)
+            for cache, s in ((batch.k, batch.k_scale), (batch.v, batch.v_scale))
+        )
+        group = batch.q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1).transpose(0, 1), v.repeat_interleave(group, 1).transpose(0, 1)
+        q = batch.q[rows].transpose(0, 1)
+        scores = q @ k.transpose(1, 2) * batch.q.shape[2] ** -0.5
+        position = torch.arange(length - q.shape[1], length)
+        hidden = torch.arange(length) > position.unsqueeze(1)
+        out[rows] = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 16), (6, 3, 80), (8, 1, 128), (2, 1, 7)])
+def test_error_is_at_most_twice_the_naive_one(level, heads, kv_heads, dim, q_dtype, cache_dtype):
+    batch = Batch([(37, 37), (1, 1), (100, 3), (16, 16), (90, 1)], heads, kv_heads, dim, q_dtype, cache_dtype)
+    found = OPS.paged_attention(*batch.args())
+    args = list(batch.args())
+    truth = reference.paged_attention(args[0].double(), *args[1:])
+    error, naive_error = (found.double() - truth).abs().max(), (naive(batch).double() - truth).abs().max()
+    assert error <= 2 * naive_error + torch.finfo(q_dtype).eps * truth.abs().max()
+
+
+@pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, group):
+    batch = Batch([(53, 53), (200, 1), (64, 33), (17, 2)], 2 * group, 2, 64, q_dtype, cache_dtype)
+    whole = OPS.paged_attention(*batch.args())
+    for sequence in range(4):
+        start, end = (int(s) for s in batch.starts[sequence : sequence + 2])
+        new = end - start
+        for cut in {1, new // 2, new - 1, new} - {0}:
+            pieces = torch.cat([batch.part(sequence, 0, cut), batch.part(sequence, cut, new)])
+            assert_bits_equal(pieces, whole[start:end])
+
+
+def test_threads_do_not_change_the_result(threads):
+    batch = Batch([(53, 53), (200, 1), (64, 33)], 8, 2, 64, torch.bfloat16, torch.bfloat16)
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(OPS.paged_attention(*batch.args()))
+    assert_bits_equal(results[1], results[0])
+    assert_bits_equal(results[2], results[0])
+
+
+def test_values_beyond_the_query_are_never_seen(level):
+    batch = Batch([(20, 20)], 4, 2, 16, torch.float32, torch.float32)
+    before = OPS.paged_attention(*batch.args())
+    block, offset = int(batch.tables[0, 1]), 3  # position 19, the last
+    batch.k[block, offset], batch.v[block, offset] = torch.nan, torch.nan
+    after = OPS.paged_attention(*batch.args())
+    assert_bits_equal(after[:19], before[:19])
+    assert after[19].isnan().all()
+
+
+def test_blocks_may_have_any_size(level):
+    batch = Batch([(64, 40)], 4, 2, 16, torch.float32, torch.float32)
+    kept = OPS.paged_attention(*batch.args())
+    order = batch.tables[0].long()
+    batch.k, batch.v = (c[order].flatten(0, 1)[:75].reshape(-1, 5, 2, 16) for c in (batch.k, batch.v))
+    batch.tables = torch.arange(15, dtype=torch.int32).unsqueeze(0)
+    assert_bits_equal(OPS.paged_attention(*batch.args()), kept)
+
+
+def test_sequences_without_new_tokens(level):
+    batch = Batch([(20, 0), (7, 7), (30, 0)], 4, 2, 16, torch.float32, torch.float32)
+    assert_bits_equal(OPS.paged_attention(*batch.args()), batch.part(1, 0, 7))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({1: torch.zeros(3, 16, 3, 16)}, "k_cache: dim|q: has 4 heads, must be a multiple of the cache's 3|v_cache"),
+        ({3: torch.full((1, 3), 99, dtype=torch.int32)}, "block_tables: block 99 of sequence 0 is not one of"),
+        ({3: torch.zeros((1, 1), dtype=torch.int32)}, "block_tables: holds 1 blocks, sequence 0 needs 2"),
+        ({4: torch.tensor([3], dtype=torch.int32)}, "context_lens: sequence 0 has 3 tokens, fewer than its 20"),
+        ({5: torch.tensor([0, 19], dtype=torch.int32)}, "query_starts: must run from 0 to the 20 rows of q"),
+    ],
+)
+def test_attention_errors(change, message):
+    args = dict(enumerate(Batch([(20, 20)], 4, 2, 16, torch.float32, torch.float32).args()))
+    with pytest.raises(RuntimeError, match=message):
+        OPS.paged_attention(*(args | change).values())
+
+
+@pytest.mark.parametrize("high", HIGH)
+@pytest.mark.parametrize("stored", [*HIGH, *FORMATS])
+@pytest.mark.parametrize("scale", [None, 3.7])
+def test_write_kv_equals_the_reference(level, high, stored, scale):
+    k, v = hostile(9, 2 * 24, high, 1).view(9, 2, 24), hostile(9, 2 * 24, high, 2).view(9, 2, 24)
+    slots = torch.tensor([3, 0, -1, 17, 31, 8, -1, 9, 10])
+    factor = None if scale is None else torch.tensor(scale)
+    found = [torch.zeros(4, 8, 2, 24).to(stored) for _ in range(2)]
+    expected = [torch.zeros(4, 8, 2, 24).to(stored) for _ in range(2)]
+    OPS.write_kv(k, v, *found, slots, factor, factor)
+    reference.write_kv(k, v, *expected, slots, factor, factor)
+    compare = assert_codes_equal if stored in FORMATS else assert_bits_equal
+    compare(found[0], expected[0])
+    compare(found[1], expected[1])
+
+
+def test_write_kv_refuses_what_it_cannot_store():
+    k, cache = torch.zeros(2, 2, 8), torch.zeros(3, 4, 2, 8)
+    with pytest.raises(RuntimeError, match="slots: slot 12 is beyond the cache's 12"):
+        OPS.write_kv(k, k, cache, cache.clone(), torch.tensor([0, 12]), None, None)
+    with pytest.raises(RuntimeError, match="k_cache: must be contiguous"):
+        OPS.write_kv(k, k, cache.transpose(0, 1)[:3], cache[:, :3], torch.tensor([0, 1]), None, None)

@@ -1,0 +1,168 @@
+"""scaled_mm: exact where it must be, close where rounding decides, the same bits whoever shares the batch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.fp8 import reference
+from tests.csrc.conftest import LEVELS
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, tame
+
+OPS = torch.ops.fp8serve
+E4M3, E5M2 = FORMATS
+SHAPES = [(1, 1, 1), (1, 16, 64), (2, 17, 63), (3, 5, 200), (4, 33, 1024), (5, 40, 1025), (7, 20, 2100), (37, 70, 384)]
+GRANULARITIES = ["tensor", "row", "block1x128", "block128x128"]
+
+
+def quantized(x: Tensor, granularity: str, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    if granularity == "tensor":
+        return reference.quantize_current(x, dtype, False)
+    if granularity == "row":
+        return reference.quantize_rowwise(x, dtype, False)
+    return reference.quantize_block(x, dtype, 1 if granularity == "block1x128" else 128, False)
+
+
+def exact(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    a_hp = a.double() * reference.expand(a_scale, *a.shape).double()
+    return a_hp @ (b.double() * reference.expand(b_scale, *b.shape).double()).t()
+
+
+def assert_as_good_as_naive(found: Tensor, naive: Tensor, truth: Tensor) -> None:
+    """At most twice the naive computation's error, each against float64; half a unit of output rounding is free."""
+    spacing = torch.finfo(found.dtype).eps * truth.abs().max()
+    assert (found.double() - truth).abs().max() <= 2 * (naive.double() - truth).abs().max() + spacing
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("a_by", GRANULARITIES)
+@pytest.mark.parametrize("b_by", GRANULARITIES)
+def test_error_is_at_most_twice_the_naive_one(level, shape, a_by, b_by):
+    m, n, k = shape
+    a, a_scale = quantized(tame(m, k, seed=1), a_by)
+    b, b_scale = quantized(tame(n, k, seed=2), b_by)
+    found = OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.float32)
+    naive = reference.dequantize(a, a_scale) @ reference.dequantize(b, b_scale).t()
+    assert_as_good_as_naive(found, naive, exact(a, b, a_scale, b_scale))
+
+
+@pytest.mark.parametrize("a_dtype", FORMATS)
+@pytest.mark.parametrize("b_dtype", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_integers_multiply_exactly(level, shape, a_dtype, b_dtype):
+    """Sums of small integers are exact in FP32 whatever their order, so nothing may differ."""
+    m, n, k = shape
+    make = torch.Generator().manual_seed(0)
+    a = torch.randint(-4, 5, (m, k), generator=make).float()
+    b = torch.randint(-4, 5, (n, k), generator=make).float()
+    bias = torch.arange(n).float()
+    one = torch.tensor(1.0)
+    found = OPS.scaled_mm(a.to(a_dtype), b.to(b_dtype), one, one, bias, torch.float32)
+    assert torch.equal(found, a @ b.t() + bias)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_every_code_is_decoded(level, dtype):
+    """code x 1 for all 256 codes, in every position of a chunk of 64."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    one = torch.tensor(1.0)
+    for place in (0, 1, 7, 8, 31, 32, 63):
+        a = torch.zeros(256, 64, dtype=torch.uint8)
+        a[:, place] = codes
+        unit = torch.zeros(1, 64)
+        unit[0, place] = 1.0
+        found = OPS.scaled_mm(a.view(dtype), unit.to(dtype), one, one, None, torch.float32).flatten()
+        expected = codes.view(dtype).float()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("a_by", GRANULARITIES)
+def test_every_level_gives_the_same_bits(library, a_by):
+    a, a_scale = quantized(tame(9, 2300, seed=1), a_by, E5M2)
+    b, b_scale = quantized(tame(37, 2300, seed=2), "block128x128" if "block" in a_by else "row")
+    results = []
+    for cap in LEVELS:
+        OPS.cpu_isa(cap)
+        results.append(OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.float32))
+    OPS.cpu_isa("best")
+    for result in results[1:]:
+        assert_bits_equal(result, results[0])
+
+
+@pytest.mark.parametrize("by", ["row", "block1x128"])
+@pytest.mark.parametrize("k", [64, 1000, 3000])
+def test_a_row_does_not_depend_on_its_batch(level, by, k):
+    a, a_scale = quantized(tame(300 if level == "avx512bf16" else 40, k, seed=3), by)
+    b, b_scale = quantized(tame(50, k, seed=4), "tensor")
+    whole = OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.bfloat16)
+    for first, last in [(0, 1), (7, 8), (3, 5), (2, 5), (11, 15), (1, 18), (5, 40)]:
+        part = OPS.scaled_mm(a[first:last], b, a_scale[first:last], b_scale, None, torch.bfloat16)
+        assert_bits_equal(part, whole[first:last])
+
+
+def test_threads_do_not_change_the_result(threads):
+    a, a_scale = quantized(tame(530, 1100, seed=3), "row")
+    b, b_scale = quantized(tame(700, 1100, seed=4), "row")
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.float32))
+    assert_bits_equal(results[1], results[0])
+    assert_bits_equal(results[2], results[0])
+
+
+@pytest.mark.parametrize("out", HIGH)
+@pytest.mark.parametrize("bias_dtype", HIGH)
+def test_output_and_bias_types(level, out, bias_dtype):
+    a, a_scale = quantized(tame(6, 100, seed=1), "row")
+    b, b_scale = quantized(tame(20, 100, seed=2), "row")
+    bias = tame(1, 20, seed=3)[0].to(bias_dtype)
+    full = OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.float32)
+    found = OPS.scaled_mm(a, b, a_scale, b_scale, bias, out)
+    assert_bits_equal(found, (full + bias.float()).to(out))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 64), (5, 0, 64), (3, 4, 0)])
+def test_empty(level, shape):
+    m, n, k = shape
+    a, b, one = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3), torch.tensor(1.0)
+    bias = torch.arange(n).float()
+    found = OPS.scaled_mm(a, b, one, one, bias, torch.float32)
+    assert torch.equal(found, torch.zeros(m, n) + bias)
+
+
+def test_nan_and_infinity_stay_in_their_row(level):
+    a = tame(6, 130, seed=1).clamp(-400, 400)
+    a[2, 64], a[4, 129] = torch.nan, torch.inf
+    one = torch.tensor(1.0)
+    found = OPS.scaled_mm(a.to(E5M2), tame(20, 130, seed=2).to(E4M3), one, one, None, torch.float32)
+    assert found[2].isnan().all()
+    assert not found[4].isfinite().any()
+    assert found[[0, 1, 3, 5]].isfinite().all()
+
+
+def test_non_contiguous_operands(level):
+    a, b = tame(130, 12, seed=1).to(E4M3).t(), tame(130, 9, seed=2).to(E4M3).t()
+    one = torch.tensor(1.0)
+    found = OPS.scaled_mm(a, b, one, one, None, torch.float32)
+    assert_bits_equal(found, OPS.scaled_mm(a.contiguous(), b.contiguous(), one, one, None, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": torch.zeros(4, 200)}, "a: dtype is Float, must be Float8_e4m3fn or Float8_e5m2"),
+        ({"b": torch.zeros(6, 199).to(E4M3)}, "b: dim 1 is 199, must be K = 200"),
+        ({"b_scale": torch.ones(6, 3)}, r"b_scale_inv: dim 1 is 3, must be ceil\(K=200 / 128\) = 2"),
+        ({"b_scale": torch.ones(5, 2)}, r"b_scale_inv: dim 0 is 5, must be ceil\(N=6 / 128\) = 1"),
+        ({"a_scale": torch.ones(4)}, "a_scale_inv: has 1 dimensions, must have 2"),
+        ({"a_scale": torch.ones(4, 1).double()}, "a_scale_inv: dtype is Double, must be Float"),
+        ({"bias": torch.zeros(7)}, "bias: dim 0 is 7, must be N = 6"),
+        ({"out": torch.int32}, "out_dtype: is Int, must be Float, BFloat16 or Half"),
+    ],
+)
+def test_errors_name_the_size_that_is_wrong(change, message):
+    good = {"a": torch.zeros(4, 200).to(E4M3), "b": torch.zeros(6, 200).to(E4M3), "a_scale": torch.tensor(1.0)}
+    good |= {"b_scale": torch.tensor(1.0), "bias": None, "out": torch.float32}
+    with pytest.raises(RuntimeError, match=message):
+        OPS.scaled_mm(*(good | change).values())
