@@ -54,40 +54,40 @@ def sparkline(values: Sequence[float], width: int = 96, height: int = 22) -> str
 
 @dataclass(frozen=True)
 class _Axis:
-    """A vertical axis from `low` to `high`, in log10 units when `log`."""
+    """A vertical axis that runs from its first round tick to its last."""
 
-    low: float
-    high: float
+    ticks: list[float]
     log: bool
 
     @classmethod
     def around(cls, values: Sequence[float], log: bool) -> "_Axis":
-        placed = [math.log10(v) for v in values] if log else list(values)
-        low, high = min(placed), max(placed)
-        margin = max(0.05 * (high - low), 0.1 if log else 0.5)
-        return cls(low - margin, high + margin, log)
+        low, high = min(values), max(values)
+        return cls(_decades(low, high) if log else _steps(low, high), log)
 
     def pixel(self, value: float) -> float:
-        place = math.log10(value) if self.log else value
-        return TOP + (self.high - place) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM)
-
-    def ticks(self) -> list[float]:
-        """About five round values: multiples of 1, 2 or 5; on a logarithmic axis 1, 2 and 5 of each decade, thinned."""
-        if not self.log:
-            return _round_steps(self.low, self.high)
-        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
-        every = [m * 10.0**d for d in decades for m in (1, 2, 5)] if self.high - self.low < 3 else []
-        values = every or [10.0**d for d in decades]
-        shown = [v for v in values if self.low <= math.log10(v) <= self.high]
-        return shown[:: math.ceil(len(shown) / 7)] if shown else []
+        bottom, top, place = (math.log10(v) if self.log else v for v in (self.ticks[0], self.ticks[-1], value))
+        return TOP + (top - place) / (top - bottom) * (HEIGHT - TOP - BOTTOM)
 
 
-def _round_steps(low: float, high: float) -> list[float]:
-    raw = (high - low) / 5
+def _steps(low: float, high: float) -> list[float]:
+    """Three to seven multiples of 1, 2 or 5 times a power of ten that enclose low..high."""
+    raw = max(high - low, abs(high) / 100, 1e-30) / 5
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
-    first = math.ceil(low / step)
-    return [n * step for n in range(first, math.floor(high / step) + 1)]
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.999 * raw)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [n * step for n in range(first, max(last, first + 2) + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """Powers of ten that enclose low..high, thinned; within two decades with 2 and 5 times them as well."""
+    whole = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    fine = [m * 10.0**d for d in whole for m in (1, 2, 5)]
+    marks = fine if high / low < 100 else [10.0**d for d in whole]
+    first = max(i for i, m in enumerate(marks) if m <= low)
+    last = min(i for i, m in enumerate(marks) if m >= high)
+    last = max(last, first + 1)
+    every = math.ceil((last - first) / 7)
+    return marks[first : last + every : every]
 
 
 def _x_pixel(x: float, x_max: int) -> float:
@@ -96,7 +96,7 @@ def _x_pixel(x: float, x_max: int) -> float:
 
 def _grid(axis: _Axis) -> str:
     parts = []
-    for value in axis.ticks():
+    for value in axis.ticks:
         y = axis.pixel(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{value:.6g}</text>')

@@ -16,7 +16,7 @@ report, and the directory gets FP8 weights and, if asked for, scales of the KV c
 
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
@@ -24,7 +24,7 @@ from typing import Literal, cast
 import torch
 
 import fp8serve
-from fp8serve.errors import MachineError, RecipeError
+from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, name_of, to_json
 from fp8serve.fp8.scaling import ScalingState
@@ -46,6 +46,7 @@ from fp8serve.model.tokenizer import Tokenizer
 
 from .compare import compare
 from .data import Batches, calibration_batches, data_files, source_names
+from .device import check_device
 from .observe import Observer, observe, settle
 from .progress import Progress, Stages
 from .report import html_report
@@ -80,7 +81,7 @@ def calibrate(
     gradients, by a forward and a backward pass per batch. scales_only: write `out`/scales.safetensors and nothing else.
     progress(stage, done, total) is called after every batch.
 
-    ModelError, DataError, RecipeError: an input cannot be used. ScalesError names a tensor that is not finite, was
+    ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not finite, was
     never observed or is always zero. In every such case nothing is written.
     """
     out, source = Path(out), Path(model_dir)
@@ -89,9 +90,16 @@ def calibrate(
     with stages.stage("load"):
         decoder, linears = load(source, device)
         seq_len = min(seq_len, decoder.config.max_full_attention_len)
-        tokenizer, files = Tokenizer.from_dir(source), data_files(data)
+        tokenizer, vocab_size, files = Tokenizer.from_dir(source), decoder.config.vocab_size, data_files(data)
         batches = calibration_batches(
-            files, tokenizer, samples=samples, seq_len=seq_len, batch_size=batch_size, seed=seed, device=device
+            files,
+            tokenizer,
+            vocab_size,
+            samples=samples,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
         )
     observer = observe(
         decoder, linears, batches.calibration, recipe, kv_cache=kv_cache, gradients=gradients, stages=stages
@@ -99,13 +107,7 @@ def calibrate(
     states = settle(observer)
     quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages)
     kept = stored_states(states, recipe)
-    checkpoint = ScalingCheckpoint(
-        recipe,
-        {name: _tensor_scale(name, state) for name, state in kept.items()},
-        model=fingerprint(source),
-        observations=_observations(observer, kept, batches),
-        created_by=f"fp8serve {fp8serve.__version__} calibrate",
-    )
+    checkpoint = _checkpoint(source, recipe, observer, kept, batches)
     draft = CalibrationReport(
         model=str(source),
         out=str(out),
@@ -125,10 +127,14 @@ def calibrate(
 
 
 def _check_settings(
-    out: Path, recipe: Recipe, format_: str, device: str, *, kv_cache: bool, gradients: bool, scales_only: bool
+    out: Path, recipe: Recipe | None, format_: str, device: str, *, kv_cache: bool, gradients: bool, scales_only: bool
 ) -> None:
     """Everything that can be refused before a weight is read."""
     check_absent(out)
+    if recipe is None:
+        raise RecipeError(
+            "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
+        )
     to_json(recipe)  # RecipeError when it holds a function, which no file can carry
     quantization_files(format_, recipe, kv_cache)  # ModelError when the format cannot say it
     if recipe.override_linear_precision[0]:
@@ -141,8 +147,7 @@ def _check_settings(
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
         )
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise MachineError(f"The device {device!r} was asked for, but this torch sees no GPU; use --device cpu.")
+    check_device(device)
 
 
 def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
@@ -173,18 +178,26 @@ def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[st
     return {n: s for n, s in states.items() if isinstance(recipe, DelayedScaling) or n.endswith((".k", ".v"))}
 
 
+def _checkpoint(
+    source: Path, recipe: Recipe, observer: Observer, kept: Mapping[str, ScalingState], batches: Batches
+) -> ScalingCheckpoint:
+    return ScalingCheckpoint(
+        recipe,
+        {name: _tensor_scale(name, state) for name, state in kept.items()},
+        model=fingerprint(source),
+        observations={
+            "batches": len(batches.calibration),
+            "tokens": sum(b.tokens for b in batches.calibration),
+            "tensors": {name: observer.seen[name].batches for name in kept},
+        },
+        created_by=f"fp8serve {fp8serve.__version__} calibrate",
+    )
+
+
 def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
     """As it is stored: the cache's scales have no history, nor has anything with a history of the staging slot only."""
     keep = not name.endswith((".k", ".v")) and bool(state.amax_history.any())
     return TensorScale(state.scale, state.amax_history if keep else None)
-
-
-def _observations(observer: Observer, kept: Iterable[str], batches: Batches) -> dict[str, object]:
-    return {
-        "batches": len(batches.calibration),
-        "tokens": sum(b.tokens for b in batches.calibration),
-        "tensors": {name: observer.seen[name].batches for name in kept},
-    }
 
 
 def _tensor_reports(observer: Observer, kept: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:

@@ -78,6 +78,10 @@ def _charts(report: CalibrationReport) -> str:
               "grad_output": "Largest absolute output gradient of each layer"}  # fmt: skip
     for role, title in titles.items():
         charts[title] = dots(_series(_amaxes(report.tensors, role)), "decoder layer", log=True)
+    cached = [(t.name, t.amax, f"amax {t.amax:.4g}") for t in report.tensors if t.name.endswith((".k", ".v"))]
+    charts["Largest absolute key and value of each layer"] = dots(
+        _series(cached, ("k", "v")), "decoder layer", log=True
+    )
     saturated = [(layer.name, 100 * layer.saturated, f"{100 * layer.saturated:.4g} %") for layer in report.layers]
     if any(y > 0 for _, y, _ in saturated):
         charts["Saturated input elements (%)"] = dots(_series(saturated), "decoder layer")
@@ -90,14 +94,14 @@ def _amaxes(tensors: Iterable[TensorReport], role: str) -> list[tuple[str, float
     return [(t.name.removesuffix(f".{role}"), t.amax, f"amax {t.amax:.4g}") for t in chosen]
 
 
-def _series(values: Iterable[tuple[str, float, str]]) -> dict[str, list[Dot]]:
-    """(layer name, y, shown as) grouped by projection; names that fit no projection are left to the tables."""
-    series: dict[str, list[Dot]] = {projection: [] for projection in PROJECTIONS}
+def _series(values: Iterable[tuple[str, float, str]], names: Sequence[str] = PROJECTIONS) -> dict[str, list[Dot]]:
+    """(tensor name, y, shown as) grouped by the last part of the name; others are left to the tables."""
+    series: dict[str, list[Dot]] = {name: [] for name in names}
     for name, y, shown in values:
-        layer, projection = re.search(r"layers\.(\d+)\.", name), name.rpartition(".")[2]
-        if layer and projection in series:
-            series[projection].append(Dot(int(layer[1]), y, f"{name}: {shown}"))
-    return series if any(series.values()) else {}
+        layer, last = re.search(r"layers\.(\d+)\.", name), name.rpartition(".")[2]
+        if layer and last in series:
+            series[last].append(Dot(int(layer[1]), y, f"{name}: {shown}"))
+    return {name.removesuffix("_proj"): row for name, row in series.items() if row}
 
 
 def _layer_table(report: CalibrationReport, layers: Sequence[LayerReport]) -> str:

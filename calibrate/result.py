@@ -87,8 +87,8 @@ class CalibrationReport:
         return next((t for t in self.tensors if t.name == name), None)
 
     def to_json(self) -> str:
-        """Indented JSON; NaN is refused, for it is not JSON."""
-        return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)
+        """JSON with one line per field, layer and tensor; NaN is refused, for it is not JSON."""
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_line(value)}" for key, value in asdict(self).items()) + "\n}"
 
     @classmethod
     def from_json(cls, text: str) -> "CalibrationReport":
@@ -107,6 +107,13 @@ class CalibrationReport:
             )
         except (ValueError, TypeError, KeyError) as e:
             raise DataError(f"This is not a calibration report of this version: {e}.") from None
+
+
+def _line(value: Any) -> str:
+    """A list of objects gets a line for each; anything else is one line."""
+    if isinstance(value, tuple) and value:
+        return "[\n " + ",\n ".join(_line(item) for item in value) + "\n]"
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,8 @@ Operand operand(const Contract& check, const char* name, const Tensor& x, const 
   if (!by_row) check.shape(scale_name, scale, {tiles, blocks});
   if (by_row && scale.size(1) != 1) check.shape(scale_name, scale, {rows, blocks});
   out.scale_rows = by_row ? 1 : kScaleBlock;
-  out.scale_blocks = by_row && scale.size(1) == 1 ? 0 : blocks.value();
+  // K = 0 has no blocks, but its (empty) scales belong inside the sum all the same
+  out.scale_blocks = by_row && scale.size(1) == 1 ? 0 : std::max<int64_t>(blocks.value(), 1);
   return out;
 }
 

@@ -60,10 +60,11 @@ class Call:
         fmt = self.recipe.fp8_format
         dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
         if self.rule is None:
-            return cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols)
-        pair, amax = cast_delayed(x, dtype, self.module.delayed_states(self.rule.recipe)[name].scale)
-        self._stage(name, amax)
-        return pair
+            pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols)
+        else:
+            pair, amax = cast_delayed(x, dtype, self.module.delayed_states(self.rule.recipe)[name].scale)
+            self._stage(name, amax)
+        return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
     def _stage(self, name: str, amax: Tensor) -> None:
         if self.rule is None:

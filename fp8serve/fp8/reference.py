@@ -1,5 +1,7 @@
 """Every op in plain PyTorch: the specification, the fallback where no kernel was built, and the oracle of the tests.
 
+The inputs it is tried on are in cases.py.
+
 All arithmetic on values is FP32 unless a comment says otherwise. Rules that hold everywhere (docs/numerics.md has the
 table with the test of each row):
 
@@ -31,9 +33,9 @@ def amax(x: Tensor, dims: tuple[int, ...] = ()) -> Tensor:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast FP32 to FP8: nearest even, +-max beyond the range, NaN stays NaN."""
+    """Cast FP32 to FP8, contiguous: nearest even, +-max beyond the range, NaN stays NaN."""
     limit = FP8_MAX[dtype]
-    return x.clamp(-limit, limit).to(dtype)
+    return x.clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
 def scale_from_amax(amax: Tensor, fp8_max: float, power_2: bool) -> Tensor:

@@ -2,15 +2,16 @@
 
 A template is a program that came with a download. `ImmutableSandboxedEnvironment` keeps it from Python's internals;
 it does not keep it from running for an hour or building a string of a gigabyte, so every render also has a budget:
-each call and look-up costs one, `range(n)` costs n, a repeated or formatted string costs its length, and the text that
-comes out is bounded. Helpers are those Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson`
-without HTML escapes, loop controls, and `{% generation %}` blocks, which mark what an assistant wrote.
+each call and look-up costs one, `range(n)` costs n, and every string made by an operator, a filter, a method, a macro
+or a block costs its length; what is about to be made large (padding, formats, repetition) is paid before it is made.
+Helpers are those Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
+controls, and `{% generation %}` blocks, which mark what an assistant wrote.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -18,7 +19,10 @@ from functools import wraps
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fp8serve.errors import ModelError, RequestError
@@ -26,7 +30,7 @@ from fp8serve.errors import ModelError, RequestError
 Message = dict[str, Any]
 Span = tuple[int, int]  # character positions [start, end)
 
-MAX_STEPS = 5_000_000
+MAX_STEPS = 50_000_000
 MAX_CHARS = 16 * 1024 * 1024
 
 _steps: ContextVar[list[int]] = ContextVar("steps")  # one counter per render, so threads do not share a budget
@@ -45,10 +49,36 @@ def _spend(amount: int) -> None:
             raise _TooMuchError
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a price on everything that can be repeated."""
+class _CodeGenerator(CodeGenerator):
+    """Sends `a ~ b` through the environment's `concat`, which is priced."""
 
-    intercepted_binops = frozenset({"*", "**", "%"})
+    def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:  # noqa: N802 - jinja names it so
+        self.write("concat((")
+        for argument in node.nodes:
+            self.write("str(")
+            self.visit(argument, frame)
+            self.write("), ")
+        self.write("))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a price on everything that can be repeated or grow."""
+
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _tojson
+        self.filters.update({name: _priced(function) for name, function in self.filters.items()})
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "range": _range}
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """What jinja joins the output of blocks and macros with."""
+        text = "".join(pieces)
+        _spend(len(text))
+        return text
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         _spend(1)
@@ -62,22 +92,30 @@ class _Environment(ImmutableSandboxedEnvironment):
         if getattr(obj, "__name__", "").startswith("format"):  # "{:>999999}".format(1): the width is in the text
             _spend(_widths(getattr(obj, "__self__", "")))
         _spend(1 + _price(args) + _price(tuple(kwargs.values())))
-        return super().call(context, obj, *args, **kwargs)
+        return _paid(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        _spend(_product_size(operator, left, right))
+        _spend(_result_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
-    def priced(self, name: str) -> Callable[..., Any]:
-        """The built-in filter `name`, which pads or formats, at the price of the widths it is given."""
-        original = self.filters[name]
 
-        @wraps(original)  # keeps jinja's note that some filters want the environment first
-        def filtered(*args: Any, **kwargs: Any) -> Any:
-            _spend(_price(args) + _price(tuple(kwargs.values())) + sum(_widths(a) for a in args))
-            return original(*args, **kwargs)
+def _priced(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, at the price of the widths it is given and of the text it makes."""
 
-        return filtered
+    @wraps(filter_)  # keeps jinja's note that some filters want the environment first
+    def filtered(*args: Any, **kwargs: Any) -> Any:
+        _spend(_price(args) + _price(tuple(kwargs.values())))
+        if filter_ is DEFAULT_FILTERS["format"]:
+            _spend(_widths(args[0]))
+        return _paid(filter_(*args, **kwargs))
+
+    return filtered
+
+
+def _paid(value: Any) -> Any:
+    if isinstance(value, str):
+        _spend(len(value))
+    return value
 
 
 def _price(values: tuple[Any, ...]) -> int:
@@ -90,11 +128,14 @@ def _widths(text: Any) -> int:
     return sum(int(n[:12]) for n in re.findall(r"[0-9]+", text)) if isinstance(text, str) else 0
 
 
-def _product_size(operator: str, left: Any, right: Any) -> int:
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """How large the result of `left operator right` may become, where that is not plain arithmetic."""
     if operator == "%":
         return _widths(left) + _price(right if isinstance(right, tuple) else (right,)) if isinstance(left, str) else 1
     if operator == "**":
         return int(abs(left).bit_length() * abs(right)) if isinstance(left, int) and isinstance(right, int) else 1
+    if operator == "+":
+        return sum(len(side) for side in (left, right) if hasattr(side, "__len__"))
     sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
     return len(sized) * times if hasattr(sized, "__len__") and isinstance(times, int) else 1
 
@@ -104,10 +145,10 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - jinja reads a class attribute
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_wrap"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_wrap"), [], [], body).set_lineno(line)
 
     def _wrap(self, caller: Callable[[], str]) -> str:
         return f"{_mark.get()}{caller()}{_mark.get()}"
@@ -120,17 +161,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        environment.filters["tojson"] = _tojson
-        for name in ("center", "format", "indent", "wordwrap", "batch", "slice"):
-            environment.filters[name] = environment.priced(name)
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "range": _range}
         self.marks_generation = "generation %}" in source or "generation -%}" in source
         self._special_tokens = special_tokens
-        try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as e:
-            raise ModelError(f"The model's chat template does not compile: {e}.") from None
+        with _budget():  # jinja computes constant expressions while it compiles
+            try:
+                self._template = _Environment().from_string(source)
+            except (jinja2.TemplateError, RecursionError) as e:
+                raise ModelError(f"The model's chat template does not compile: {e}.") from None
 
     def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
         """The text of the conversation. RequestError: the template refuses the messages. ModelError: it runs away."""
@@ -141,17 +178,11 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        token = _steps.set([0])
-        try:
-            return _bounded(self._template.generate(self._special_tokens | variables))
-        except _TooMuchError:
-            raise ModelError("The model's chat template runs too long or writes too much.") from None
-        except RequestError:
-            raise
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
-            raise RequestError(f"The model's chat template refuses these messages: {e}.") from None
-        finally:
-            _steps.reset(token)
+        with _budget():
+            try:
+                return _bounded(self._template.generate(self._special_tokens | variables))
+            except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
+                raise RequestError(f"The model's chat template refuses these messages: {e}.") from None
 
     def assistant_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
         """The whole conversation and where in it the assistant's own words stand, end-of-turn mark included.
@@ -190,6 +221,18 @@ class ChatTemplate:
         if start < 0:
             raise RequestError("The model's chat template rewrites earlier turns, so what to learn cannot be found.")
         return start, start + len(words or "")
+
+
+@contextmanager
+def _budget() -> Iterator[None]:
+    """A fresh budget inside the block; ModelError when it is spent."""
+    token = _steps.set([0])
+    try:
+        yield
+    except _TooMuchError:
+        raise ModelError("The model's chat template runs too long or writes too much.") from None
+    finally:
+        _steps.reset(token)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def load_trainable(
 
 def load_servable(
     model_dir: Path | str,
-    recipe: Literal["stored", "bf16"] | Recipe = "stored",
+    recipe: Literal["stored", "bf16"] | Recipe | None = "stored",
     scales: Path | str | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
@@ -74,11 +74,12 @@ def load_servable(
     """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`.
 
     recipe "stored": the FP8 weights and input scales that lie in the directory, or, for a high-precision directory, its
-    weights with the scales of `scales` (or of a scales.safetensors beside them). "bf16": everything dequantized. A
+    weights with the scales of `scales` (or of a scales.safetensors beside them). "bf16" or None: all dequantized. A
     `Recipe`: weights quantized by it now; `DelayedScaling` needs scales from one of the places named.
     ModelError, ScalesError: the directory or the scales cannot be used, or none are there and some are needed.
     """
     checkpoint = open_checkpoint(model_dir)
+    recipe = "bf16" if recipe is None else recipe
     freezer = _Freezer(checkpoint, _frozen_by(checkpoint, recipe, scales), recipe, torch.device(device), dtype)
     model = Decoder(checkpoint.config, device="meta", dtype=dtype)
     frozen = {name: module for name in linear_names(model) if (module := freezer(name)) is not None}

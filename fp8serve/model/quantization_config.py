@@ -6,7 +6,6 @@ Unknown keys are errors for compressed-tensors' reader, so nothing of ours is pu
 
 from typing import Any
 
-from fp8serve import __version__
 from fp8serve.errors import ModelError
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe, name_of
 from fp8serve.model.interop import BLOCK
@@ -92,7 +91,7 @@ def _modelopt(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
         raise ModelError(
             f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."
         )
-    producer = {"name": "modelopt", "version": f"fp8serve {__version__}"}  # the name is how readers know the format
+    producer = {"name": "modelopt", "version": "fp8serve"}  # the name is how readers know the format
     args = {"dynamic": False, "num_bits": 8, "type": "float"}
     config: dict[str, Any] = {
         "ignore": list(IGNORED),

@@ -1,34 +1,128 @@
-"""The ops' public wrappers, their registration, and which kernel serves them."""
+"""The ops' registration and fake kernels, which kernel serves them, and the public wrappers."""
 
 import pytest
 import torch
 
 import fp8serve
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import ops
+from fp8serve.fp8 import ops, reference
+from fp8serve.fp8.cases import CASES, Case
+from fp8serve.fp8.reference import FP8_MAX
+
+A_FEW = [(op, case) for op, cases in CASES.items() for case in cases[:: max(1, len(cases) // 4)]]
 
 
-def test_every_op_answers_on_cpu() -> None:
-    assert set(ops.backends()) == set(ops.OPS)
-    assert all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", "CompositeExplicitAutograd") for op in ops.OPS
-    )
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(-1).view(torch.uint8)
+
+
+def test_every_op_has_cases_and_a_reference() -> None:
+    assert set(CASES) == set(ops.OPS) == set(ops.backends())
+    for op in ops.OPS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", "CompositeExplicitAutograd")
 
 
 def test_no_kernel_is_registered_under_a_mistyped_name() -> None:
-    dangling = [line for line in torch._C._dispatch_find_dangling_impls() if "fp8serve" in line]
-    assert not dangling
+    assert not [line for line in torch._C._dispatch_find_dangling_impls() if "fp8serve" in line]
+
+
+def test_backends_name_the_kernel_that_answers() -> None:
+    has_library = ops.LIBRARIES["cpu"] is not None
+    named = f"cpu kernel ({ops.cpu_isa()})" if has_library else "reference"
+    assert ops.backends()["quantize"] == ops.backends()["scaled_mm"] == named
+    if ops.LIBRARIES["cuda"] is None:
+        assert set(ops.backends("cuda").values()) == {"reference"}
+
+
+@pytest.mark.parametrize(("op", "case"), A_FEW, ids=[f"{op}: {case.name}" for op, case in A_FEW])
+def test_opcheck(op: str, case: Case) -> None:
+    args = case.make()
+    # torch's schema test compares inputs by arithmetic that FP8 tensors do not have
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if not any(isinstance(a, torch.Tensor) and a.dtype in FP8_MAX for a in args):
+        checks.append("test_schema")
+    torch.library.opcheck(getattr(torch.ops.fp8serve, op).default, args, test_utils=checks)
+
+
+@pytest.mark.parametrize("op", [op for op in ops.OPS if op not in ("delayed_update", "write_kv")])
+def test_inputs_stay_as_they_were(op: str) -> None:
+    for case in CASES[op]:
+        args, before = case.make(), case.make()
+        getattr(torch.ops.fp8serve, op)(*args)
+        for given, kept in zip(args, before, strict=True):
+            if isinstance(given, torch.Tensor):
+                assert torch.equal(bits(given), bits(kept))
+
+
+@pytest.mark.parametrize("case", CASES["scaled_mm"], ids=lambda c: c.name)
+def test_scaled_mm_error_is_at_most_that_of_fp32(case: Case) -> None:
+    """Against FP64, at most twice the error of the naive FP32 computation; rows G1 and G2 of docs/numerics.md."""
+    a, b, a_scale_inv, b_scale_inv, bias, out_dtype = case.make()
+    wide = [reference.dequantize(t, s).double() for t, s in ((a, a_scale_inv), (b, b_scale_inv))]
+    added = 0.0 if bias is None else bias.double()
+    exact = wide[0] @ wide[1].t() + added
+    naive = ((wide[0].float() @ wide[1].float().t()) + torch.as_tensor(added).float()).to(out_dtype)
+    found = torch.ops.fp8serve.scaled_mm(*case.make())
+    assert found.dtype == out_dtype
+    assert (found - exact).norm() <= 2 * (naive - exact).norm() + 1e-6 * exact.norm()
+
+
+def test_a_nan_spoils_its_row_only() -> None:
+    """Row G3."""
+    a = torch.tensor([[1.0, torch.nan], [2.0, 3.0]]).to(torch.float8_e4m3fn)
+    one = torch.tensor(1.0)
+    y = fp8serve.scaled_mm(a, torch.ones(3, 2).to(torch.float8_e4m3fn), one, one, out_dtype=torch.float32)
+    assert y[0].isnan().all()
+    assert y[1].tolist() == [5.0, 5.0, 5.0]
+
+
+def test_scaled_mm_is_not_rounded_by_a_surrounding_autocast() -> None:
+    case = next(c for c in CASES["scaled_mm"] if c.make()[2].dim() == 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = reference.scaled_mm(*case.make())
+    assert torch.equal(inside, reference.scaled_mm(*case.make()))
 
 
 @pytest.mark.parametrize(
     ("granularity", "shape"), [("tensor", ()), ("row", (5, 1)), ("block1x128", (5, 3)), ("block128x128", (1, 3))]
 )
-def test_quantize_shapes_and_round_trip(granularity: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_quantize_shapes_and_round_trip(fmt: str, granularity: str, shape: tuple[int, ...]) -> None:
     x = torch.linspace(-7, 7, 1500).view(5, 300).bfloat16()
+    q, scale_inv = fp8serve.quantize(x, fmt=fmt, granularity=granularity)
+    assert (q.shape, q.dtype) == (x.shape, ops.DTYPES[fmt])
+    assert (tuple(scale_inv.shape), scale_inv.dtype) == (shape, torch.float32)
+    rtol = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}[fmt]
+    torch.testing.assert_close(fp8serve.dequantize(q, scale_inv), x.float(), rtol=rtol, atol=1e-4)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "block1x128"])
+def test_more_dimensions_fold_into_rows(granularity: str) -> None:
+    x = torch.randn(2, 3, 200, generator=torch.Generator().manual_seed(0))
     q, scale_inv = fp8serve.quantize(x, granularity=granularity)
-    assert q.shape == x.shape
-    assert tuple(scale_inv.shape) == shape
-    torch.testing.assert_close(fp8serve.dequantize(q, scale_inv), x.float(), rtol=2**-4, atol=0.02)
+    flat_q, flat_scale_inv = fp8serve.quantize(x.view(6, 200), granularity=granularity)
+    assert torch.equal(q.view(torch.uint8), flat_q.view(2, 3, 200).view(torch.uint8))
+    assert scale_inv.numel() == flat_scale_inv.numel()
+    assert torch.equal(fp8serve.dequantize(q, scale_inv).view(6, 200), fp8serve.dequantize(flat_q, flat_scale_inv))
+
+
+def test_a_given_scale_multiplies() -> None:
+    q, scale_inv = fp8serve.quantize(torch.tensor([3.0, -500.0]), scale=2.0)
+    assert q.float().tolist() == [6.0, -448.0]
+    assert scale_inv.item() == 0.5
+
+
+def test_power_2_scale_rounds_down() -> None:
+    _, scale_inv = fp8serve.quantize(torch.tensor([3.0]), power_2_scale=True)
+    assert scale_inv.item() == 2.0**-7  # 448 / 3 = 149.3 -> 128
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 5, 7), (17, 19, 23), (2, 4, 0)])
+def test_any_sizes(sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    a, b = torch.ones(m, k).to(torch.float8_e4m3fn), torch.ones(n, k).to(torch.float8_e5m2)
+    y = fp8serve.scaled_mm(a, b, torch.tensor(2.0), torch.tensor(0.5), bias=torch.ones(n), out_dtype=torch.float32)
+    assert torch.equal(y, torch.full((m, n), k + 1.0))
 
 
 def test_unknown_names_are_refused() -> None:
@@ -37,3 +131,27 @@ def test_unknown_names_are_refused() -> None:
         fp8serve.quantize(x, fmt="e3m4")
     with pytest.raises(RecipeError, match="no granularity 'column'"):
         fp8serve.quantize(x, granularity="column")
+
+
+def test_wrong_shapes_are_refused_with_what_was_found() -> None:
+    a, one = torch.ones(4, 300).to(torch.float8_e4m3fn), torch.tensor(1.0)
+    with pytest.raises(ValueError, match=r"a \[M, K\] and b \[N, K\], found \[4, 300\] and \[300, 4\]"):
+        fp8serve.scaled_mm(a, a.t(), one, one)
+    with pytest.raises(ValueError, match=r"a_scale_inv of a \[4, 300\] matrix must have .* found \[3, 1\]"):
+        fp8serve.scaled_mm(a, a, torch.ones(3, 1), one)
+    with pytest.raises(ValueError, match=r"bias must have shape \[4\], found \[5\]"):
+        fp8serve.scaled_mm(a, a, one, one, bias=torch.ones(5))
+    with pytest.raises(ValueError, match=r"needs FP8 operands, found torch.float32"):
+        fp8serve.scaled_mm(torch.ones(4, 300), a, one, one)
+    with pytest.raises(ValueError, match=r"scale_inv of a \[4, 300\] matrix"):
+        fp8serve.dequantize(a, torch.ones(4, 2))
+    with pytest.raises(ValueError, match=r"128x128 blocks need a matrix"):
+        fp8serve.quantize(torch.ones(2, 2, 2), granularity="block128x128")
+    with pytest.raises(ValueError, match=r"A given scale must be one number"):
+        fp8serve.quantize(torch.ones(2), scale=torch.ones(2))
+    with pytest.raises(ValueError, match=r"A given scale is for the whole tensor"):
+        fp8serve.quantize(torch.ones(2), scale=1.0, granularity="row")
+
+
+def test_maxima_are_those_of_torch() -> None:
+    assert {torch.finfo(dtype).max: dtype for dtype in FP8_MAX} == {limit: dtype for dtype, limit in FP8_MAX.items()}

@@ -3,16 +3,22 @@
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, linear_names, load_trainable
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.decoder import Attend, Decoder
 
-SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+         "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -32,14 +38,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(kind: str, out: Path, dtype: torch.dtype = torch.bfloat16, **save: Any) -> Any:
+def make_model(
+    kind: str, out: Path, dtype: torch.dtype = torch.bfloat16, overrides: dict[str, Any] | None = None, **save: Any
+) -> Any:
     """Write the model `kind` to `out` and return transformers' own module, loaded from there.
 
-    Loaded again, because `.to(bfloat16)` would round transformers' rotary frequencies, which `from_pretrained` does not.
+    Loaded again, because `.to(bfloat16)` would round transformers' rotary frequencies; `from_pretrained` does not.
     """
     family, options = MODELS[kind]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | options))
+    config = getattr(transformers, f"{family}Config")(**(SIZES | options | (overrides or {})))
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():  # biases and norms start at 0 and 1, where a missing term would not show
         for name, parameter in model.named_parameters():
@@ -76,3 +84,64 @@ def all_logits(model: Decoder, ids: list[int]) -> Tensor:
     """FP32 [T, vocab] for one sequence."""
     hidden = model(torch.tensor(ids), torch.arange(len(ids)), full_attention(model.config))
     return model.logits(hidden)
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """Byte-level BPE as GPT-2, Llama 3 and Qwen have it: 256 bytes, a few merges, BOS added by the post-processor."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<s>", "</s>", *alphabet, "th", "the", "Ġthe", "in", "ing"]
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("in", "g")]
+    backend = tokenizers.Tokenizer(BPE({w: i for i, w in enumerate(words)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.add_special_tokens(["<s>", "</s>"])
+    return backend
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """SentencePiece as Llama 2 and Mistral have it: words with a leading mark, unknown characters as byte tokens."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "é", "▁a", "ab"]
+    merges = [("▁", "a"), ("a", "b")]
+    backend = tokenizers.Tokenizer(
+        BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+def write_tokenizer(
+    out: Path, backend: tokenizers.Tokenizer | None = None, template: str | None = CHAT_TEMPLATE
+) -> transformers.PreTrainedTokenizerFast:
+    """Write a tokenizer as transformers does, and return transformers' own."""
+    make: Any = transformers.PreTrainedTokenizerFast
+    fast = make(tokenizer_object=backend or byte_level(), bos_token="<s>", eos_token="</s>")
+    fast.chat_template = template
+    fast.save_pretrained(out)
+    loaded: transformers.PreTrainedTokenizerFast = make.from_pretrained(out)
+    return loaded
+
+
+def state_for(model_dir: Path) -> ScalingCheckpoint:
+    """A scaling state as a calibration would leave it: every input within 20, every weight at its own amax."""
+    model = load_trainable(model_dir)
+    tensors = {}
+    for i, name in enumerate(linear_names(model)):
+        amax = {
+            "input": torch.tensor(20.0 + i / 8),
+            "weight": model.get_parameter(f"{name}.weight").detach().abs().max(),
+        }
+        for role, value in amax.items():
+            tensors[f"{name}.{role}"] = TensorScale(448 / value, torch.stack([value * 0, value / 2, value]))
+    counts = dict.fromkeys(tensors, 2)
+    return ScalingCheckpoint(DelayedScaling(amax_history_len=3), tensors, "", {"batches": 2, "tensors": counts})

@@ -1,4 +1,4 @@
-"""The decoder against transformers on random models: logits bit for bit, because rounding is done in the same places."""
+"""The decoder against transformers on random models: logits bit for bit, because we round where it rounds."""
 
 from pathlib import Path
 from typing import Any

@@ -1,0 +1,190 @@
+"""CASES: one list of inputs per op, for the tests of every kernel, for gradient checks and for benchmarks.
+
+The casts see another magnitude in every tile (a wrong scale cannot hide among equal ones) and hostile values: zeros,
+subnormals, limits, infinities, NaN, ragged edges, empty and non-contiguous tensors.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.reference import BLOCK, FLT_MAX, FP8_MAX, saturate
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input of an op: `make()` gives fresh arguments, always the same values."""
+
+    name: str
+    make: Callable[[], tuple[Any, ...]]
+
+
+def _tiles(rows: int, cols: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Noise whose magnitude differs in every 16x16 tile by up to 2^12, so that no two blocks share a scale."""
+    noise = torch.Generator().manual_seed(seed)
+    magnitude = torch.exp2(torch.randint(-6, 7, (-(-rows // 16), -(-cols // 16)), generator=noise).float())
+    spread = magnitude.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :cols]
+    return (torch.randn(rows, cols, generator=noise) * spread).to(dtype)
+
+
+def _hostile(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros of both signs, subnormals, the limits of both formats and their neighbours, infinities, NaN."""
+    edges = [
+        0.0,
+        1e-45,
+        1e-40,
+        2.0**-10,
+        2.0**-9,
+        2.0**-17,
+        447.0,
+        448.0,
+        464.0,
+        465.0,
+        57344.0,
+        61439.0,
+        61440.0,
+        FLT_MAX,
+    ]
+    row = torch.tensor([*edges, torch.inf, torch.nan])
+    return torch.stack([row, -row, row.roll(3), torch.zeros(16), torch.full((16,), torch.nan), row * 1e-30]).to(dtype)
+
+
+def _inputs() -> dict[str, Callable[[], Tensor]]:
+    """The tensors every cast is tried on."""
+    return {
+        "tiles 64x256": lambda: _tiles(64, 256),
+        "tiles bf16 ragged 67x300": lambda: _tiles(67, 300, torch.bfloat16),
+        "fp16 3x129": lambda: _tiles(3, 129, torch.float16),
+        "hostile": _hostile,
+        "hostile bf16": lambda: _hostile(torch.bfloat16),
+        "transposed view": lambda: _tiles(40, 20).t(),
+        "strided view": lambda: _tiles(20, 80)[:, ::2],
+        "one element": lambda: torch.tensor([[-3.0]]),
+        "no rows": lambda: torch.empty(0, 128),
+        "all zeros": lambda: torch.zeros(130, 130, dtype=torch.bfloat16),
+        "tiny": lambda: _tiles(5, 140) * 1e-38,
+    }
+
+
+def _cast_cases(*rest: tuple[Any, ...]) -> list[Case]:
+    def make(x: Callable[[], Tensor], dtype: torch.dtype, extra: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (x(), dtype, *extra)
+
+    grid = product(_inputs().items(), FP8_MAX, rest)
+    return [Case(f"{name}, {dtype}, {extra}", partial(make, x, dtype, extra)) for (name, x), dtype, extra in grid]
+
+
+def _given_scale_cases() -> list[Case]:
+    def make(x: Callable[[], Tensor], dtype: torch.dtype, scale: float) -> tuple[Any, ...]:
+        return x(), torch.tensor(scale), dtype
+
+    grid = product(_inputs().items(), FP8_MAX, (1.0, 7.3, 1e-3, FLT_MAX))
+    return [Case(f"{name}, {dtype}, scale {scale}", partial(make, x, dtype, scale)) for (name, x), dtype, scale in grid]
+
+
+def _scales(rows: int, cols: int, seed: int) -> dict[str, Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    shapes = {"tensor": (), "row": (rows, 1), "1x128": (rows, -(-cols // BLOCK))}
+    shapes["128x128"] = (-(-rows // BLOCK), -(-cols // BLOCK))
+    return {name: torch.exp2(torch.randn(shape, generator=noise)) for name, shape in shapes.items()}
+
+
+def _codes(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return saturate(_tiles(rows, cols, seed=seed), dtype)
+
+
+def _mm_case(
+    m: int, n: int, k: int, a: torch.dtype, b: torch.dtype, kinds: tuple[str, str], out: torch.dtype
+) -> tuple[Any, ...]:
+    bias = torch.linspace(-2, 2, n).to(out) if n % 2 else None
+    scales = _scales(m, k, 3)[kinds[0]], _scales(n, k, 4)[kinds[1]]
+    return _codes(m, k, a, 1), _codes(n, k, b, 2), *scales, bias, out
+
+
+def _mm_cases() -> list[Case]:
+    e4m3, e5m2 = FP8_MAX
+    shapes = [(1, 5, 16), (3, 130, 200), (65, 33, 129), (128, 128, 256), (17, 1, 1), (0, 8, 16), (4, 0, 16), (5, 6, 0)]
+    formats = [(e4m3, e4m3), (e5m2, e4m3), (e4m3, e5m2), (e5m2, e5m2)]
+    kinds = [
+        ("tensor", "tensor"),
+        ("row", "row"),
+        ("1x128", "128x128"),
+        ("1x128", "1x128"),
+        ("tensor", "row"),
+        ("row", "128x128"),
+    ]
+    grid = [
+        (s, f, kind, torch.float32) for s, (f, kind) in product(shapes, zip(formats + formats[:2], kinds, strict=True))
+    ]
+    grid += [((9, 31, 77), formats[0], kinds[0], out) for out in (torch.bfloat16, torch.float16)]
+    return [Case(f"{s} {f} {kind} {out}", partial(_mm_case, *s, *f, kind, out)) for s, f, kind, out in grid]
+
+
+def _states(length: int, count: int) -> tuple[Any, ...]:
+    noise = torch.Generator().manual_seed(length)
+    histories = [torch.randn(length, generator=noise).abs() * 10.0 ** (i - 3) for i in range(count)]
+    for history, staged in zip(histories, (0.0, torch.inf, 1e-38, FLT_MAX, torch.nan), strict=False):
+        history[0] = staged
+    scales = [torch.tensor(7.0 + i) for i in range(count)]
+    counters = [[torch.tensor(i % 3) for i in range(count)] for _ in range(2)]
+    return scales, histories, *counters, [448.0 if i % 2 else 57344.0 for i in range(count)]
+
+
+def _update_cases() -> list[Case]:
+    def make(length: int, count: int, *rest: Any) -> tuple[Any, ...]:
+        return *_states(length, count), *rest
+
+    grid = product((1, 2, 3, 16, 1024), (1, 9), ((0, 1, "max"), (0, 1, "most_recent"), (3, 2, "max"), (-2, 1, "max")))
+    return [Case(f"N={n}, {s} states, {rest}", partial(make, n, s, *rest)) for n, s, rest in grid]
+
+
+def _paged_case(
+    cache: torch.dtype, heads: int, kv_heads: int, dim: int, lengths: list[tuple[int, int]]
+) -> tuple[Any, ...]:
+    """lengths: per sequence (tokens in the context, new tokens); block size 4, blocks in a shuffled order."""
+    noise = torch.Generator().manual_seed(heads)
+    per_sequence = max(-(-length // 4) for length, _ in lengths)
+    order = torch.randperm(per_sequence * len(lengths), generator=noise)
+    k, v = (torch.randn(len(order), 4, kv_heads, dim, generator=noise).to(cache) for _ in range(2))
+    starts = torch.tensor([0] + [new for _, new in lengths]).cumsum(0)
+    q = torch.randn(int(starts[-1]), heads, dim, generator=noise)
+    scale = torch.tensor(0.5) if cache in FP8_MAX else None
+    tables = order.view(len(lengths), per_sequence).int(), torch.tensor([n for n, _ in lengths]).int(), starts.int()
+    return q if cache in FP8_MAX else q.to(cache), k, v, *tables, scale, scale, dim**-0.5
+
+
+def _paged_cases() -> list[Case]:
+    mixes = {"decode": [(9, 1), (1, 1), (4, 1)], "prefill": [(7, 7), (5, 5)], "mixed": [(13, 5), (6, 1), (3, 3)]}
+    grid = product(
+        (torch.float32, torch.bfloat16, torch.float8_e4m3fn), ((4, 2, 16), (3, 3, 8), (8, 1, 20)), mixes.items()
+    )
+    return [Case(f"{c} {h} {mix}", partial(_paged_case, c, *h, lengths)) for c, h, (mix, lengths) in grid]
+
+
+def _write_case(cache: torch.dtype, scale: float | None) -> tuple[Any, ...]:
+    k, v = _tiles(5, 3 * 8, torch.bfloat16).view(5, 3, 8), _tiles(5, 3 * 8, torch.bfloat16, 1).view(5, 3, 8)
+    caches = [torch.zeros(4, 4, 3, 8).to(cache) for _ in range(2)]
+    given = None if scale is None else torch.tensor(scale)
+    return k, v, *caches, torch.tensor([3, 9, -1, 0, 15]), given, given
+
+
+def _write_cases() -> list[Case]:
+    plain = [Case(f"{dtype}", partial(_write_case, dtype, None)) for dtype in (torch.bfloat16, torch.float32, *FP8_MAX)]
+    return [*plain, Case("e4m3, scale 4.5", partial(_write_case, torch.float8_e4m3fn, 4.5))]
+
+
+CASES: dict[str, list[Case]] = {
+    "quantize": _given_scale_cases(),
+    "quantize_current": _cast_cases((False,), (True,)),
+    "quantize_rowwise": _cast_cases((False,), (True,)),
+    "quantize_block": _cast_cases((1, False), (128, False), (1, True)),
+    "scaled_mm": _mm_cases(),
+    "delayed_update": _update_cases(),
+    "paged_attention": _paged_cases(),
+    "write_kv": _write_cases(),
+}

@@ -1,0 +1,220 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8serve.calibration.data import calibration_batches
+from fp8serve.calibration.measure import TokenTally, add_logits
+from fp8serve.calibration.passes import forward
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.calibration.result import CalibrationReport, Quality
+from fp8serve.errors import DataError, Fp8ServeError, MachineError, ModelError, RecipeError, ScalesError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.recipe import DelayedScaling, from_name, to_json
+from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
+from fp8serve.model.tokenizer import Tokenizer
+
+from .conftest import VOCAB, write_model
+
+SMALL = {"samples": 12, "seq_len": 48, "batch_size": 4}
+RECIPE = DelayedScaling(amax_history_len=8)
+
+
+def run(model: Path, out: Path, **options: object) -> CalibrationReport:
+    return calibrate(model, out=out, **(SMALL | {"recipe": RECIPE} | options))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def served_quality(folder: Path, report: CalibrationReport) -> Quality:
+    """Perplexity of the written directory on the samples that the report held out."""
+    tokenizer, model = Tokenizer.from_dir(folder), load_servable(folder)
+    data = report.data
+    batches = calibration_batches(
+        None, tokenizer, VOCAB, samples=data.samples, seq_len=data.seq_len, batch_size=4, seed=data.seed
+    )
+    tally = TokenTally()
+    for batch in batches.held_out:
+        add_logits(tally, batch.targets, (model, forward(model, batch)))
+    return tally.quality(compared=False)
+
+
+@pytest.fixture(scope="module")
+def calibrated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CalibrationReport]:
+    out = tmp_path_factory.mktemp("out") / "fp8"
+    return out, run(model_dir, out, kv_cache=True, gradients=True)
+
+
+def test_the_directory_is_whole(calibrated: tuple[Path, CalibrationReport]) -> None:
+    out, report = calibrated
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "scales.safetensors", "calibration.json"}
+    assert expected | {"report.html"} <= {p.name for p in out.iterdir()}
+    assert [p.name for p in out.parent.iterdir()] == [out.name]  # no temporary sibling left
+    assert CalibrationReport.from_json((out / "calibration.json").read_text()) == report
+    assert report.model in (out / "report.html").read_text()
+    assert report.data.samples == 12
+    assert report.data.batches == 3
+    assert report.seconds["total"] >= report.seconds["observe"] > 0
+    assert len(report.layers) == 14
+    assert len(report.tensors) == 14 * 3 + 4
+    assert all(t.observations == 3 and t.scale and t.amax > 0 for t in report.tensors)
+
+
+def test_what_was_measured_is_what_is_served(model_dir: Path, tmp_path: Path) -> None:
+    report = run(model_dir, tmp_path / "out")
+    served = served_quality(tmp_path / "out", report)
+    assert served.perplexity == report.quality.perplexity
+    assert served.tokens == report.quality.tokens
+    assert report.quality.reference_perplexity != report.quality.perplexity
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "block"])
+def test_recipes_without_history_are_served_as_measured(model_dir: Path, tmp_path: Path, name: str) -> None:
+    recipe = from_name(name)
+    report = run(model_dir, tmp_path / "out", recipe=recipe)
+    assert json.dumps(report.recipe) == to_json(recipe)
+    assert all(t.scale is None for t in report.tensors)
+    assert report.quality.perplexity == pytest.approx(report.quality.reference_perplexity, rel=0.1)
+    assert served_quality(tmp_path / "out", report).perplexity == report.quality.perplexity
+
+
+@pytest.mark.parametrize("format_", ["fp8", "modelopt"])
+def test_other_formats_hold_the_same_model(
+    model_dir: Path, tmp_path: Path, calibrated: tuple[Path, CalibrationReport], format_: str
+) -> None:
+    report = run(model_dir, tmp_path / "out", format=format_)
+    mine, theirs = (
+        load_scales(tmp_path / "out" / "scales.safetensors"),
+        load_scales(calibrated[0] / "scales.safetensors"),
+    )
+    for name, entry in mine.tensors.items():
+        assert torch.equal(entry.scale, theirs.tensors[name].scale)
+    assert served_quality(tmp_path / "out", report).perplexity == report.quality.perplexity
+
+
+def test_scales_belong_to_both_directories(model_dir: Path, calibrated: tuple[Path, CalibrationReport]) -> None:
+    out, report = calibrated
+    for folder in (out, model_dir):
+        checkpoint = load_scales(out / "scales.safetensors", folder)
+    assert checkpoint.recipe == RECIPE
+    assert checkpoint.observations["tokens"] == report.data.tokens
+    assert checkpoint.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 3
+    assert {n: float(e.scale) for n, e in checkpoint.tensors.items()} == {t.name: t.scale for t in report.tensors}
+    history = checkpoint.tensors["model.layers.0.mlp.up_proj.input"].amax_history
+    assert history is not None
+    assert history.count_nonzero() == 3
+    assert len(kv_scales(out)) == 2
+
+
+def test_serving_uses_the_calibrated_scales(calibrated: tuple[Path, CalibrationReport]) -> None:
+    out, report = calibrated
+    model = load_servable(out)
+    found = {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
+    assert len(found) == 14
+    for name, module in found.items():
+        tensor = report.tensor(f"{name}.input")
+        assert tensor is not None
+        assert module.input_scale is not None
+        assert float(module.input_scale) == pytest.approx(tensor.scale, rel=1e-6)  # stored as its reciprocal
+
+
+def test_scales_alone_serve_the_source(model_dir: Path, tmp_path: Path) -> None:
+    report = run(model_dir, tmp_path / "out", scales_only=True)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["scales.safetensors"]
+    model = load_servable(model_dir, scales=tmp_path / "out" / "scales.safetensors")
+    assert sum(isinstance(m, FrozenLinear) for m in model.modules()) == 14
+    assert report.bytes_after == report.bytes_before
+
+
+def test_bytes_are_those_on_disk(model_dir: Path, calibrated: tuple[Path, CalibrationReport]) -> None:
+    out, report = calibrated
+    assert report.bytes_before == (model_dir / "model.safetensors").stat().st_size
+    assert report.bytes_after == (out / "model.safetensors").stat().st_size < report.bytes_before
+
+
+def test_a_second_run_gives_the_same_bits(
+    model_dir: Path, tmp_path: Path, calibrated: tuple[Path, CalibrationReport]
+) -> None:
+    again = run(model_dir, tmp_path / "out", kv_cache=True, gradients=True)
+    assert again.tensors == calibrated[1].tensors
+    assert again.quality == calibrated[1].quality
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (calibrated[0] / "model.safetensors").read_bytes()
+
+
+def test_batches_in_any_grouping_give_the_same_input_scales(model_dir: Path, tmp_path: Path) -> None:
+    """Sequences do not see each other, so how they are grouped changes rounding at most."""
+    found = [run(model_dir, tmp_path / str(size), batch_size=size) for size in (1, 12)]
+    for one, other in zip(found[0].tensors, found[1].tensors, strict=True):
+        assert one.amax == pytest.approx(other.amax, rel=0.02), one.name
+
+
+def test_a_float32_sharded_model_with_tied_embeddings(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", tie_word_embeddings=True)
+    tensors = {k: v.float() for k, v in load_file(source / "model.safetensors").items()}
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, keys in halves.items():
+        save_file({k: tensors[k] for k in keys}, source / file, {"format": "pt"})
+    (source / "model.safetensors").unlink()
+    weight_map = {k: file for file, keys in halves.items() for k in keys}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if "dtype" not in k} | {"dtype": "float32"})
+    )
+    report = run(source, tmp_path / "out")
+    assert report.bytes_after < report.bytes_before / 2
+    load_servable(tmp_path / "out")
+
+
+def test_progress_tells_every_stage_and_batch(model_dir: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    run(model_dir, tmp_path / "out", progress=lambda *step: told.append(step))
+    assert [stage for stage, done, _ in told if done == 0] == ["load", "observe", "compare", "write"]
+    assert [step for step in told if step[0] == "observe"] == [("observe", i, 3) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"recipe": replace(RECIPE, amax_compute_algo=lambda history: history.max())}, RecipeError, "function"),
+        (
+            {"recipe": replace(RECIPE, override_linear_precision=(True, False, False))},
+            RecipeError,
+            "nothing to calibrate",
+        ),
+        ({"recipe": from_name("rowwise"), "gradients": True}, RecipeError, "gradient calibration"),
+        ({"recipe": from_name("rowwise"), "scales_only": True}, RecipeError, "nothing to write"),
+        ({"recipe": from_name("bf16")}, RecipeError, "bf16"),
+        ({"format": "gguf"}, ModelError, "gguf"),
+        ({"samples": 0}, DataError, "samples"),
+        ({"device": "tpu9"}, MachineError, "tpu9"),
+        ({"device": "cuda:99"}, MachineError, "cuda:99"),
+        ({"data": "missing.jsonl"}, DataError, "missing.jsonl"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_nothing_is_written(
+    model_dir: Path, tmp_path: Path, options: dict[str, object], error: type[Fp8ServeError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        run(model_dir, tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_exists_is_left_alone(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("mine")
+    with pytest.raises(ModelError, match="not empty"):
+        run(model_dir, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["note"]
+
+
+def test_a_model_with_a_dead_layer_is_refused_whole(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ScalesError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight"):
+        run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,163 @@
+"""Casts, bit for bit, against a model that knows FP8 only as a table of values; rows C, A and S of docs/numerics.md."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fp8serve.fp8 import reference
+from fp8serve.fp8.cases import CASES, Case
+from fp8serve.fp8.reference import BLOCK, FLT_MAX, FP8_MAX
+
+DTYPES = list(FP8_MAX)
+LAYOUT = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # mantissa bits, exponent bias
+
+
+@cache
+def magnitudes(dtype: torch.dtype) -> NDArray[np.float64]:
+    """The non-negative finite values by code, from the definition of the format."""
+    mantissa_bits, bias = LAYOUT[dtype]
+    codes = np.arange({torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}[dtype])
+    exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
+    fraction = mantissa / 2.0**mantissa_bits
+    values: NDArray[np.float64] = np.where(
+        exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias)
+    )
+    return values
+
+
+def nearest_codes(x: Tensor, dtype: torch.dtype) -> NDArray[np.uint8]:
+    """Codes of FP32 values: the nearest in the table, the even code on a tie, NaN as 0x7F with any sign."""
+    table, values = magnitudes(dtype), x.double().numpy()
+    size = np.abs(values)
+    upper = np.searchsorted(table, size).clip(1, len(table) - 1)
+    below, above = size - table[upper - 1], table[upper] - size
+    code = np.where((below < above) | ((below == above) & (upper % 2 == 1)), upper - 1, upper)
+    code = np.where(size >= table[-1], len(table) - 1, code)
+    code = np.where(np.isnan(size), 0x7F, code)
+    return (code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+
+
+def same_codes(q: Tensor, expected: NDArray[np.uint8]) -> None:
+    """Bit equality; a NaN may have any sign and payload of its format."""
+    found = q.contiguous().view(torch.uint8).numpy()
+    nan = q.float().isnan().numpy()
+    assert (nan == ((expected & 0x7F) == 0x7F)).all()
+    np.testing.assert_array_equal(found[~nan], expected[~nan])
+
+
+def every_bf16() -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def many_fp32() -> Tensor:
+    """2^18 random bit patterns, and every midpoint between two codes with its neighbours."""
+    bits = torch.randint(-(2**31), 2**31, (2**18,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    points = [bits.view(torch.float32)]
+    for dtype in DTYPES:
+        table = torch.from_numpy(magnitudes(dtype)).float()
+        middle = (table[1:] + table[:-1]) / 2
+        points += [table, middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(torch.inf))]
+    both = torch.cat(points)
+    return torch.cat([both, -both])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("x", [every_bf16(), many_fp32()], ids=["all bf16", "fp32"])
+def test_cast_of_every_value(x: Tensor, dtype: torch.dtype) -> None:
+    """Rows C1 to C4 and C6: nearest even, saturation, infinities, NaN, subnormals, signed zero."""
+    for kernel in (reference.quantize, torch.ops.fp8serve.quantize):
+        q, _ = kernel(x, torch.tensor(1.0), dtype)
+        same_codes(q, nearest_codes(x.float(), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [3.0, 1e-30, FLT_MAX])
+def test_the_scale_multiplies_in_fp32(dtype: torch.dtype, scale: float) -> None:
+    """Row C5: the product is rounded to FP32, overflows to infinity and then saturates."""
+    x = every_bf16().float()
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = x.numpy() * np.float32(scale)
+    q, _ = torch.ops.fp8serve.quantize(x, torch.tensor(scale), dtype)
+    same_codes(q, nearest_codes(torch.from_numpy(product), dtype))
+
+
+def test_amax_ignores_nan_and_keeps_infinity() -> None:
+    """Rows A1 to A3."""
+    one = torch.tensor(1.0)
+    for values, expected in (
+        ([-3.0, torch.nan, 2.0], 3.0),
+        ([torch.nan], 0.0),
+        ([], 0.0),
+        ([-torch.inf, 1.0], torch.inf),
+    ):
+        x = torch.tensor(values).view(1, -1)
+        assert torch.ops.fp8serve.quantize(x, one, DTYPES[0])[1].item() == expected
+        assert reference.amax(x).item() == expected
+
+
+def expected_scale(amax: float, fp8_max: float, power_2: bool) -> np.float32:
+    """The sentences of SPEC 2.4 on current scaling, in numpy FP32."""
+    if not 0 < amax < np.inf:
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        scale = min(np.float32(fp8_max) / np.float32(amax), np.float32(FLT_MAX))
+    return np.float32(2.0 ** (np.frexp(scale)[1] - 1)) if power_2 else np.float32(scale)
+
+
+@pytest.mark.parametrize("power_2", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_current_scale_edges(dtype: torch.dtype, power_2: bool) -> None:
+    """Rows S1 to S4: zero, NaN and infinite amax give 1, overflow gives FLT_MAX, power_2 rounds down."""
+    for amax in (0.0, np.nan, np.inf, 1e-45, 1e-38, 1e-36, 0.1, 1.0, 3.0, 448.0, 449.0, 57344.0, 1e30, FLT_MAX):
+        x = torch.tensor([[-amax, 0.0]])
+        scale = expected_scale(float(np.float32(amax)), FP8_MAX[dtype], power_2)
+        q, scale_inv = torch.ops.fp8serve.quantize_current(x, dtype, power_2)
+        assert scale_inv.item() == np.float32(1) / scale
+        same_codes(q, nearest_codes(x * torch.tensor(scale), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale_is_a_true_division(dtype: torch.dtype) -> None:
+    """448 / amax, not 448 * (1 / amax): the two differ in the last bit for every third amax."""
+    x = torch.rand(2000, generator=torch.Generator().manual_seed(1))
+    expected = (np.float32(FP8_MAX[dtype]) / x.numpy()).astype(np.float32)
+    found = reference.scale_from_amax(x, FP8_MAX[dtype], False)
+    np.testing.assert_array_equal(found.numpy(), expected)
+    assert (found != x.reciprocal() * FP8_MAX[dtype]).any()
+
+
+def expected_blocks(x: Tensor, dtype: torch.dtype, rows: int, cols: int, power_2: bool) -> tuple[Tensor, Tensor]:
+    """(scaled values, scale_inv) block by block, with loops; a ragged block is what there is of it."""
+    scaled, inverse = torch.empty_like(x), torch.empty(-(-x.shape[0] // rows), -(-x.shape[1] // cols))
+    for i in range(inverse.shape[0]):
+        for j in range(inverse.shape[1]):
+            at = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
+            numbers = x[at][~x[at].isnan()]
+            scale = expected_scale(float(numbers.abs().max()) if numbers.numel() else 0.0, FP8_MAX[dtype], power_2)
+            scaled[at], inverse[i, j] = x[at] * torch.tensor(scale), float(np.float32(1) / scale)
+    return scaled, inverse
+
+
+@pytest.mark.parametrize("case", CASES["quantize_block"], ids=lambda c: c.name)
+def test_block_casts(case: Case) -> None:
+    """Rows S5 to S7: ragged edges, all-zero blocks, and a block with an infinity does not touch its neighbours."""
+    x, dtype, block_rows, power_2 = case.make()
+    scaled, inverse = expected_blocks(x.float(), dtype, block_rows, BLOCK, power_2)
+    for kernel in (reference.quantize_block, torch.ops.fp8serve.quantize_block):
+        q, scale_inv = kernel(x, dtype, block_rows, power_2)
+        torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0)
+        same_codes(q, nearest_codes(scaled, dtype))
+
+
+@pytest.mark.parametrize("case", CASES["quantize_rowwise"], ids=lambda c: c.name)
+def test_row_casts(case: Case) -> None:
+    x, dtype, power_2 = case.make()
+    scaled, inverse = expected_blocks(x.float(), dtype, 1, max(x.shape[1], 1), power_2)
+    for kernel in (reference.quantize_rowwise, torch.ops.fp8serve.quantize_rowwise):
+        q, scale_inv = kernel(x, dtype, power_2)
+        torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0)
+        same_codes(q, nearest_codes(scaled, dtype))

@@ -1,0 +1,106 @@
+"""FrozenLinear gives the bits of the training forward pass, refuses bad scales, and watches its input."""
+
+import pytest
+import torch
+from torch import nn
+
+from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, scaling_state
+from fp8serve.errors import ScalesError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.recipe import Recipe
+
+RECIPES: list[Recipe] = [
+    DelayedScaling(amax_history_len=4, margin=1),
+    Float8CurrentScaling(),
+    Float8CurrentScaling(power_2_scale=True),
+    Float8CurrentScaling(granularity="row"),
+    Float8BlockScaling(),
+    Float8BlockScaling(power_2_scale=True),
+]
+
+
+def trained(recipe: Recipe) -> Linear:
+    torch.manual_seed(0)
+    layer = Linear(200, 150)
+    for _ in range(3):
+        with autocast(recipe=recipe):
+            layer(torch.randn(8, 200))
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_serving_equals_the_training_forward_bit_for_bit(recipe: Recipe, dtype: torch.dtype) -> None:
+    layer, x = trained(recipe), (torch.randn(2, 5, 200) * 3).to(dtype)
+    frozen = FrozenLinear.from_linear(layer, recipe)
+    with torch.no_grad(), autocast(recipe=recipe):
+        expected = layer(x)
+    found = frozen(x)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+
+
+def test_from_quantized_is_the_same_layer() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    frozen, x = FrozenLinear.from_linear(trained(recipe), recipe), torch.randn(3, 200)
+    parts = frozen.weight_q, frozen.weight_scale_inv, frozen.bias, frozen.input_scale
+    assert torch.equal(FrozenLinear.from_quantized(*parts)(x), frozen(x))
+    half = FrozenLinear.from_quantized(*parts, out_dtype=torch.bfloat16)
+    assert half(x).dtype == torch.bfloat16
+
+
+def test_state_dict_round_trip() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    frozen = FrozenLinear.from_linear(trained(recipe), recipe)
+    assert set(frozen.state_dict()) == {"weight_q", "weight_scale_inv", "bias", "input_scale"}
+
+
+def test_given_scales_win_over_the_layers_own() -> None:
+    layer = nn.Linear(4, 4)
+    given = torch.tensor(2.0)
+    frozen = FrozenLinear.from_linear(layer, DelayedScaling(), input_scale=given, weight_scale=torch.tensor([8.0]))
+    assert frozen.input_scale == 2.0
+    assert frozen.weight_scale_inv == 0.125
+
+
+def test_missing_and_bad_scales_are_refused() -> None:
+    layer, one = nn.Linear(4, 4), torch.tensor(1.0)
+    with pytest.raises(ScalesError, match="stored input scale and this layer has none; calibrate"):
+        FrozenLinear.from_linear(layer, DelayedScaling())
+    with pytest.raises(ScalesError, match="stored weight scale and this layer has none"):
+        FrozenLinear.from_linear(layer, DelayedScaling(), input_scale=one)
+    for bad in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ScalesError, match="must be one positive finite number, found"):
+            FrozenLinear.from_linear(layer, DelayedScaling(), input_scale=torch.tensor(bad), weight_scale=one)
+    with pytest.raises(ScalesError, match="Float8CurrentScaling computes its scales from the data"):
+        FrozenLinear.from_linear(layer, Float8CurrentScaling(), input_scale=one)
+
+
+def test_wrong_tensors_are_refused() -> None:
+    weight = torch.zeros(3, 200).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"must be \[\], \[3, 1\] or \[1, 2\], found \[3, 2\]"):
+        FrozenLinear.from_quantized(weight, torch.ones(3, 2), None, None)
+    with pytest.raises(ValueError, match=r"must be float8_e4m3fn \[N, K\], found torch.float32"):
+        FrozenLinear.from_quantized(weight.float(), torch.tensor(1.0), None, None)
+    with pytest.raises(ValueError, match='granularity must be "tensor", "row" or "block"'):
+        FrozenLinear.from_quantized(weight, torch.tensor(1.0), None, None, "column")  # type: ignore[arg-type]
+
+
+def test_amax_and_saturation_are_counted() -> None:
+    weight = torch.eye(4).to(torch.float8_e4m3fn)
+    frozen = FrozenLinear.from_quantized(weight, torch.tensor(1.0), None, torch.tensor(100.0))
+    frozen(torch.tensor([[1.0, -2.0, 4.0, 0.0]]))
+    assert (frozen.amax.item(), frozen.saturated.item()) == (4.0, 0)
+    frozen(torch.tensor([[5.0, -9.0, 1.0, 0.0], [6.0, 0.0, 0.0, 0.0]]))
+    assert (frozen.amax.item(), frozen.saturated.item()) == (9.0, 3)
+    frozen.reset_counters()
+    assert (frozen.amax.item(), frozen.saturated.item()) == (0.0, 0)
+
+
+def test_no_gradient_flows_and_repr_tells_the_input() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    layer = trained(recipe)
+    frozen = FrozenLinear.from_linear(layer, recipe)
+    assert not frozen(torch.randn(2, 200, requires_grad=True)).requires_grad
+    assert "in_features=200, out_features=150, input=static tensor" in repr(frozen)
+    assert scaling_state(layer)["input"].scale == frozen.input_scale

@@ -1,0 +1,337 @@
+"""Linear: gradients of every recipe and override, weights quantized once, convert, state dict, copies."""
+
+import copy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert, scaling_state
+from fp8serve.errors import ScalesError
+from fp8serve.fp8 import reference
+from fp8serve.fp8.recipe import Format, Recipe
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHORT = DelayedScaling(amax_history_len=4)
+RECIPES: dict[str, Recipe] = {
+    "delayed": SHORT,
+    "delayed e4m3": DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3),
+    "current": Float8CurrentScaling(),
+    "current power 2": Float8CurrentScaling(power_2_scale=True),
+    "rowwise": Float8CurrentScaling(granularity="row"),
+    "rowwise e4m3": Float8CurrentScaling(granularity="row", fp8_format=Format.E4M3),
+    "block": Float8BlockScaling(),
+    "block hybrid power 2": Float8BlockScaling(fp8_format=Format.HYBRID, power_2_scale=True),
+}
+OVERRIDES = list(product((False, True), repeat=3))
+
+
+def with_override(recipe: Recipe, override: tuple[bool, bool, bool]) -> Recipe:
+    fields = {name: getattr(recipe, name) for name in type(recipe).__dataclass_fields__}
+    return type(recipe)(**fields | {"override_linear_precision": override})
+
+
+def rounded(x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, scale: Tensor) -> Tensor:
+    """x [rows, K] as the GEMM that contracts K sees it, in FP64."""
+    if isinstance(recipe, DelayedScaling):
+        return reference.quantize(x, scale, dtype)[0].double() / scale.double()
+    if isinstance(recipe, Float8BlockScaling):
+        q, s = reference.quantize_block(x, dtype, 128 if weight else 1, recipe.power_2_scale)
+    elif recipe.granularity == "row":
+        q, s = reference.quantize_rowwise(x, dtype, recipe.power_2_scale)
+    else:
+        q, s = reference.quantize_current(x, dtype, recipe.power_2_scale)
+    return q.double() * reference.expand(s, *x.shape).double()
+
+
+def emulated(
+    x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, scales: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(Y, dX, dW) in FP64, each GEMM from operands rounded along the dimension it contracts."""
+    backward = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
+
+    def operand(t: Tensor, name: str, hp: bool) -> Tensor:
+        dtype = backward if name == "grad_output" else E4M3
+        return t.double() if hp else rounded(t, dtype, recipe, name == "weight", scales.get(name, torch.tensor(1.0)))
+
+    fprop, dgrad, wgrad = recipe.override_linear_precision
+    y = operand(x, "input", fprop) @ operand(w, "weight", fprop).t()
+    dx = operand(dy, "grad_output", dgrad) @ operand(w.t(), "weight", dgrad).t()
+    dw = operand(dy.t(), "grad_output", wgrad) @ operand(x.t(), "input", wgrad).t()
+    return y, dx, dw
+
+
+def tensors(m: int = 48, n: int = 150, k: int = 200) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w, dy with another magnitude in every row and column."""
+    noise = torch.Generator().manual_seed(m + n + k)
+
+    def uneven(rows: int, cols: int) -> Tensor:
+        rough = torch.randn(rows, cols, generator=noise)
+        return rough * torch.randn(rows, 1, generator=noise).exp() * torch.randn(cols, generator=noise).exp()
+
+    return uneven(m, k), uneven(n, k) * 0.01, uneven(m, n) * 1e-4
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda o: "hp:" + "".join("01"[b] for b in o))
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_gemm_of_every_recipe(name: str, override: tuple[bool, bool, bool]) -> None:
+    """Y, dX and dW equal FP64 products of the rounded operands to FP32 accuracy; bias and its gradient too."""
+    recipe = with_override(RECIPES[name], override)
+    x, w, dy = tensors()
+    layer = Linear(200, 150)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    x.requires_grad_()
+    for _ in range(2):  # the second step of delayed scaling runs with real scales
+        layer.zero_grad()
+        x.grad = None
+        scales = {key: s.scale.clone() for key, s in scaling_state(layer).items()}
+        with autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(dy)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    expected = emulated(x.detach(), w, dy, recipe, scales)
+    for found, exact in zip((y - layer.bias, x.grad, layer.weight.grad), expected, strict=True):
+        assert (found - exact).norm() < 1e-5 * exact.norm()
+    torch.testing.assert_close(layer.bias.grad, dy.sum(0))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 5, 7), (17, 130, 31), (33, 16, 257), (0, 4, 8)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_any_sizes(name: str, sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    layer, x = Linear(k, n), torch.randn(m, k).requires_grad_()
+    with autocast(recipe=RECIPES[name]):
+        y = layer(x)
+    y.sum().backward()
+    assert y.shape == (m, n)
+    assert x.grad is not None
+    assert x.grad.shape == (m, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_master_weights_stay_fp32_under_low_precision_activations(dtype: torch.dtype) -> None:
+    layer, x = Linear(32, 16), torch.randn(2, 3, 32).to(dtype).requires_grad_()
+    for context in (autocast(recipe=SHORT), autocast(recipe=Float8BlockScaling()), autocast(enabled=False)):
+        layer.zero_grad()
+        with context:
+            y = layer(x)
+        y.float().sum().backward()
+        assert (y.dtype, tuple(y.shape)) == (dtype, (2, 3, 16))
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        assert (x.grad.dtype, layer.weight.grad.dtype) == (dtype, torch.float32)
+
+
+def test_torch_autocast_decides_the_output() -> None:
+    layer, x = Linear(32, 16), torch.randn(4, 32)
+    with torch.autocast("cpu", torch.bfloat16), autocast(recipe=Float8CurrentScaling()):
+        y = layer(x)
+    with autocast(recipe=Float8CurrentScaling()):
+        expected = layer(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward_keeps_codes_not_the_input(name: str) -> None:
+    """Saved for backward: one byte per element of X and of W, whatever the granularity."""
+    saved: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    layer, x = Linear(128, 256, bias=False), torch.randn(64, 128).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(recipe=RECIPES[name]):
+        layer(x)
+    assert {t.dtype for t in saved if t.numel() > 300} == {E4M3}
+    assert sum(t.numel() for t in saved if t.dtype == E4M3) == 64 * 128 + 256 * 128
+
+
+def casts_of_weight(layer: Linear, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts how often the weight is quantized (by its shape)."""
+    count, kernel = [0], torch.ops.fp8serve.quantize
+
+    def counting(x: Tensor, *rest: Any) -> Any:
+        count[0] += x.shape == layer.weight.shape
+        return kernel(x, *rest)
+
+    monkeypatch.setattr(torch.ops.fp8serve, "quantize", counting)
+    return count
+
+
+def microbatch(layer: Linear, seed: int = 0) -> None:
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
+    with autocast(recipe=SHORT):
+        y = layer(x)
+    y.square().sum().backward()
+
+
+def test_a_weight_is_quantized_once_under_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(24, 16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    count = casts_of_weight(layer, monkeypatch)
+    for step in range(3):
+        for micro in range(4):
+            microbatch(layer, micro)
+        assert count[0] == step + 1
+        assert scaling_state(layer)["weight"].steps.item() == step + 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_weight_that_changed_is_quantized_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(24, 16)
+    count = casts_of_weight(layer, monkeypatch)
+    microbatch(layer)
+    with torch.no_grad():
+        layer.weight.mul_(2)  # gradients are still there: the version counter tells
+    microbatch(layer)
+    layer.weight.data = layer.weight.data.clone()  # the storage tells
+    microbatch(layer)
+    layer.weight.data.mul_(2)  # nothing tells but that the gradients are gone
+    layer.zero_grad()
+    microbatch(layer)
+    assert count[0] == 4
+
+
+def test_accumulated_gradients_equal_those_of_the_first_codes() -> None:
+    """The second microbatch computes with the codes and the scale of the first."""
+    layer, x = Linear(24, 16, bias=False), torch.randn(4, 24)
+    microbatch(layer)
+    with autocast(recipe=SHORT):
+        y = layer(x)
+    exact = reference.quantize(layer.weight.detach(), torch.tensor(1.0), E4M3)[0].double()
+    scale = layer.scaling["input"].amax_history[1:]
+    assert scale[-1] == x.abs().max()
+    first_scale = (torch.tensor(448.0) / layer.scaling["input"].amax_history[-2]).item()
+    codes = reference.quantize(x, torch.tensor(first_scale), E4M3)[0].double() / first_scale
+    torch.testing.assert_close(y.detach().double(), codes @ exact.t(), rtol=1e-5, atol=1e-6)
+
+
+def test_convert_keeps_parameters_hooks_and_identity() -> None:
+    model = nn.ModuleDict(
+        {"a": nn.Linear(4, 4), "lm_head": nn.Linear(4, 9), "b": nn.Sequential(nn.Linear(4, 4), nn.ReLU())}
+    )
+    before, called = dict(model.named_parameters()), []
+    model["a"].register_forward_hook(lambda *args: called.append(1))
+    assert convert(model) is model
+    assert type(model["a"]) is type(model["b"][0]) is Linear  # type: ignore[index]
+    assert type(model["lm_head"]) is nn.Linear
+    assert all(p is before[name] for name, p in model.named_parameters())
+    model["a"](torch.ones(1, 4))
+    assert called == [1]
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"), [((), 0), (("lm_head",), 1), (("b.*",), 1), (("a", "b.0"), 2), ("lm_head", 1)]
+)
+def test_convert_skips_by_name(skip: Any, left: int) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "lm_head": nn.Linear(4, 9), "b": nn.Sequential(nn.Linear(4, 4))})
+    convert(model, skip=skip)
+    assert sum(type(m) is nn.Linear for m in model.modules()) == left
+
+
+def test_convert_takes_a_bare_linear_and_leaves_subclasses() -> None:
+    class Special(nn.Linear):
+        pass
+
+    assert type(convert(nn.Linear(2, 2))) is Linear
+    assert type(convert(nn.Sequential(Special(2, 2)))[0]) is Special  # type: ignore[index]
+
+
+def trained(seed: int = 0, steps: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+    convert(model)
+    for step in range(steps):
+        with autocast(recipe=SHORT):
+            y = model(torch.randn(4, 24) * (step + 1))
+        y.square().sum().backward()
+    return model
+
+
+def next_step(model: nn.Sequential) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    with autocast(recipe=SHORT):
+        y = model(torch.linspace(-3, 3, 96).view(4, 24))
+    y.square().sum().backward()
+    gradient = model[0].weight.grad
+    assert isinstance(gradient, Tensor)
+    return y, gradient
+
+
+def test_state_dict_round_trip_continues_with_the_same_bits() -> None:
+    model, fresh = trained(), trained(seed=5, steps=0)
+    fresh.load_state_dict(model.state_dict())
+    for a, b in zip(next_step(model), next_step(fresh), strict=True):
+        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
+
+
+def test_state_dict_has_the_names_of_a_scaling_checkpoint() -> None:
+    names = set(trained().state_dict())
+    assert {"0.input.scale", "0.input.amax_history", "1.weight.scale", "1.grad_output.amax_history"} <= names
+    assert all(isinstance(v, Tensor) for v in trained().state_dict().values())
+
+
+def test_a_state_dict_without_scaling_state_loads() -> None:
+    plain = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+    trained().load_state_dict(plain.state_dict())
+    convert(plain).load_state_dict(trained().state_dict())
+    assert scaling_state(plain[0])["input"].steps.item() == 3  # type: ignore[arg-type]
+
+
+def test_half_a_state_is_refused() -> None:
+    state = trained().state_dict()
+    del state["0.input.scale"]
+    with pytest.raises(
+        ScalesError, match=r"holds a part of 0.input only; it needs 0.input.scale and 0.input.amax_history"
+    ):
+        trained().load_state_dict(state)
+
+
+def test_changing_the_history_length_after_a_load_keeps_the_newest() -> None:
+    model = trained()
+    newest = scaling_state(model[0])["input"].amax_history[-1].item()  # type: ignore[arg-type]
+    with autocast(recipe=DelayedScaling(amax_history_len=2)):
+        model(torch.full((1, 24), 1e-3))
+    history = scaling_state(model[0])["input"].amax_history  # type: ignore[arg-type]
+    assert history.shape == (2,)
+    assert scaling_state(model[0])["input"].scale.item() == (torch.tensor(448.0) / newest).item()  # type: ignore[arg-type]
+
+
+def test_a_copy_has_its_own_state() -> None:
+    model = trained()
+    twin = copy.deepcopy(model)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    next_step(twin)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert scaling_state(twin[0])["input"].steps.item() == 4  # type: ignore[arg-type]
+    assert scaling_state(model[0])["input"].steps.item() == 3  # type: ignore[arg-type]
+    fresh, again = copy.deepcopy(model), model
+    for a, b in zip(next_step(fresh), next_step(again), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_casting_the_module_does_not_round_its_scales() -> None:
+    model = trained()
+    before = scaling_state(model[0])["input"].scale.clone()  # type: ignore[arg-type]
+    model.bfloat16()
+    after = scaling_state(model[0])["input"]  # type: ignore[arg-type]
+    assert torch.equal(after.scale, before)
+    assert after.amax_history.dtype == torch.float32
+
+
+def test_a_shared_linear_is_converted_once_and_sees_both_calls() -> None:
+    shared = nn.Linear(8, 8)
+    model = convert(nn.Sequential(shared, nn.ReLU(), shared))
+    with autocast(recipe=SHORT):
+        model(torch.ones(2, 8))
+    assert model[0] is model[2] is shared  # type: ignore[index]
+    assert scaling_state(shared)["input"].steps.item() == 1  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""config.json: both generations of transformers' spellings, and refusal of what is not computed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from fp8serve.errors import ModelError
+from fp8serve.model.config import FAMILIES, parse_config, read_config
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 64,
+         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5}  # fmt: skip
+
+
+def qwen2(**values: Any) -> dict[str, Any]:
+    return LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2} | values
+
+
+def test_old_and_new_spellings_are_the_same_model() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling | {"type": "llama3"}, "torch_dtype": "float16"}
+    new = LLAMA | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}, "dtype": "float16"}
+    assert parse_config(old) == parse_config(new)
+    assert parse_config(new).rope_theta == 5e5
+    assert parse_config(new).dtype == "float16"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    theirs: Any = transformers.AutoConfig.for_model(family)
+    raw = {"model_type": family, "hidden_size": 4096, "intermediate_size": 1, "num_hidden_layers": 3,
+           "num_attention_heads": 32}  # fmt: skip
+    ours = parse_config(raw)
+    for mine, his in (("num_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim"), ("vocab_size", "vocab_size"),
+                      ("rms_norm_eps", "rms_norm_eps"), ("max_position_embeddings", "max_position_embeddings"),
+                      ("tie_word_embeddings", "tie_word_embeddings"), ("sliding_window", "sliding_window"),
+                      ("bos_token_id", "bos_token_id")):  # fmt: skip
+        assert getattr(ours, mine) == getattr(theirs, his, {"head_dim": 128}.get(his)), mine
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+
+
+def test_eos_of_generation_config_rules() -> None:
+    assert parse_config(LLAMA | {"eos_token_id": 2}, {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert parse_config(LLAMA | {"eos_token_id": [2, 3]}, {}).eos_token_ids == (2, 3)
+    assert parse_config(LLAMA | {"eos_token_id": None}, {}).eos_token_ids == ()
+
+
+def test_windows_per_layer() -> None:
+    on = {"use_sliding_window": True, "sliding_window": 8}
+    assert parse_config(qwen2(**on, max_window_layers=1)).layer_windows == (None, 8)
+    assert parse_config(qwen2(**on, layer_types=["sliding_attention", "full_attention"])).layer_windows == (8, None)
+    assert parse_config(qwen2(sliding_window=8, max_window_layers=0)).layer_windows == (None, None)
+    assert parse_config(LLAMA).sliding_window is None
+    config = parse_config(qwen2(**on, max_window_layers=1))
+    assert (config.sliding_window, config.max_full_attention_len) == (8, 8)
+
+
+def test_harmless_keys_are_ignored() -> None:
+    notes = {"use_cache": True, "attention_dropout": 0.1, "_name_or_path": "x", "transformers_version": "5",
+             "auto_map": {"AutoModel": "evil.py"}, "pretraining_tp": 2, "logit_scale": 1.0,
+             "clip_qkv": None}  # fmt: skip
+    assert parse_config(LLAMA | notes) == parse_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported are LlamaForCausalLM"),
+        ({"model_type": "gemma"}, "is not supported"),
+        ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0, which LlamaForCausalLM here does not"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, r"\['mscale'\]"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope factor is None"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "not above low_freq_factor",
+        ),
+        ({"rope_theta": -1}, "rope_theta is -1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 where a positive whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"hidden_size": 66}, "not a multiple of num_attention_heads"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes' where true or false"),
+        ({"eos_token_id": "</s>"}, "where a token id was expected"),
+        ({"eos_token_id": [-1]}, "where a token id was expected"),
+        ({"torch_dtype": "int8"}, "dtype 'int8'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+    ],
+)
+def test_what_is_not_computed_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse_config(LLAMA | change)
+
+
+def test_wrong_layer_types_are_refused() -> None:
+    with pytest.raises(ModelError, match="layer_types is not 2 of"):
+        parse_config(qwen2(layer_types=["full_attention"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "JSON list where an object"),
+        ('{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' appears twice"),
+        ("[" * 100_000, "not valid JSON"),
+        ("\udcff", "cannot be read"),
+    ],
+)
+def test_damaged_config_is_one_sentence(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ModelError, match=message) as caught:
+        read_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_places(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist; give the path"):
+        read_config(tmp_path / "none")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ModelError, match="is not a directory"):
+        read_config(tmp_path / "file")
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        read_config(tmp_path)
+
+
+def test_generation_config_is_read_from_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5]}))
+    assert read_config(tmp_path).eos_token_ids == (4, 5)
