@@ -5,18 +5,16 @@ They are read once, at the start: the base model may be moved or removed while a
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from fp8serve.model.export import CARRIED
 from fp8serve.model.files import read_json, regular_file, write_json
-
-# Tokenizer, chat template and generation defaults under the names that Hugging Face libraries write.
-_NAMES = ("generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt")
-_PREFIXES = ("tokenizer", "chat_template", "LICENSE")
 
 
 def carried_files(source: Path) -> Callable[[Path], None]:
-    """A function that writes the files of `source` into a directory; config.json loses its `quantization_config`."""
-    config = {k: v for k, v in read_json(source / "config.json").items() if k != "quantization_config"}
-    contents = {p.name: p.read_bytes() for p in sorted(source.iterdir()) if _carried(p)}
+    """A function that writes the files of `source` into a directory; config.json as `training_config` makes it."""
+    contents = {n: (source / n).read_bytes() for n in CARRIED if regular_file(source / n)}
+    config = training_config(read_json(source / "config.json"))
 
     def write(directory: Path) -> None:
         write_json(directory / "config.json", config)
@@ -26,5 +24,8 @@ def carried_files(source: Path) -> Callable[[Path], None]:
     return write
 
 
-def _carried(path: Path) -> bool:
-    return (path.name in _NAMES or path.name.startswith(_PREFIXES)) and regular_file(path)
+def training_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the model in training: not quantized, and BF16, which is what activations are computed in."""
+    named = "torch_dtype" if "torch_dtype" in config else "dtype"
+    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype")}
+    return {**kept, named: "bfloat16"}

@@ -54,24 +54,24 @@ class TrainState:
 def write_checkpoint(root: Path, state: TrainState, carry: Callable[[Path], None]) -> Path:
     """Write `root/step-N`; `carry(directory)` adds the base model's small files. Returns its path.
 
-    Raises JobError when the directory cannot be written (no space, no permission).
+    Raises JobError when that step is there already, MachineError when the disk is full or not ours to write.
     """
     final = root / f"step-{state.step}"
-    try:
-        with whole_directory(final, JobError) as directory:
-            carry(directory)
-            for kind in _KINDS:
-                _save(directory / f"{kind}.safetensors", getattr(state, kind))
-            write_json(directory / "trainer.json", {"version": VERSION, **state.meta})
-            write_json(directory / "manifest.json", manifest_of(directory))
-    except (OSError, SafetensorError) as error:
-        raise JobError(f"The checkpoint {final} could not be written: {error}.") from error
+    with whole_directory(final, JobError) as directory:
+        carry(directory)
+        for kind in _KINDS:
+            _save(directory / f"{kind}.safetensors", getattr(state, kind))
+        write_json(directory / "trainer.json", {"version": VERSION, **state.meta})
+        write_json(directory / "manifest.json", manifest_of(directory))
     return final
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Tied parameters share storage, which safetensors refuses: `tensors` names each storage once."""
-    save_file({k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+    try:
+        save_file({k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how it reports a full disk
+        raise OSError(str(error)) from error
 
 
 def manifest_of(directory: Path) -> dict[str, Any]:

@@ -1,3 +1,98 @@
+"""A step checkpoint becomes a model directory that is served, with the scales that training kept.
+
+No calibration pass: for delayed scaling, the input and weight scales that the next training step would have used are
+the serving scales, and weights are quantized from the same high-precision values by the same op. So the served model
+computes what the trainer's own evaluation computed, bit for bit. Recipes that take scales from the tensors need none
+stored; a run whose forward pass was not in FP8 becomes a BF16 directory. Weights are read lazily, one tensor in memory
+at a time.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-def export(checkpoint_dir: Path, out: Path) -> None:
-    raise NotImplementedError
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fp8serve import __version__
+from fp8serve.errors import JobError
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint
+from fp8serve.model.export import write_calibrated, write_hf_directory
+from fp8serve.model.files import read_json
+from fp8serve.train.checkpoint import require_whole
+from fp8serve.train.config import TrainConfig
+
+
+def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
+    """Write the servable directory `out` from a checkpoint `step-N/`, whole or not at all, and return it.
+
+    Raises JobError for a damaged checkpoint, ModelError when `out` is taken, ScalesError when a layer was never run.
+    """
+    source, out = Path(checkpoint_dir), Path(out)
+    require_whole(source)
+    meta = read_json(source / "trainer.json", JobError)
+    config = TrainConfig.from_dict(meta["config"])
+    extra = {"training.json": training_record(meta)}
+    weights = _as_computed(source, config)
+    if served_in_fp8(config.fp8_recipe):
+        scales = serving_scales(source, config.fp8_recipe, meta)
+        write_calibrated(out, source, scales, weights=weights, format=config.format, extra_files=extra)
+    else:
+        base = read_json(source / "config.json", JobError)
+        write_hf_directory(out, base, weights, carry_from=source, extra_files=extra)
+    return out
+
+
+def served_in_fp8(recipe: Recipe | None) -> bool:
+    """Whether the forward pass that was trained ran in FP8."""
+    return recipe is not None and not recipe.override_linear_precision[0]
+
+
+def training_record(meta: Mapping[str, Any]) -> str:
+    """`training.json`: how the model came to be; no times, so that equal runs write equal directories."""
+    progress = meta["progress"]
+    kept = {k: progress[k] for k in ("step", "trained_tokens", "skipped", "metrics")}
+    return json.dumps({**kept, "config": meta["identity"]["config"], "data": meta["identity"]["data"]}, indent=2) + "\n"
+
+
+def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any]) -> ScalingCheckpoint:
+    """The scaling state of a checkpoint as a scaling file: scales and histories of every tensor that ever ran."""
+    stored = load_file(source / "scaling.safetensors") if isinstance(recipe, DelayedScaling) else {}
+    names = sorted(n.removesuffix(".scale") for n in stored if n.endswith(".scale"))
+    ran = {n: int(stored[f"{n}.steps"]) for n in names if stored[f"{n}.steps"] > 0}
+    return ScalingCheckpoint(
+        recipe=recipe,
+        tensors={n: TensorScale(stored[f"{n}.scale"], _history(stored[f"{n}.amax_history"])) for n in ran},
+        observations={"batches": meta["step"], "tokens": meta["progress"]["trained_tokens"], "tensors": ran},
+        created_by=f"fp8serve {__version__} train",
+    )
+
+
+def _history(history: Tensor) -> Tensor | None:
+    """A history of length 1 is only the staging slot, which is empty between steps: nothing to store."""
+    return history if bool(history.any()) else None
+
+
+class _Rounded(Mapping[str, Tensor]):
+    """The FP32 masters as the BF16 model that the trainer computed with."""
+
+    def __init__(self, masters: Mapping[str, Tensor]) -> None:
+        self._masters = masters
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._masters[name].to(torch.bfloat16)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._masters)
+
+    def __len__(self) -> int:
+        return len(self._masters)
+
+
+def _as_computed(source: Path, config: TrainConfig) -> Mapping[str, Tensor]:
+    """The weights as the quantizer saw them: FP32 where the model holds the masters, else BF16."""
+    masters = open_checkpoint(source)
+    return masters if config.master_weights == "model" else _Rounded(masters)

@@ -18,12 +18,14 @@ from fp8serve.fp8.recipe import Recipe
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.quantization_config import quantization_files
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train import state
 from fp8serve.train.carry import carried_files
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import DataReport, Row, check_length, fingerprint, load_rows
 from fp8serve.train.events import OnEvent, message
+from fp8serve.train.export import served_in_fp8
 from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.order import total_steps
@@ -45,6 +47,7 @@ class Setup:
 
 def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
     """Load data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError, JobError."""
+    check_format(config)
     check_length(config.seq_len, read_config(source))
     recipe = config.fp8_recipe
     device_of(config)
@@ -65,6 +68,13 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
         data_fingerprint=fingerprint(rows),
         carry=carried_files(source),
     )
+
+
+def check_format(config: TrainConfig) -> None:
+    """Raises ModelError before any work for a format that cannot express the recipe's weights."""
+    recipe = config.fp8_recipe
+    if recipe is not None and served_in_fp8(recipe):
+        quantization_files(config.format, recipe, kv_cache=False)
 
 
 def device_of(config: TrainConfig) -> torch.device:

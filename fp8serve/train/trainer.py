@@ -227,6 +227,7 @@ class _Run:
             return
         meta = {
             "step": self.progress.step,
+            "config": json.loads(self.config.to_json()),
             "progress": dataclasses.asdict(self.progress),
             "identity": self._identity(),
             "environment": environment(self.config),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.errors import JobError
+from fp8serve.errors import JobError, MachineError
 from fp8serve.train import checkpoint
 from fp8serve.train.checkpoint import TrainState
 
@@ -162,6 +162,6 @@ def test_a_disk_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(JobError, match="No space left on device"):
+        with pytest.raises(MachineError, match="No space left on device"):
             write(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []

@@ -32,7 +32,7 @@ def make(model_dir: Path, recipe: Recipe | None) -> tuple[Decoder, Forward]:
 
 @pytest.fixture(params=["delayed", "rowwise", "block", "bf16"])
 def forward(request: pytest.FixtureRequest, model_dir: Path) -> Forward:
-    """Delayed after one training step, so that its scales are real ones; not `current`, whose one scale spans the batch."""
+    """Delayed after one step, so that its scales are real ones; not `current`, whose one scale spans the batch."""
     recipe = DelayedScaling(amax_history_len=4) if request.param == "delayed" else from_name(request.param)
     forward = make(model_dir, recipe)[1]
     forward.logits(collate([row(9, 20)], "cpu")).sum().backward()  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ def test_targets_that_are_masked_carry_no_loss(forward: Forward) -> None:
 
 
 def test_loss_is_the_mean_negative_log_likelihood(model_dir: Path) -> None:
-    decoder, forward = make(model_dir, None)
+    _, forward = make(model_dir, None)
     batch = collate([row(5, 9, masked=3)], "cpu")
     logits = forward.logits(batch)
     loss, _ = summed_loss(logits, batch.targets)
@@ -137,9 +137,9 @@ def test_a_weight_is_quantized_once_while_gradients_accumulate(
 
 
 def count_quantizations(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Tensor], bool]) -> list[Tensor]:
-    from fp8serve.fp8 import linear
+    from fp8serve.fp8 import casting, linear
 
-    real, seen = linear.cast_delayed, []
+    real, seen = casting.cast_delayed, []
 
     def counting(x: Tensor, *args: object) -> object:
         if wanted(x):
