@@ -84,7 +84,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
 
 
 def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
-    """"stored", "bf16", a recipe's name, or its JSON."""
+    """ "stored", "bf16", a recipe's name, or its JSON."""
     if text in ("stored", "bf16"):
         return cast(Literal["stored", "bf16"], text)
     found = recipe.from_json(text) if text.lstrip().startswith("{") else recipe.from_name(text)

@@ -1,0 +1,170 @@
+"""Every way a request can fail: one list of codes, two renderings.
+
+`Code` names the failure; `KINDS` gives its HTTP status under `/v1` and on the native routes, its OpenAI `type` and
+its text-generation-inference `error_type`. A handler raises `Fault(Code.X, "sentence", param=...)` and never builds
+a response itself; the path decides the rendering. Bodies stay far below 16 KiB, never echo what was sent, and name
+no file of ours: messages that did not come from us are cut and cleaned by `safe_text`.
+"""
+
+import re
+from enum import Enum
+from typing import Any, NamedTuple
+
+from starlette.responses import JSONResponse
+
+
+class Code(Enum):
+    """The string that `code` carries on the wire."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_PARAMETER = "invalid_parameter"
+    UNKNOWN_PARAMETER = "unknown_parameter"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    TEMPLATE_ERROR = "template_error"
+    INVALID_API_KEY = "invalid_api_key"
+    FORBIDDEN = "forbidden"
+    ROUTE_NOT_FOUND = "route_not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    MODEL_NOT_FOUND = "model_not_found"
+    JOB_NOT_FOUND = "job_not_found"
+    FILE_NOT_FOUND = "file_not_found"
+    REQUEST_TIMEOUT = "request_timeout"
+    JOB_STATE = "job_state"
+    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
+    ALIAS_BUSY = "alias_busy"
+    TRAINING_REFUSED = "training_refused"
+    ACTIVATION_FAILED = "activation_failed"
+    BODY_TOO_LARGE = "body_too_large"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
+    QUEUE_FULL = "queue_full"
+    STARTING = "starting"
+    DRAINING = "draining"
+    PAUSED = "paused_for_training"
+    ENGINE_DOWN = "engine_down"
+    GENERATION_FAILED = "generation_failed"
+    INTERNAL = "internal_error"
+    DISK_FULL = "disk_full"
+
+
+class Kind(NamedTuple):
+    """How a failure looks on both surfaces. `retry`: whether sending the same request again can help."""
+
+    v1: int
+    native: int
+    openai_type: str
+    native_type: str
+    retry: bool = False
+
+
+_INVALID = Kind(400, 422, "invalid_request_error", "validation")
+_CONFLICT = Kind(409, 409, "conflict_error", "conflict")
+_MISSING = Kind(404, 404, "not_found_error", "not_found")
+_UNAVAILABLE = Kind(503, 503, "server_error", "overloaded", retry=True)
+
+KINDS: dict[Code, Kind] = {
+    Code.INVALID_JSON: _INVALID,
+    Code.INVALID_PARAMETER: _INVALID,
+    Code.UNKNOWN_PARAMETER: _INVALID,
+    Code.UNSUPPORTED_PARAMETER: _INVALID,
+    Code.CONTEXT_LENGTH_EXCEEDED: _INVALID,
+    Code.TEMPLATE_ERROR: Kind(400, 422, "invalid_request_error", "template_error"),
+    Code.INVALID_API_KEY: Kind(401, 401, "authentication_error", "unauthorized"),
+    Code.FORBIDDEN: Kind(403, 403, "permission_error", "unauthorized"),
+    Code.ROUTE_NOT_FOUND: _MISSING,
+    Code.METHOD_NOT_ALLOWED: Kind(405, 405, "invalid_request_error", "validation"),
+    Code.MODEL_NOT_FOUND: _MISSING,
+    Code.JOB_NOT_FOUND: _MISSING,
+    Code.FILE_NOT_FOUND: _MISSING,
+    Code.REQUEST_TIMEOUT: Kind(408, 408, "invalid_request_error", "validation"),
+    Code.JOB_STATE: _CONFLICT,
+    Code.IDEMPOTENCY_MISMATCH: _CONFLICT,
+    Code.ALIAS_BUSY: _CONFLICT,
+    Code.TRAINING_REFUSED: _CONFLICT,
+    Code.ACTIVATION_FAILED: _CONFLICT,
+    Code.BODY_TOO_LARGE: Kind(413, 413, "invalid_request_error", "validation"),
+    Code.UNSUPPORTED_MEDIA_TYPE: Kind(415, 415, "invalid_request_error", "validation"),
+    Code.QUEUE_FULL: Kind(429, 429, "rate_limit_error", "overloaded", retry=True),
+    Code.STARTING: _UNAVAILABLE,
+    Code.DRAINING: _UNAVAILABLE,
+    Code.PAUSED: _UNAVAILABLE,
+    Code.ENGINE_DOWN: _UNAVAILABLE,
+    Code.GENERATION_FAILED: Kind(500, 424, "server_error", "generation"),
+    Code.INTERNAL: Kind(500, 500, "server_error", "internal"),
+    Code.DISK_FULL: Kind(507, 507, "server_error", "storage"),
+}
+
+MAX_MESSAGE = 600
+_PATH = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+[\w.@+-]*")
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
+
+
+def safe_text(text: str) -> str:
+    """One printable line without file-system paths (their last part stays) or memory addresses, at most MAX_MESSAGE
+    characters.
+    """
+    line = " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
+    line = _PATH.sub(lambda m: m.group().rstrip("/").rsplit("/", 1)[-1], _ADDRESS.sub("0x…", line))
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"
+
+
+class Fault(Exception):  # noqa: N818 - it is the request's, not ours
+    """A request failed for a reason its sender can be told. `retry_after` in seconds, for the codes that can be
+    retried.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        message: str,
+        *,
+        param: str | None = None,
+        hint: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = safe_text(message)
+        self.param = param if param is None else safe_text(param)[:120]
+        self.hint = hint
+        self.retry_after = retry_after if retry_after is not None or not KINDS[code].retry else 1
+
+    def status(self, path: str) -> int:
+        kind = KINDS[self.code]
+        return kind.v1 if is_openai(path) else kind.native
+
+    def body(self, path: str, request_id: str) -> dict[str, Any]:
+        """The JSON object for `path`: OpenAI's envelope under /v1, the text-generation-inference shape elsewhere."""
+        return self.openai() if is_openai(path) else self.native(request_id)
+
+    def openai(self) -> dict[str, Any]:
+        message = f"{self.message} {self.hint}" if self.hint else self.message
+        return {
+            "error": {
+                "message": message,
+                "type": KINDS[self.code].openai_type,
+                "param": self.param,
+                "code": self.code.value,
+            }
+        }
+
+    def native(self, request_id: str) -> dict[str, Any]:
+        body = {"error": self.message, "error_type": KINDS[self.code].native_type, "code": self.code.value}
+        extra = {"param": self.param, "hint": self.hint, "request_id": request_id}
+        return body | {key: value for key, value in extra.items() if value}
+
+    def headers(self) -> dict[str, str]:
+        """Tells a client when to come back, or that coming back is pointless (SDKs retry a 409 otherwise)."""
+        if self.code is Code.INVALID_API_KEY:
+            return {"WWW-Authenticate": 'Basic realm="fp8serve", charset="UTF-8"'}
+        if self.retry_after is not None:
+            return {"Retry-After": str(self.retry_after)}
+        return {"x-should-retry": "false"} if KINDS[self.code].v1 in (408, 409) else {}
+
+    def response(self, path: str, request_id: str) -> JSONResponse:
+        return JSONResponse(self.body(path, request_id), self.status(path), self.headers())
+
+
+def is_openai(path: str) -> bool:
+    """Whether `path` belongs to the OpenAI-compatible surface, whose clients expect its error shape."""
+    return path == "/v1" or path.startswith("/v1/")

@@ -1,0 +1,212 @@
+"""Everything one server holds, made once by `create_app` and handed to the handlers.
+
+The order of life: `open` starts loading in the background (readiness false), `draining` refuses new work, `close`
+ends the processes. Handlers get the house by the `HouseDep` dependency; there is no global.
+"""
+
+import asyncio
+import logging
+import math
+import time
+import weakref
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.request import SamplingParams
+from fp8serve.errors import Fp8ServeError
+from fp8serve.server.admission import Admission
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.generation import Generation, build_requests
+from fp8serve.server.jobs import JobStore
+from fp8serve.server.metrics import Metrics
+from fp8serve.server.models import BASE, Launch, Models, Served, Source, launch
+from fp8serve.server.settings import Settings, is_loopback, prepare_data_dir
+from fp8serve.server.training import Trainer
+
+log = logging.getLogger("fp8serve.server")
+
+
+class House:
+    """One server's parts. `failed` is set when the model could not be loaded, with the reason in `models.problem`."""
+
+    def __init__(self, settings: Settings, start_engine: Launch | None = None) -> None:
+        limits = settings.limits
+        self.settings = settings
+        self.data_dir = prepare_data_dir(settings)
+        self.metrics = Metrics(settings.vllm_metrics)
+        self.models = Models(settings.model_name, start_engine or launch, self.metrics)
+        self.admission = Admission(
+            settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
+        )
+        self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
+        self.trainer = Trainer(self.jobs, self.data_dir, wait_idle=self._wait_before_training)
+        self.started_at = int(time.time())
+        self.address = "this application's address"
+        self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
+        self.draining = asyncio.Event()
+        self._drain_deadline = math.inf
+        self.failed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._connect_metrics()
+
+    def _connect_metrics(self) -> None:
+        self.metrics.preset()
+        self.metrics.engine_stats = lambda: self.models.stats
+        self.metrics.job_counts = self.jobs.counts
+        self.metrics.in_flight.set_function(lambda: self.admission.in_flight)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self.models.watch())]
+
+    async def _load(self) -> None:
+        try:
+            served = await self._first_source()
+        except Fp8ServeError as error:
+            self.models.state, self.models.problem = "failed", error
+            self.failed.set()
+            return
+        log.info("%s", kernels_line(served))
+        log.info(
+            "serving %s (%s) as %s on %s", served.source.model_id, served.weight_version, self.models.name, self.address
+        )
+        if self.settings.api_key is None and not is_loopback(self.settings.host):
+            log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
+        self.trainer.start()
+
+    async def _first_source(self) -> Served:
+        """What was activated last for this model, if that still loads; else the model itself."""
+        key = await asyncio.to_thread(self.jobs.activated, str(self.settings.model.resolve()))
+        if key is not None and key != BASE:
+            try:
+                return await self.models.start(await asyncio.to_thread(self.source, key))
+            except (Fp8ServeError, Fault) as error:
+                log.error(
+                    "the weights of %s, activated earlier, cannot be served (%s); serving the base model", key, error
+                )
+        return await self.models.start(self.source(BASE))
+
+    def begin_drain(self) -> None:
+        """Takes nothing new; a running job begins to stop at a checkpoint."""
+        self._drain_deadline = time.monotonic() + self.settings.drain_seconds
+        self.draining.set()
+        self._tasks.append(asyncio.create_task(self.trainer.close(self.settings.drain_seconds)))
+
+    @property
+    def drained(self) -> bool:
+        """Whether the server can go: nothing is in flight, or the deadline has passed and the rest was ended."""
+        if time.monotonic() >= self._drain_deadline:
+            for generation in list(self.active):
+                generation.fail(Fault(Code.DRAINING, "The server is shutting down and could not wait any longer."))
+            return True
+        return self.admission.in_flight == 0 and self.trainer.closed
+
+    async def close(self) -> None:
+        """Ends background work and processes. A running job stops at a checkpoint and resumes when a server starts
+        again.
+        """
+        self.draining.set()
+        await self.trainer.close(self.settings.drain_seconds)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.models.close()
+        self.jobs.close()
+
+    # -- how it is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.models.ready and not self.draining.is_set() and not self.paused and not self.admission.nearly_full
+
+    @property
+    def state(self) -> str:
+        """One word for the health routes."""
+        if self.draining.is_set():
+            return "draining"
+        if self.paused:
+            return "paused"
+        return "busy" if self.models.ready and self.admission.nearly_full else self.models.state
+
+    # -- what can be served --------------------------------------------------------------------------------------------
+
+    def source(self, key: str) -> Source:
+        """The weights behind "base" or a finished job. Fault 404 or 409 when there are none. Reads the job table."""
+        options = self._options()
+        if key == BASE:
+            return Source(BASE, self.models.name, self.settings.model, options)
+        job = self.jobs.get(key)
+        directory = self.trainer.result_dir(job)
+        if job.status != "succeeded" or not directory.is_dir():
+            raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
+        return Source(job.id, job.model_id(self.models.name), directory, replace(options, recipe="stored", scales=None))
+
+    def _options(self) -> EngineOptions:
+        s = self.settings
+        return EngineOptions(
+            recipe=s.recipe,
+            scales=None if s.scales is None else str(s.scales),
+            device=s.device,
+            kv_cache_dtype=s.kv_cache_dtype,
+            max_num_seqs=s.max_num_seqs,
+            max_model_len=s.max_model_len,
+            max_batch_tokens=max(512, s.max_num_seqs),
+        )
+
+    async def activate(self, key: str) -> Served:
+        """Swaps the served weights and remembers the choice for the next start."""
+        served = await self.models.activate(await asyncio.to_thread(self.source, key))
+        await asyncio.to_thread(self.jobs.set_activated, str(self.settings.model.resolve()), key)
+        return served
+
+    # -- generating ----------------------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        """A job runs on the device that serves, and the operator chose to pause serving meanwhile."""
+        return self.settings.train_on == "pause" and self.settings.trains_on_serving_device and self.trainer.busy
+
+    def served(self, model: str | None) -> Served:
+        """The weights for a new request. Fault 503 when the server does not take any now, 404 for an unknown model."""
+        if self.draining.is_set():
+            raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
+        if self.paused:
+            raise Fault(Code.PAUSED, "Serving is paused while a fine-tune job uses the device.", retry_after=30)
+        return self.models.resolve(model)
+
+    def generation(
+        self, served: Served, request_id: str, prompts: list[tuple[int, ...]], params: SamplingParams, n: int = 1
+    ) -> Generation:
+        """Checks and admits; after this the answer is a 200. Fault otherwise."""
+        requests = build_requests(served, request_id, prompts, params, n)
+        generation = Generation(served, requests, n, self.admission, self.metrics)
+        self.active.add(generation)
+        return generation
+
+    async def _wait_before_training(self) -> None:
+        if self.paused:
+            await self.admission.idle.wait()
+
+
+def kernels_line(served: Served) -> str:
+    """One line: which kernel serves each op, as the engine says."""
+    info = served.engine.info
+    kernels = info.get("kernels") or {}
+    named = (
+        ", ".join(f"{op}: {name}" for op, name in sorted(kernels.items()))
+        if isinstance(kernels, dict)
+        else str(kernels)
+    )
+    return f"kernels on {info.get('device', 'this device')}: {named or 'not reported'}"
+
+
+def get_house(request: Request) -> House:
+    house: House = request.app.state.house
+    return house
+
+
+HouseDep = Annotated[House, Depends(get_house)]

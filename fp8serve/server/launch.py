@@ -1,0 +1,128 @@
+"""`run(settings)`: host the application until it is told to stop.
+
+The port is bound before anything else, so a port in use is one sentence and not a half-started server. Requests are
+answered from the first moment (readiness false while the model loads); a model that cannot be loaded ends the server
+with its own error.
+
+SIGTERM or SIGINT begins the drain: readiness turns false, new work gets 503 with Retry-After, accepted requests
+finish. When none is left, or `drain_seconds` have passed and the rest were ended with a typed error, the sockets
+close and `run` returns, exit status 0. A second signal ends the wait. A running fine-tune job stops at a checkpoint
+meanwhile and resumes with the next server.
+"""
+
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from fp8serve.errors import MachineError
+from fp8serve.server.app import create_app
+from fp8serve.server.house import House
+from fp8serve.server.models import Launch
+from fp8serve.server.settings import Settings
+
+log = logging.getLogger("fp8serve.server")
+CLOSING_SECONDS = 1
+
+
+def run(settings: Settings, start_engine: Launch | None = None) -> None:
+    """Serves until a signal. Raises MachineError (port, data directory) or what kept the model from loading."""
+    listener = bind(settings.host, settings.port)
+    with contextlib.closing(listener):
+        app = create_app(settings, start_engine)
+        house: House = app.state.house
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=settings.limits.header_bytes,
+            timeout_graceful_shutdown=CLOSING_SECONDS,
+        )
+        _configure_logging()
+        house.address = address(listener)
+        DrainingServer(config, house).run([listener])
+    if house.models.problem is not None and house.failed.is_set():
+        raise house.models.problem
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises MachineError with what to do."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise MachineError(_why_not(host, port, error)) from None
+    return listener
+
+
+def address(listener: socket.socket) -> str:
+    """Where a browser finds the server."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"Port {port} on {host} is in use by another program; stop it or choose another port with --port."
+    if error.errno == errno.EACCES:
+        return f"This user may not listen on port {port}; choose one above 1023 with --port."
+    return f"Cannot listen on {host}:{port} ({error.strerror}); check --host and --port."
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, with a drain before its shutdown and a clean exit status after it."""
+
+    def __init__(self, config: uvicorn.Config, house: House) -> None:
+        super().__init__(config)
+        self.house = house
+        self._signals = 0
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn raises the signal again when it is done, which would make the exit status 143; we have handled it."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signals += 1
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        if self._signals and not self.house.draining.is_set():
+            log.info("asked to stop: draining")
+            self.house.begin_drain()
+        if self.house.failed.is_set() or self._signals > 1 or (self._signals and self.house.drained):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def _configure_logging() -> None:
+    """One line a record on standard error, unless the program that hosts us has its own logging."""
+    if logging.getLogger().handlers or logging.getLogger("fp8serve").handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("fp8serve")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").addHandler(handler)

@@ -1,0 +1,222 @@
+"""Prometheus metrics of one server, in a registry of its own; every name starts with `fp8serve_`.
+
+What the front counts itself (HTTP, admission, latencies) are ordinary counters and histograms. What the engine knows
+(running, waiting, cache use) is read from its last statistics at scrape time. With `vllm_aliases` the families that
+dashboards and autoscalers for vLLM query appear a second time under their `vllm:` names. Labels never hold anything
+a client sent: routes are templates, and unknown paths share one label.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+INTER_TOKEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+VLLM_NAMES = {
+    "fp8serve_request_seconds": "vllm:e2e_request_latency_seconds",
+    "fp8serve_inter_token_seconds": "vllm:inter_token_latency_seconds",
+    "fp8serve_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "fp8serve_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "fp8serve_prompt_tokens": "vllm:prompt_tokens",
+    "fp8serve_generated_tokens": "vllm:generation_tokens",
+    "fp8serve_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "fp8serve_request_generated_tokens": "vllm:request_generation_tokens",
+    "fp8serve_requests_running": "vllm:num_requests_running",
+    "fp8serve_requests_waiting": "vllm:num_requests_waiting",
+    "fp8serve_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "fp8serve_preemptions": "vllm:num_preemptions",
+}
+
+
+class Metrics:
+    """All metrics of one server. `engine_stats` and `job_counts` are asked at every scrape and must not block."""
+
+    def __init__(self, vllm_aliases: bool = False) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self.engine_stats: Callable[[], Mapping[str, Any]] = dict
+        self.job_counts: Callable[[], Mapping[str, int]] = dict
+        self._http()
+        self._generation()
+        self.registry.register(_Live(self))
+        self._aliases = vllm_aliases
+
+    def _http(self) -> None:
+        on = self.registry
+        self.responses = Counter(
+            "fp8serve_http_responses", "HTTP responses", ("route", "method", "status"), registry=on
+        )
+        self.http_seconds = Histogram(
+            "fp8serve_http_seconds", "From request line to last byte", ("route",), buckets=LATENCY, registry=on
+        )
+
+    def _generation(self) -> None:
+        on = self.registry
+        self.accepted = Counter("fp8serve_requests_accepted", "Generation requests admitted", registry=on)
+        self.finished = Counter(
+            "fp8serve_requests_finished",
+            "Generation requests ended: ok, failed or cancelled",
+            ("outcome",),
+            registry=on,
+        )
+        self.rejected = Counter(
+            "fp8serve_requests_rejected",
+            "Refused before admission, by the bound that was met",
+            ("reason",),
+            registry=on,
+        )
+        self.in_flight = Gauge("fp8serve_requests_in_flight", "Admitted and not ended", registry=on)
+        self.prompt_tokens = Counter("fp8serve_prompt_tokens", "Prompt tokens of ended requests", registry=on)
+        self.generated_tokens = Counter("fp8serve_generated_tokens", "Tokens generated", registry=on)
+        self.first_token = Histogram(
+            "fp8serve_time_to_first_token_seconds", "Admission to first token", buckets=TTFT, registry=on
+        )
+        self.inter_token = Histogram(
+            "fp8serve_inter_token_seconds", "Between two tokens of a request", buckets=INTER_TOKEN, registry=on
+        )
+        self.per_token = Histogram(
+            "fp8serve_time_per_output_token_seconds", "Mean after the first token", buckets=INTER_TOKEN, registry=on
+        )
+        self.request_seconds = Histogram(
+            "fp8serve_request_seconds", "Admission to last token", buckets=LATENCY, registry=on
+        )
+        self.request_prompt = Histogram(
+            "fp8serve_request_prompt_tokens", "Prompt tokens of a request", buckets=TOKENS, registry=on
+        )
+        self.request_generated = Histogram(
+            "fp8serve_request_generated_tokens", "Tokens generated for a request", buckets=TOKENS, registry=on
+        )
+        self.swaps = Counter(
+            "fp8serve_weight_swaps", "Changes of the served weights, by how they ended", ("outcome",), registry=on
+        )
+        self.engine_restarts = Counter(
+            "fp8serve_engine_restarts", "Engine processes started again after they died", registry=on
+        )
+
+    def preset(self) -> None:
+        """Makes labelled series exist at zero, so that a rate over them is right from the first event."""
+        for outcome in ("ok", "failed", "cancelled"):
+            self.finished.labels(outcome)
+        for reason in ("requests", "tokens", "streams"):
+            self.rejected.labels(reason)
+
+    def render(self) -> bytes:
+        """The text exposition of everything."""
+        text = generate_latest(self.registry)
+        return text + generate_latest(_only(_aliased(self.registry.collect()))) if self._aliases else text
+
+
+ENGINE_GAUGES = {
+    "running": ("fp8serve_requests_running", "Sequences being computed"),
+    "waiting": ("fp8serve_requests_waiting", "Sequences waiting for a place in the batch"),
+    "kv_usage": ("fp8serve_kv_cache_usage_ratio", "Share of cache blocks in use, 0 to 1"),
+    "kv_blocks_used": ("fp8serve_kv_cache_blocks_used", "Cache blocks in use"),
+}
+ENGINE_COUNTERS = {
+    "steps_total": ("fp8serve_engine_steps", "Batches computed by the present engine process"),
+    "preemptions_total": ("fp8serve_preemptions", "Sequences that lost their blocks and were recomputed"),
+    "prefix_queried_tokens_total": (
+        "fp8serve_prefix_cache_queried_tokens",
+        "Prompt tokens looked up in the prefix cache",
+    ),
+    "prefix_hit_tokens_total": ("fp8serve_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
+}
+"""Key of the engine's statistics -> metric name and meaning."""
+
+
+class _Live(Collector):
+    """Numbers that are read rather than counted."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._metrics.engine_stats()
+        for key, (name, meaning) in ENGINE_GAUGES.items():
+            if key in stats:
+                yield GaugeMetricFamily(name, meaning, value=float(stats[key]))
+        for key, (name, meaning) in ENGINE_COUNTERS.items():
+            if key in stats:
+                yield CounterMetricFamily(name, meaning, value=float(stats[key]))
+        jobs = GaugeMetricFamily("fp8serve_jobs", "Fine-tune jobs by state", labels=["state"])
+        for state, count in self._metrics.job_counts().items():
+            jobs.add_metric([state], count)
+        yield jobs
+
+
+def _aliased(families: Iterable[Metric]) -> Iterator[Metric]:
+    for family in families:
+        if (alias := VLLM_NAMES.get(family.name)) is not None:
+            copy = Metric.__new__(Metric)
+            copy.name, copy.documentation, copy.unit, copy.type = alias, family.documentation, "", family.type
+            copy.samples = [
+                sample._replace(name=sample.name.replace(family.name, alias, 1)) for sample in family.samples
+            ]
+            yield copy
+
+
+def _only(families: Iterable[Metric]) -> CollectorRegistry:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Fixed(list(families)))
+    return registry
+
+
+class _Fixed(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -1,0 +1,330 @@
+"""`/v1/completions`, `/v1/chat/completions`, `/v1/models`: OpenAI's wire, on the same admission and generation as the
+native routes.
+
+A stream's failures after the 200 arrive as `data: {"error": ...}` and then `data: [DONE]`, which OpenAI's own client
+raises as an APIError. Choices of one request run at the same time and their chunks interleave by `index`.
+Log-probabilities are clamped at -9999, because JSON has no infinity. `system_fingerprint` is the version of the
+weights that answered.
+"""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from fp8serve.engine.request import RequestOutput, SamplingParams, TokenLogprob
+from fp8serve.errors import Fp8ServeError
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.generation import Generation
+from fp8serve.server.house import House, HouseDep
+from fp8serve.server.models import Served
+from fp8serve.server.native import STREAM_RESPONSE, encode, encode_chat, finite
+from fp8serve.server.openai_protocol import ChatBody, CompletionBody, Sampled
+from fp8serve.server.streams import DONE, EventStream, event, until_disconnect
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+COMPLETION_TOKENS = 16
+JsonObject = dict[str, Any]
+
+
+@router.post("/completions", summary="Continue a text", response_model=None, responses=STREAM_RESPONSE)
+async def completions(body: CompletionBody, request: Request, house: HouseDep) -> Response:
+    """One choice for each of `n` and each prompt."""
+    served = house.served(body.model)
+    with served.lease():
+        prompts = [tuple(await _prompt_ids(served, prompt)) for prompt in _bounded(body, house)]
+        answer = admit(
+            body, request, house, served, prompts, _params(body, body.max_tokens or COMPLETION_TOKENS), TextShape()
+        )
+    return await reply(answer, request, house)
+
+
+@router.post("/chat/completions", summary="Continue a conversation", response_model=None, responses=STREAM_RESPONSE)
+async def chat(body: ChatBody, request: Request, house: HouseDep) -> Response:
+    """The conversation is rendered by the model's own template."""
+    limit = house.settings.limits.chat_messages
+    if len(body.messages) > limit:
+        raise Fault(
+            Code.INVALID_PARAMETER,
+            f"{len(body.messages)} messages are more than this server's limit of {limit}.",
+            param="messages",
+        )
+    served = house.served(body.model)
+    with served.lease():
+        prompt = tuple(await encode_chat(served.tokenizer, body.messages))
+        room = served.engine.limits.max_model_len - len(prompt)
+        params = _params(body, body.token_limit or max(1, room))
+        answer = admit(body, request, house, served, [prompt], params, ChatShape())
+    return await reply(answer, request, house)
+
+
+@router.get("/models", summary="Names that requests may use now")
+async def list_models(house: HouseDep) -> JsonObject:
+    return {"object": "list", "data": [_model(house, name) for name in house.models.names()]}
+
+
+@router.get("/models/{model:path}", summary="One model")
+async def get_model(model: str, house: HouseDep) -> JsonObject:
+    if model not in house.models.names():
+        raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param="model")
+    return _model(house, model)
+
+
+def _model(house: House, name: str) -> JsonObject:
+    served = house.models.current
+    length = served.engine.limits.max_model_len if served is not None else None
+    return {
+        "id": name,
+        "object": "model",
+        "created": house.started_at,
+        "owned_by": "fp8serve",
+        "root": house.models.name,
+        "parent": None,
+        "max_model_len": length,
+    }
+
+
+# -- admission ---------------------------------------------------------------------------------------------------------
+
+
+def _bounded(body: CompletionBody, house: House) -> list[str | list[int]]:
+    prompts = body.prompts()
+    if len(prompts) > house.settings.limits.prompts:
+        raise Fault(
+            Code.INVALID_PARAMETER,
+            f"{len(prompts)} prompts are more than this server's limit of {house.settings.limits.prompts}.",
+            param="prompt",
+        )
+    return prompts
+
+
+async def _prompt_ids(served: Served, prompt: str | list[int]) -> list[int]:
+    return prompt if isinstance(prompt, list) else await encode(served.tokenizer, prompt)
+
+
+def _params(body: CompletionBody | ChatBody, max_tokens: int) -> SamplingParams:
+    try:
+        return body.params(max_tokens)
+    except Fp8ServeError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error)) from None
+
+
+def admit(
+    body: Sampled,
+    request: Request,
+    house: House,
+    served: Served,
+    prompts: list[tuple[int, ...]],
+    params: SamplingParams,
+    shape: "TextShape | ChatShape",
+) -> "Answer":
+    """All choices of all prompts, or a Fault."""
+    if body.choices > house.settings.limits.n:
+        raise Fault(
+            Code.INVALID_PARAMETER,
+            f"n is {body.choices}, more than this server's limit of {house.settings.limits.n}.",
+            param="n",
+        )
+    generation = house.generation(served, request.scope["request_id"], prompts, params, body.choices)
+    return Answer(body, request.scope["request_id"], generation, shape)
+
+
+# -- the two shapes ----------------------------------------------------------------------------------------------------
+
+
+class TextShape:
+    """`text_completion` objects."""
+
+    prefix, object, chunk = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, index: int, c: "Choice", tokenizer: Tokenizer) -> JsonObject:
+        return {
+            "index": index,
+            "text": c.text,
+            "logprobs": text_logprobs(c.logprobs, 0, tokenizer),
+            "finish_reason": c.finish,
+            "stop_reason": c.stop_reason,
+        }
+
+    def opening(self, index: int) -> JsonObject | None:
+        return None
+
+    def delta(self, index: int, output: RequestOutput, offset: int, tokenizer: Tokenizer) -> JsonObject:
+        logprobs = text_logprobs(list(output.logprobs), offset, tokenizer) if output.logprobs else None
+        return {
+            "index": index,
+            "text": output.text_delta,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+
+class ChatShape:
+    """`chat.completion` objects and their chunks."""
+
+    prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, c: "Choice", tokenizer: Tokenizer) -> JsonObject:
+        message = {"role": "assistant", "content": c.text, "refusal": None}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(c.logprobs, tokenizer),
+            "finish_reason": c.finish,
+        }
+
+    def opening(self, index: int) -> JsonObject | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def delta(self, index: int, output: RequestOutput, offset: int, tokenizer: Tokenizer) -> JsonObject:
+        text = {"content": output.text_delta} if output.text_delta else {}
+        logprobs = chat_logprobs(list(output.logprobs), tokenizer) if output.logprobs else None
+        return {"index": index, "delta": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+
+def text_logprobs(items: list[TokenLogprob] | None, offset: int, tokenizer: Tokenizer) -> JsonObject | None:
+    """The object of /v1/completions. `offset`: characters of the answer before the first of these tokens."""
+    if items is None:
+        return None
+    tokens = [tokenizer.token_text(item.token_id) for item in items]
+    offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    tops = [{tokenizer.token_text(i): finite(p) for i, p in reversed(item.top)} for item in items]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(i.logprob) for i in items],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(items: list[TokenLogprob] | None, tokenizer: Tokenizer) -> JsonObject | None:
+    if items is None:
+        return None
+    return {
+        "content": [
+            _one(i.token_id, i.logprob, tokenizer) | {"top_logprobs": [_one(t, p, tokenizer) for t, p in i.top]}
+            for i in items
+        ],
+        "refusal": None,
+    }
+
+
+def _one(token_id: int, logprob: float, tokenizer: Tokenizer) -> JsonObject:
+    text = tokenizer.token_text(token_id)
+    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Choice:
+    """One choice as it grows."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] | None = None
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    tokens: int = 0
+    logprob_chars: int = 0
+
+    def take(self, output: RequestOutput) -> None:
+        self.text += output.text_delta
+        self.tokens = output.num_generated
+        self.finish, self.stop_reason = output.finish_reason, output.stop_reason
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *output.logprobs]
+
+
+@dataclass
+class Answer:
+    """An admitted request and its choices: prompt 0's n, then prompt 1's n, ..."""
+
+    body: Sampled
+    request_id: str
+    generation: Generation
+    shape: TextShape | ChatShape
+    created: int = field(default_factory=lambda: int(time.time()))
+    choices: list[Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.choices = [Choice() for _ in self.generation.requests]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.generation.served.tokenizer
+
+    def frame(self, kind: str, choices: list[JsonObject]) -> JsonObject:
+        identity = {
+            "id": f"{self.shape.prefix}-{self.request_id.removeprefix('req-')}",
+            "object": kind,
+            "created": self.created,
+        }
+        return identity | {
+            "model": self.body.model or self.generation.served.source.model_id,
+            "choices": choices,
+            "system_fingerprint": self.generation.served.weight_version,
+        }
+
+    def usage(self) -> dict[str, int]:
+        prompt, new = self.generation.prompt_tokens, sum(choice.tokens for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+async def reply(answer: Answer, request: Request, house: House) -> Response:
+    if not answer.body.stream:
+        return JSONResponse(await until_disconnect(request, collect(answer)))
+    try:
+        house.admission.open_stream()
+    except Fault:
+        answer.generation.discard()
+        raise
+    return EventStream(stream_events(answer), house.settings.limits.keep_alive_seconds, house.admission.close_stream)
+
+
+async def collect(answer: Answer) -> JsonObject:
+    async with contextlib.aclosing(answer.generation.outputs()) as outputs:
+        async for index, output in outputs:
+            answer.choices[index].take(output)
+    choices = [answer.shape.choice(i, choice, answer.tokenizer) for i, choice in enumerate(answer.choices)]
+    return answer.frame(answer.shape.object, choices) | {"usage": answer.usage()}
+
+
+async def stream_events(answer: Answer) -> AsyncGenerator[bytes, None]:
+    """Chunks of all choices as they come, the usage if it was asked for, and `[DONE]`."""
+    usage: JsonObject = {"usage": None} if answer.body.include_usage else {}
+
+    def chunk(choices: list[JsonObject], more: JsonObject = usage) -> bytes:
+        return event(answer.frame(answer.shape.chunk, choices) | more)
+
+    try:
+        for index in range(len(answer.choices)):
+            if (opening := answer.shape.opening(index)) is not None:
+                yield chunk([opening])
+        async with contextlib.aclosing(_deltas(answer)) as deltas:
+            async for delta in deltas:
+                yield chunk([delta])
+        if answer.body.include_usage:
+            yield chunk([], {"usage": answer.usage()})
+    except Fault as fault:
+        yield event(fault.openai())
+    yield DONE
+
+
+async def _deltas(answer: Answer) -> AsyncGenerator[JsonObject, None]:
+    async with contextlib.aclosing(answer.generation.outputs()) as outputs:
+        async for index, output in outputs:
+            choice = answer.choices[index]
+            choice.take(output)
+            delta = answer.shape.delta(index, output, choice.logprob_chars, answer.tokenizer)
+            choice.logprob_chars += sum(
+                len(answer.tokenizer.token_text(item.token_id)) for item in output.logprobs or ()
+            )
+            if output.text_delta or output.logprobs or output.finish_reason is not None:
+                yield delta

@@ -1,0 +1,148 @@
+"""What a server is told when it starts: one frozen object, checked once, in one sentence per mistake.
+
+The command line fills it; `create_app` and `run` read it; nothing here comes from the environment. Sizes are bytes,
+times are seconds. `Limits` bounds everything that a request can multiply and is shown by `GET /info`.
+"""
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from fp8serve.errors import MachineError, RequestError
+
+TrainOn = Literal["refuse", "share", "pause"]
+
+
+def default_data_dir() -> Path:
+    """Where jobs, uploads and checkpoints live unless told otherwise: the user's data directory."""
+    return Path.home() / ".local" / "share" / "fp8serve"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what one request, or all of them together, may ask for."""
+
+    body_bytes: int = 8 << 20
+    header_bytes: int = 64 << 10
+    upload_bytes: int = 1 << 30
+    body_seconds: float = 30.0
+    queue: int = 256
+    queue_tokens: int = 1 << 20
+    n: int = 16
+    prompts: int = 64
+    chat_messages: int = 1024
+    logprobs: int = 20
+    streams: int = 512
+    keep_alive_seconds: float = 15.0
+    jobs_queued: int = 32
+    row_bytes: int = 1 << 20
+    rows: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise RequestError(f"The limit {name} must be positive, not {value}.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One server: which model, how it runs, where it listens, who may use it.
+
+    `recipe` is "stored" (the scales that lie in the directory), "bf16", or a recipe name. `train_on` decides what a
+    fine-tune job may do to the device that serves: "refuse" it, "share" the device, or "pause" serving while the job
+    runs; a `train_device` other than `device` needs no such choice. Raises RequestError or MachineError on an
+    impossible value.
+    """
+
+    model: Path
+    recipe: str = "stored"
+    scales: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    allow_unauthenticated: bool = False
+    served_model_name: str | None = None
+    device: str = "cpu"
+    kv_cache_dtype: Literal["bf16", "fp8"] = "bf16"
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    data_dir: Path = field(default_factory=default_data_dir)
+    train_on: TrainOn = "refuse"
+    train_device: str | None = None
+    drain_seconds: float = 30.0
+    heartbeat_seconds: float = 30.0
+    vllm_metrics: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_names(self)
+        _check_exposure(self)
+
+    @property
+    def model_name(self) -> str:
+        """The name requests use: `served_model_name`, else the directory's own."""
+        return self.served_model_name or self.model.resolve().name
+
+    @property
+    def training_device(self) -> str:
+        """Where a fine-tune job runs."""
+        return self.train_device or self.device
+
+    @property
+    def trains_on_serving_device(self) -> bool:
+        return self.training_device == self.device
+
+
+def _check_numbers(settings: Settings) -> None:
+    if not 0 <= settings.port <= 65535:
+        raise RequestError(f"The port must lie in 0..65535, not {settings.port}.")
+    if settings.max_num_seqs < 1:
+        raise RequestError(f"max_num_seqs must be at least 1, not {settings.max_num_seqs}.")
+    if settings.max_model_len is not None and settings.max_model_len < 2:
+        raise RequestError(f"max_model_len must be at least 2, not {settings.max_model_len}.")
+    if settings.drain_seconds < 0 or settings.heartbeat_seconds <= 0:
+        raise RequestError("drain_seconds must not be negative and heartbeat_seconds must be positive.")
+
+
+def _check_names(settings: Settings) -> None:
+    if settings.train_on not in ("refuse", "share", "pause"):
+        raise RequestError(f"train_on must be refuse, share or pause, not {settings.train_on!r}.")
+    if settings.kv_cache_dtype not in ("bf16", "fp8"):
+        raise RequestError(f"kv_cache_dtype must be bf16 or fp8, not {settings.kv_cache_dtype!r}.")
+    if settings.api_key is not None and not settings.api_key.strip():
+        raise RequestError("The API key is empty; give a key or leave the option out.")
+
+
+def _check_exposure(settings: Settings) -> None:
+    """Whoever can reach the port can run jobs on this machine, so an open port needs a key or an explicit word."""
+    if settings.api_key is None and not settings.allow_unauthenticated and not is_loopback(settings.host):
+        raise MachineError(
+            f"Listening on {settings.host} lets other machines in, and no API key is set: "
+            "give --api-key, listen on 127.0.0.1, or say --allow-unauthenticated."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. A name other than localhost counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def prepare_data_dir(settings: Settings) -> Path:
+    """Make the data directory, private to this user. Raises MachineError when it cannot be written."""
+    try:
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(
+            f"Cannot make the data directory {settings.data_dir} ({error.strerror}); choose another with --data-dir."
+        ) from None
+    if not os.access(settings.data_dir, os.W_OK | os.X_OK):
+        raise MachineError(f"The data directory {settings.data_dir} is not writable; choose another with --data-dir.")
+    return settings.data_dir

@@ -1,0 +1,281 @@
+"""From a fine-tune request to a job directory, or to a report of what the job would do.
+
+Both `POST /finetune` and `/v1/fine_tuning/jobs` come here. Rows are parsed by the same code that calibration and the
+trainer use, and `TrainConfig` checks the numbers, so a request that is accepted is one that the worker accepts. The
+directory is complete before the job is in the table: a crash in between leaves a directory that nothing names, which
+the next start removes.
+
+    JOB_DIR/data.jsonl | data.txt   the rows (a hard link where they were uploaded), validation.* likewise
+    JOB_DIR/job.json                TrainConfig
+    JOB_DIR/out/                    checkpoints and the result
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from fp8serve.errors import DataError, Fp8ServeError
+from fp8serve.model.examples import read_examples
+from fp8serve.model.files import fsync
+from fp8serve.server.faults import Code, Fault, safe_text
+from fp8serve.server.house import House
+from fp8serve.server.jobs import Job, NewJob, new_job_id
+from fp8serve.server.models import Source
+from fp8serve.server.protocol import Body, Metadata
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.validate import ValidationReport, validate
+
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Rows = Annotated[list[dict[str, Any]], Field(min_length=1)]
+FileId = Annotated[str, Field(max_length=64)]
+Suffix = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
+
+
+class FinetuneBody(Body):
+    """`POST /finetune`: rows in `data`, or an uploaded `file_id`; every other field has the trainer's own default."""
+
+    data: Rows | None = None
+    file_id: FileId | None = None
+    validation_data: Rows | None = None
+    validation_file_id: FileId | None = None
+    model: str | None = None
+    suffix: Suffix = ""
+    metadata: Metadata = Field(default_factory=dict)
+    recipe: Literal["delayed", "current", "rowwise", "block", "bf16"] = "delayed"
+    amax_history_len: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
+    max_steps: Count | None = None
+    batch_size: Annotated[int, Field(ge=1, le=65536)] = 8
+    accumulate: Annotated[int, Field(ge=1, le=65536)] = 1
+    seq_len: Annotated[int, Field(ge=2, le=1 << 20)] = 256
+    packing: Literal["rows", "tokens"] = "rows"
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-5
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.01
+    clip: Annotated[float, Field(gt=0, le=1e6)] | None = 1.0
+    master_weights: Literal["model", "optimizer"] = "model"
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    save_every: Count | None = None
+    keep_last: Annotated[int, Field(ge=1, le=1000)] = 2
+    eval_every: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.data is None) == (self.file_id is None):
+            raise PydanticCustomError("one_source", "give either data (rows) or file_id")
+        if self.validation_data is not None and self.validation_file_id is not None:
+            raise PydanticCustomError("one_source", "give either validation_data or validation_file_id")
+        return self
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The fields of TrainConfig that a client decides."""
+        renamed = {"learning_rate": "lr"}
+        return {renamed.get(name, name): getattr(self, name) for name in HYPER_PARAMETERS}
+
+
+HYPER_PARAMETERS = (
+    "recipe",
+    "amax_history_len",
+    "epochs",
+    "max_steps",
+    "batch_size",
+    "accumulate",
+    "seq_len",
+    "packing",
+    "learning_rate",
+    "warmup_steps",
+    "min_lr_ratio",
+    "weight_decay",
+    "clip",
+    "master_weights",
+    "seed",
+    "save_every",
+    "keep_last",
+    "eval_every",
+)
+
+
+def refuse_if_not_allowed(house: House) -> None:
+    """Fault 409 when a job would run on the serving device and nobody said that it may; 503 while draining."""
+    if house.draining.is_set():
+        raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
+    settings = house.settings
+    if settings.train_on == "refuse" and settings.trains_on_serving_device:
+        raise Fault(
+            Code.TRAINING_REFUSED,
+            f"A fine-tune job would run on {settings.device}, the device that serves, and this server was not told "
+            "how to share it.",
+            hint="Start it with --train-on share, with --train-on pause, or with --train-device for another device.",
+        )
+
+
+def training_source(house: House, model: str | None) -> Source:
+    """Weights to start from: what is served now, "base", or the result of an earlier job by its model name or id."""
+    served = house.models.current
+    if model is None or (served is not None and model in house.models.names()):
+        return served.source if served is not None else house.source("base")
+    if model == "base":
+        return house.source("base")
+    for job in house.jobs.jobs(limit=100_000, status="succeeded"):
+        if model in (job.id, job.model_id(house.models.name)):
+            return house.source(job.id)
+    raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
+
+
+def submit(house: House, body: FinetuneBody, key: str | None) -> tuple[Job, bool]:
+    """Makes a queued job; False when the idempotency `key` had made it before. Blocks: call it in a thread. Raises
+    Fault.
+    """
+    refuse_if_not_allowed(house)
+    source = training_source(house, body.model)
+    job_id = new_job_id()
+    directory = house.trainer.dir_of(job_id)
+    directory.mkdir(mode=0o700)
+    try:
+        config = _fill(house, directory, body, source)
+        new = NewJob(
+            base=source.model_id, source=source.key, config=_public(config), suffix=body.suffix,
+            training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
+        )  # fmt: skip
+        job, made = house.jobs.create(new, job_id, house.settings.limits.jobs_queued, key, request_hash(body))
+    except OSError as error:
+        house.trainer.discard(job_id)
+        raise Fault(Code.DISK_FULL, f"The job cannot be written to the data directory: {error.strerror}.") from None
+    except BaseException:
+        house.trainer.discard(job_id)
+        raise
+    if not made:
+        house.trainer.discard(job_id)
+    return job, made
+
+
+def request_hash(body: Body) -> str:
+    """Identifies a request for its idempotency key."""
+    return hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+
+
+def _fill(house: House, directory: Path, body: FinetuneBody, source: Source) -> TrainConfig:
+    data = place(house, directory / "data", body.data, body.file_id)
+    held_out = place(house, directory / "validation", body.validation_data, body.validation_file_id)
+    config = make_config(house, directory, body, source, data, held_out)
+    for path in (*data, *held_out):
+        check_rows(path, "data" if path in data else "validation_data")
+    (directory / "job.json").write_text(config.to_json(), encoding="utf-8")
+    for path in (directory / "job.json", directory, directory.parent):
+        fsync(path)
+    return config
+
+
+def make_config(
+    house: House, directory: Path, body: FinetuneBody, source: Source, data: Sequence[Path], held_out: Sequence[Path]
+) -> TrainConfig:
+    """Fault when the trainer would refuse the numbers."""
+    places = {
+        "model": str(source.directory.resolve()),
+        "data": [str(p) for p in data],
+        "eval_data": [str(p) for p in held_out],
+    }
+    try:
+        return TrainConfig.from_dict(
+            {
+                **body.hyper_parameters(),
+                **places,
+                "out": str(directory / "out"),
+                "device": house.settings.training_device,
+            }
+        )
+    except Fp8ServeError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error)) from None
+
+
+def _public(config: TrainConfig) -> dict[str, Any]:
+    """What a job shows of its configuration: no place on our disk."""
+    shown = {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+    return shown | {"learning_rate": shown.pop("lr")}
+
+
+def place(house: House, stem: Path, rows: Rows | None, file_id: str | None) -> list[Path]:
+    """Puts rows or an uploaded file beside the job. Nothing given: nothing placed."""
+    if file_id is not None:
+        source = file_path(house.data_dir, house.jobs.file(file_id).id)
+        path = stem.with_suffix(source.suffix)
+        _link(source, path)
+        return [path]
+    if rows is None:
+        return []
+    limits = house.settings.limits
+    if len(rows) > limits.rows:
+        raise Fault(
+            Code.INVALID_PARAMETER,
+            f"{len(rows)} rows are more than this server's limit of {limits.rows}.",
+            param=stem.name,
+        )
+    path = stem.with_suffix(".jsonl")
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows, 1):
+            line = json.dumps(row)
+            if len(line) > limits.row_bytes:
+                raise Fault(
+                    Code.INVALID_PARAMETER,
+                    f"Row {number} is larger than this server's limit of {limits.row_bytes} bytes.",
+                    param=stem.name,
+                )
+            file.write(line + "\n")
+    fsync(path)
+    return [path]
+
+
+def _link(source: Path, path: Path) -> None:
+    """Deleting the upload later must not pull the data from under a job."""
+    try:
+        os.link(source, path)
+    except OSError:
+        shutil.copyfile(source, path)
+        fsync(path)
+
+
+def file_path(data_dir: Path, file_id: str) -> Path:
+    """Where an upload lies. `file_id` is one that the file table holds. Fault 404 when its bytes are gone."""
+    for suffix in (".jsonl", ".txt"):
+        if (path := data_dir / "files" / (file_id + suffix)).exists():
+            return path
+    raise Fault(Code.FILE_NOT_FOUND, "The file of that id is no longer there.", param="file_id")
+
+
+def check_rows(path: Path, param: str) -> None:
+    """Fault 4xx naming the first bad line."""
+    try:
+        read_examples([path])
+    except DataError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
+
+
+# -- the dry run -------------------------------------------------------------------------------------------------------
+
+
+def dry_run(house: House, body: FinetuneBody) -> dict[str, Any]:
+    """What the job would do: bad rows, tokens, the share that is learnt, steps, memory, one row. Blocks."""
+    source = training_source(house, body.model)
+    directory = house.trainer.dir_of(f"validate-{new_job_id()}")
+    directory.mkdir(mode=0o700)
+    try:
+        data = place(house, directory / "data", body.data, body.file_id)
+        held_out = place(house, directory / "validation", body.validation_data, body.validation_file_id)
+        return _shown(validate(make_config(house, directory, body, source, data, held_out)))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _shown(report: ValidationReport) -> dict[str, Any]:
+    """The report without places on our disk."""
+    shown: dict[str, Any] = json.loads(report.to_json())
+    shown["bad_lines"] = [{"line": bad["line"], "message": safe_text(bad["message"])} for bad in shown["bad_lines"]]
+    return shown

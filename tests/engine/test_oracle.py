@@ -1,0 +1,58 @@
+"""The same tokens as transformers: exactly where the model is sure, to BF16 rounding where it is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fp8serve.engine.engine import Engine
+
+from .tiny import ARCHITECTURES, write_model
+
+TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
+NEW = 32
+
+
+@pytest.mark.parametrize("model_type", list(ARCHITECTURES))
+def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
+    oracle = learn(AutoModelForCausalLM.from_pretrained(write_model(tmp_path, model_type), dtype=torch.float32))
+    oracle.to(torch.bfloat16).save_pretrained(tmp_path)
+    prompts = [list(TEXT[at : at + size]) for at, size in ((0, 8), (30, 40), (60, 17))]
+    engine = Engine(tmp_path, recipe="bf16", max_batch_tokens=24, max_prefill_tokens=8)
+    for prompt, completion in zip(prompts, engine.generate(prompts, temperature=0.0, max_new_tokens=NEW), strict=True):
+        expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+        assert bytes(completion.token_ids) in TEXT * 2
+
+
+def learn(oracle: Any) -> Any:
+    """`oracle`, having learnt TEXT by heart, so that its best token is best by more than rounding."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(oracle.parameters(), lr=3e-3)
+    text = torch.tensor(list(TEXT * 3))
+    for _ in range(100):
+        starts = torch.randint(0, len(TEXT), (8,)).tolist()
+        batch = torch.stack([text[at : at + 80] for at in starts])
+        oracle(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return oracle.eval()
+
+
+@pytest.mark.parametrize("model_type", list(ARCHITECTURES))
+def test_tokens_of_a_random_model_are_transformers_best_to_rounding(model_type: str, tmp_path: Path) -> None:
+    """Random weights give near ties, and then either token is right; every token given must be one of those."""
+    oracle = AutoModelForCausalLM.from_pretrained(write_model(tmp_path, model_type), dtype=torch.float32)
+    engine = Engine(tmp_path, recipe="bf16", max_batch_tokens=24, max_prefill_tokens=8)
+    prompts = [[256, *b"a"], list(range(2, 60))]
+    done = engine.generate(prompts, temperature=0.0, max_new_tokens=NEW, logprobs=0)
+    for prompt, completion in zip(prompts, done, strict=True):
+        with torch.no_grad():
+            logits = oracle(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert ((logits.amax(-1) - chosen) < 0.05 * logits.std(-1)).all()
+        logprobs = torch.tensor([item.logprob for item in completion.logprobs or ()])
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert torch.allclose(logprobs, expected, atol=0.1)

@@ -1,0 +1,65 @@
+"""Tiny models with random weights and a byte-level tokenizer, written as Hugging Face directories."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.model.config import read_config
+from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.scales import ScalingCheckpoint, TensorScale, fingerprint, save_scales
+
+VOCAB = 260  # 256 bytes, <s>, </s>, and two that no text uses
+BOS, EOS = 256, 257
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
+}
+
+
+def write_model(path: Path, model_type: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+    """A directory with config, BF16 weights and tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    ids = {"bos_token_id": BOS, "eos_token_id": EOS, "torch_dtype": "bfloat16"}
+    config = {"model_type": model_type, **sizes, **ids, **ARCHITECTURES[model_type], **overrides}
+    (path / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(seed)
+    decoder = Decoder(read_config(path))
+    weights = {
+        name: (torch.randn(p.shape) * 0.15 + (p.dim() == 1)).bfloat16() for name, p in decoder.named_parameters()
+    }
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    write_tokenizer(path)
+    return path
+
+
+def write_tokenizer(path: Path) -> None:
+    """Every byte is a token, so that characters and stop strings span several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+
+
+def write_scales(path: Path, out: Path, *, kv: bool = False) -> Path:
+    """Made-up scales for every linear of the model, and for its cache when `kv`."""
+    names = linear_names(Decoder(read_config(path), device="meta"))
+    keys = {f"{name}.{role}": 20.0 for name in names for role in ("input", "weight")}
+    if kv:
+        keys |= {f"model.layers.{i}.self_attn.{role}": 30.0 for i in range(2) for role in "kv"}
+    tensors = {key: TensorScale(torch.tensor(scale)) for key, scale in keys.items()}
+    save_scales(out, ScalingCheckpoint(DelayedScaling(), tensors, fingerprint(path)))
+    return out

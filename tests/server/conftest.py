@@ -1,0 +1,59 @@
+"""A server with a fake engine, driven in process through httpx, lifespan included."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fp8serve.server.app import create_app
+from fp8serve.server.house import House
+from fp8serve.server.settings import Settings
+from tests.server.fakes import Launcher, model_dir
+
+
+class Server:
+    """What a test holds: the client, the house behind it and the launcher of its engines."""
+
+    def __init__(self, app: Any, client: httpx.AsyncClient, launcher: Launcher) -> None:
+        self.app, self.client, self.launcher = app, client, launcher
+        self.house: House = app.state.house
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(5):
+            while not self.house.models.ready:
+                await asyncio.sleep(0.005)
+
+
+Start = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(model=model_dir(tmp_path / "tiny"), data_dir=tmp_path / "data", train_on="share", drain_seconds=5)
+
+
+@pytest.fixture
+def start(settings: Settings) -> Start:
+    """`async with start() as server`; keyword arguments change the settings, `launcher` the engines."""
+
+    @contextlib.asynccontextmanager
+    async def started(launcher: Launcher | None = None, wait: bool = True, **changes: Any) -> AsyncIterator[Server]:
+        launcher = launcher or Launcher()
+        app = create_app(replace(settings, **changes), launcher)
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://server") as client,
+        ):
+            server = Server(app, client, launcher)
+            if wait:
+                await server.ready()
+            yield server
+
+    return started

@@ -1,0 +1,155 @@
+"""An engine without a model: it answers with the prompt's own tokens, over and over, one every `delay` seconds.
+
+It keeps the promises of `fp8serve.engine.client.EngineClient` that the server leans on, counts what it runs, and can be
+told to fail, to stall, or to die.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from fp8serve.engine.request import FinishReason, Limits, Request, RequestOutput, TokenLogprob
+from fp8serve.errors import MachineError, ModelError
+from fp8serve.model.chat import ChatTemplate
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.server.models import Source
+
+EOS = 256
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte (0-255), and an end-of-text token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return Tokenizer(backend, {"eos_token": "<eos>"}, ChatTemplate(TEMPLATE, {}))
+
+
+class FakeEngine:
+    """See the module."""
+
+    def __init__(self, delay: float = 0.0, fail: str | None = None, max_model_len: int = 512) -> None:
+        self.limits = Limits(max_model_len=max_model_len, num_blocks=10_000, block_size=16, vocab_size=257)
+        self.info: dict[str, Any] = {
+            "device": "cpu",
+            "kernels": {"quantize": "fake kernel", "scaled_mm": "fake kernel"},
+            "model_dir": "/secret/place",
+        }
+        self.delay = delay
+        self.fail = fail
+        self.alive = True
+        self.heartbeat_age = 0.0
+        self.running: set[str] = set()
+        self.finished: list[str] = []
+        self.aborted: list[str] = []
+        self.closed = False
+        self._tokenizer = byte_tokenizer()
+
+    def check(self, request: Request) -> None:
+        self.limits.check(request)
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        self.running.add(request.request_id)
+        try:
+            async for output in self._outputs(request):
+                yield output
+            self.finished.append(request.request_id)
+        finally:
+            self.running.discard(request.request_id)
+            if request.request_id not in self.finished:
+                self.aborted.append(request.request_id)
+
+    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        prompt, params = request.prompt_token_ids, request.params
+        decoder = self._tokenizer.stream()
+        text, sent = "", 0
+        for i in range(params.max_new_tokens):
+            await asyncio.sleep(self.delay)
+            if not self.alive:
+                raise MachineError("The engine process ended.")
+            token = prompt[i % len(prompt)]
+            text += decoder.push(token)
+            count, stop_reason = i + 1, None
+            reason: FinishReason | None = "length" if i + 1 == params.max_new_tokens else None
+            if hits := [s for s in params.stop if s in text]:
+                text, reason, stop_reason = text[: text.index(hits[0])], "stop", hits[0]
+            logprobs = (
+                None
+                if params.logprobs is None
+                else (TokenLogprob(token, -0.5, tuple((t, -float("inf")) for t in range(params.logprobs))),)
+            )
+            if self.fail is not None and i == 2:
+                yield RequestOutput(request.request_id, finish_reason="error", error=self.fail)
+                return
+            held = 0 if reason else max(map(len, params.stop), default=0)
+            delta = (
+                text[sent : max(sent, len(text) - held)]
+                if not reason
+                else text[sent:] + ("" if stop_reason else decoder.flush())
+            )
+            sent += len(delta)
+            yield RequestOutput(
+                request.request_id, delta, (token,), logprobs, reason, len(prompt), count, 0, stop_reason
+            )
+            if reason:
+                return
+
+    async def abort(self, request_id: str) -> None:
+        self.running.discard(request_id)
+
+    async def stats(self) -> dict[str, Any]:
+        return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
+
+    async def scales(self) -> list[dict[str, Any]]:
+        return [{"name": "model.layers.0.mlp.up_proj", "input": {"scale": 2.0, "amax": 3.0}}]
+
+    async def drain(self, deadline: float) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        self.closed = True
+        self.alive = False
+
+
+class Launcher:
+    """Stands in for the start of an engine process; remembers the engines it made."""
+
+    def __init__(self, make: Callable[[], FakeEngine] = FakeEngine, load_seconds: float = 0.0) -> None:
+        self.make = make
+        self.load_seconds = load_seconds
+        self.engines: list[FakeEngine] = []
+        self.problem: str | None = None
+
+    async def __call__(self, source: Source) -> tuple[FakeEngine, Tokenizer]:
+        await asyncio.sleep(self.load_seconds)
+        if self.problem is not None:
+            raise ModelError(self.problem)
+        self.engines.append(self.make())
+        return self.engines[-1], byte_tokenizer()
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.engines[-1]
+
+
+def model_dir(path: Path) -> Path:
+    """A directory that looks enough like a model for the front."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text('{"model_type": "fake"}')
+    header = b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+    return path
+
+
+Waiter = Callable[[], Awaitable[bool]]
