@@ -27,7 +27,6 @@ namespace {
 
 constexpr int64_t kRowsPerTask = 256;      // 512 KiB of BF16 for a block of K: half a second-level cache
 constexpr int64_t kResident = 512 * 1024;  // bytes of `a` that are unpacked whole, once, for all tasks
-constexpr int64_t kStreamRows = 4;
 
 int64_t ceil_to(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -124,49 +123,51 @@ class Task {
   void blocks_outside() {
     auto* panel = memory.a.get<std::byte>(rows_ * kBlock * level_.element_size);
     for (int64_t kb = 0; kb < p_.k_blocks(); ++kb) {
-      for (int64_t r = 0; r < rows_; ++r) unpack(p_.a, m0_ + r, kb, panel, r);
+      for (int64_t r = 0; r < rows_; ++r) unpack_row(r, kb, panel);
       for (int64_t n = n0_; n < n1_; n += kGroup) multiply(panel, kb, n);
     }
   }
 
-  void unpack(const Operand& x, int64_t row, int64_t kb, std::byte* panel, int64_t place) const {
-    level_.unpack(x.codes + row * p_.k + kb * kBlock, p_.k_count(kb), x.e5m2,
-                  panel + place * kBlock * level_.element_size);
+  void unpack_row(int64_t row, int64_t kb, std::byte* panel) const {
+    level_.unpack_row(p_.a.codes + (m0_ + row) * p_.k + kb * kBlock, p_.k_count(kb), p_.a.e5m2,
+                      panel + row * kBlock * level_.element_size);
   }
 
   int64_t column(int64_t n) const { return std::min(n, p_.n - 1); }  // a ragged group repeats its last column
 
   // sums[rows][16 columns from n] (+)= block kb
   void multiply(const std::byte* panel, int64_t kb, int64_t n) {
-    const bool stream = level_.stream != nullptr && rows_ <= kStreamRows && !p_.blocked();
+    const bool stream = level_.stream != nullptr && rows_ <= kMaxRows && !p_.blocked();
     const uint8_t* codes[kGroup];
-    const float* a_scale[4];
-    const float* b_scale[kGroup];
-    const int64_t scale_block = kb * (kBlock / kScaleBlock);
-    for (int64_t c = 0; c < kGroup; ++c) {
-      codes[c] = p_.b.codes + column(n + c) * p_.k + kb * kBlock;
-      if (p_.blocked()) b_scale[c] = p_.b.inner(column(n + c), p_.ones.data()) + scale_block;
-      if (!stream && n + c < n1_) unpack(p_.b, n + c, kb, b_panel_, c);
+    for (int64_t c = 0; c < kGroup; ++c) codes[c] = p_.b.codes + column(n + c) * p_.k + kb * kBlock;
+    if (!stream) level_.unpack_columns(codes, p_.k_count(kb), p_.b.e5m2, b_panel_);
+    Tile tile{.b = b_panel_, .k = p_.k_count(kb), .add = kb > 0};
+    const float* a_scale[kMaxRows];
+    float b_scale[kBlock / kScaleBlock * kGroup];
+    if (p_.blocked()) {
+      spread_scales(n, kb, b_scale);
+      tile.a_scale = a_scale;
+      tile.b_scale = b_scale;
     }
-    Tile tile{.stride = kBlock,
-              .chunks = ceil_to(p_.k_count(kb), kChunk) / kChunk,
-              .out_stride = kGroup,
-              .add = kb > 0};
     for (int64_t r = 0; r < rows_; r += tile.rows) {
-      tile.rows = rows_ - r >= 4 ? 4 : rows_ - r >= 2 ? 2 : 1;
+      tile.rows = static_cast<int>(std::min(kMaxRows, rows_ - r));
       tile.a = panel + r * kBlock * level_.element_size;
-      if (p_.blocked()) {
-        for (int i = 0; i < tile.rows; ++i)
-          a_scale[i] = p_.a.inner(m0_ + r + i, p_.ones.data()) + scale_block;
-        tile.a_scale = a_scale;
-      }
-      const int columns = 16 / tile.rows;
-      for (int c = 0; c < kGroup; c += columns) {
-        tile.b = b_panel_ + c * kBlock * level_.element_size;
-        tile.b_scale = b_scale + c;
-        tile.out = sums_ + (n - n0_) * rows_ + r * kGroup + c;
-        stream ? level_.stream(tile, codes + c, p_.k_count(kb), p_.b.e5m2) : level_.tile(tile);
-      }
+      tile.out = sums_ + (n - n0_) * rows_ + r * kGroup;
+      for (int i = 0; p_.blocked() && i < tile.rows; ++i) a_scale[i] = inner(p_.a, m0_ + r + i, kb);
+      stream ? level_.stream(tile, codes, p_.b.e5m2) : level_.tile(tile);
+    }
+  }
+
+  const float* inner(const Operand& x, int64_t row, int64_t kb) const {
+    return x.inner(row, p_.ones.data()) + kb * (kBlock / kScaleBlock);
+  }
+
+  // [128 of K][16 columns from n]
+  void spread_scales(int64_t n, int64_t kb, float* out) const {
+    const int64_t blocks = (p_.k_count(kb) + kScaleBlock - 1) / kScaleBlock;
+    for (int64_t c = 0; c < kGroup; ++c) {
+      const float* scale = inner(p_.b, column(n + c), kb);
+      for (int64_t i = 0; i < blocks; ++i) out[i * kGroup + c] = scale[i];
     }
   }
 
@@ -199,13 +200,13 @@ class Task {
 // All of `a` as panels [block of K][row], or null when it is too large to stay in cache.
 const std::byte* unpack_resident(const Problem& p, const Level& level) {
   const int64_t bytes = p.k_blocks() * p.m * kBlock * level.element_size;
-  if (bytes > kResident && p.m > kStreamRows) return nullptr;
+  if (bytes > kResident && p.m > kMaxRows) return nullptr;
   thread_local Scratch scratch;  // the caller's: tasks on this thread use `memory`
   auto* panel = scratch.get<std::byte>(bytes);
   for (int64_t kb = 0; kb < p.k_blocks(); ++kb) {
     for (int64_t r = 0; r < p.m; ++r) {
-      level.unpack(p.a.codes + r * p.k + kb * kBlock, p.k_count(kb), p.a.e5m2,
-                   panel + (kb * p.m + r) * kBlock * level.element_size);
+      level.unpack_row(p.a.codes + r * p.k + kb * kBlock, p.k_count(kb), p.a.e5m2,
+                       panel + (kb * p.m + r) * kBlock * level.element_size);
     }
   }
   return panel;

@@ -1,61 +1,63 @@
 // What a scaled GEMM is made of, at any instruction set: the order of every sum, the panels and the tile.
 //
 // The order. An output element is one dot product over K of FP8 codes whose products are exact in FP32, and
-// its sum is taken in one fixed order that depends on K alone: never on M, on the row's place, on the tile
+// its sum is taken in one fixed order that depends on K alone: never on M, on the row's place, on the tile's
 // shape or on threads.
-//  * K is cut into blocks of 1024, a block into chunks of 64.
-//  * A chunk is 4 steps of 16 lanes. With g = lane / 4 and i = lane % 4, the steps take k = 16 g + 2 i + {1,
-//  0, 9, 8}:
-//    the order in which `vdpbf16ps` adds pairs after two byte-unpacks made BF16 out of a 64-byte load.
-//  * Within a block each of the 16 lanes is a running FP32 sum; at its end the lanes are added as a tree:
-//    quad[g] = (lane[4g] + lane[4g+2]) + (lane[4g+1] + lane[4g+3]);  sum = (quad[0] + quad[2]) + (quad[1] +
-//    quad[3]).
-//  * The sums of the blocks are added in order.
+//  * K is cut into blocks of 1024, a block into runs of 8.
+//  * Four lanes are running FP32 sums over a block's runs: lane i adds k = 2 i + 1, then k = 2 i, of each
+//  run. That is
+//    what `vdpbf16ps` does with eight BF16.
+//  * At the block's end (lane 0 + lane 2) + (lane 1 + lane 3); the sums of the blocks are added in order.
 //  * With block scales each 128 of K has its own lanes, and lane += partial * scale, rounded twice, promotes
 //  them.
 // Every level does exactly this, so all of them give the same bits, and a request's output is the same
-// whoever shares its batch. Sixteen partial sums also make the rounding error smaller than one long chain's.
+// whoever shares its batch. Why four lanes: a 512-bit register holds them for four columns, so that only two
+// shuffled additions per 16 outputs are left at the end. Sixteen lanes of one column were tried first: six
+// per 16 outputs, 27 % of the time at K = 256. One lane (16 columns a register) needs weights packed in
+// another order than a checkpoint has them.
 //
-// The panel. Rows of FP8 codes become rows of BF16 (or FP32 where there is no BF16 dot product) in step
-// order, K padded with zeros to a multiple of 64 per block: a conversion once, and then only loads and
-// multiply-adds.
-//
-// The tile. 16 outputs at a time, as 4x4, 2x8 or 1x16: sixteen chains hide the latency, and their lanes are
-// added by one 16 x 16 transposing tree.
+// The panels. FP8 codes become BF16 (or FP32 where there is no BF16 dot product) once, padded with zeros:
+//  * a row of `a`: its runs one after the other;
+//  * 16 columns of `b`: per run four vectors, vector i holding columns i, i + 4, i + 8, i + 12, so that the
+//  sums of
+//    the four vectors come out of the final shuffles as columns 0 to 15.
+// Within a run the order is the level's own.
 #pragma once
 
 #include <cstdint>
 
 namespace fp8serve::gemm {
 
-constexpr int64_t kChunk = 64;
+constexpr int64_t kRun = 8;
+constexpr int64_t kChunk = 64;  // codes a level unpacks at a time: panel rows are padded to it
 constexpr int64_t kBlock = 1024;
 constexpr int64_t kScaleBlock = 128;
-constexpr int64_t kGroup = 16;  // columns that share a panel
+constexpr int64_t kGroup = 16;   // columns of a tile
+constexpr int64_t kMaxRows = 4;  // rows of a tile
 
-// The rows of a tile (1, 2 or 4) by 16 / rows columns; a panel row is `stride` elements after the one before.
+// `rows` rows by 16 columns over one block of K.
 struct Tile {
-  const void* a = nullptr;
-  const void* b = nullptr;
-  int64_t stride;  // elements from one panel row to the next
-  int64_t chunks;
+  const void* a = nullptr;  // panel rows, `a_stride` elements apart
+  const void* b = nullptr;  // panel of 16 columns
+  int64_t a_stride = kBlock;
+  int64_t k = 0;  // codes in this block
   int rows = 0;
   const float* const* a_scale = nullptr;  // per row: scale_inv of each 128 of K; null without block scales
-  const float* const* b_scale = nullptr;  // per column
-  float* out = nullptr;                   // [rows][...] of 16 / rows sums
-  int64_t out_stride;
-  bool add;  // onto the earlier blocks' sums
+  const float* b_scale = nullptr;         // [128 of K][16 columns]
+  float* out = nullptr;                   // [rows][16]
+  bool add = false;                       // onto the earlier blocks' sums
 };
 
 // One level's building blocks.
 struct Level {
   int64_t element_size;
-  // k codes -> a panel row of ceil(k / 64) * 64 elements.
-  void (*unpack)(const uint8_t* codes, int64_t k, bool e5m2, void* row);
+  // k codes -> a panel row of k rounded up to 64 elements.
+  void (*unpack_row)(const uint8_t* codes, int64_t k, bool e5m2, void* row);
+  // 16 columns of k codes -> a panel of 16 times as many.
+  void (*unpack_columns)(const uint8_t* const* codes, int64_t k, bool e5m2, void* panel);
   void (*tile)(const Tile& tile);
-  // The same for a tile whose b is FP8 rows (b_codes[column], k codes each) that are read once: no panel.
-  // Null if the level has none.
-  void (*stream)(const Tile& tile, const uint8_t* const* b_codes, int64_t k, bool e5m2);
+  // The same straight from the codes of `b`, which are read once: no panel. Null if the level has none.
+  void (*stream)(const Tile& tile, const uint8_t* const* b_codes, bool e5m2);
 };
 
 const Level& portable();

@@ -1,4 +1,4 @@
-// The GEMM level for AVX2 + FMA: FP32 panels, 16 lanes in two registers, 2x2 or 1x4 sums at a time.
+// The GEMM level for AVX2 + FMA: FP32 panels, a vector in two registers, one row of 16 columns at a time.
 #include "cpu/gemm.h"
 #include "cpu/isa.h"
 
@@ -16,20 +16,30 @@ using Element = float;
 struct Operand {
   __m256 low, high;
 };
-using Lanes = Operand;
-constexpr int kSteps = 4, kStep = 16, kOutputs = 4;
+using Vector = Operand;
+constexpr int kSteps = 2, kTileRows = 1;
 
-FP8_TARGET FP8_INLINE Lanes zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-FP8_TARGET FP8_INLINE Operand load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-FP8_TARGET FP8_INLINE Lanes multiply_add(Lanes sum, Operand a, Operand b) {
+FP8_TARGET FP8_INLINE Vector zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+FP8_TARGET FP8_INLINE Operand load_a(const float* p) {
+  const __m256 x = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  return {x, x};
+}
+FP8_TARGET FP8_INLINE Operand load_b(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
   return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
 }
-FP8_TARGET FP8_INLINE Lanes promote(Lanes total, Lanes partial, float scale) {
-  const __m256 s = _mm256_set1_ps(scale);
-  return {_mm256_add_ps(total.low, _mm256_mul_ps(partial.low, s)),
-          _mm256_add_ps(total.high, _mm256_mul_ps(partial.high, s))};
+// Two quads of vector i: columns 8 * half + i and 8 * half + 4 + i.
+FP8_TARGET FP8_INLINE __m256 scales(float a_scale, const float* b_scale, int i, int half) {
+  const __m256 b =
+      _mm256_set_m128(_mm_set1_ps(b_scale[8 * half + 4 + i]), _mm_set1_ps(b_scale[8 * half + i]));
+  return _mm256_mul_ps(_mm256_set1_ps(a_scale), b);
 }
-// Four vectors of two quads each -> their quad sums: [a b c d of the lower quad | of the upper quad].
+FP8_TARGET FP8_INLINE Vector promote(Vector total, Vector partial, float a_scale, const float* b_scale,
+                                     int i) {
+  return {_mm256_add_ps(total.low, _mm256_mul_ps(partial.low, scales(a_scale, b_scale, i, 0))),
+          _mm256_add_ps(total.high, _mm256_mul_ps(partial.high, scales(a_scale, b_scale, i, 1)))};
+}
+// The sums of four vectors' quads: [a b c d] of the lower quad, then of the upper one.
 FP8_TARGET FP8_INLINE __m256 quads(__m256 a, __m256 b, __m256 c, __m256 d) {
   const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
   const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
@@ -37,16 +47,24 @@ FP8_TARGET FP8_INLINE __m256 quads(__m256 a, __m256 b, __m256 c, __m256 d) {
   return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)),
                        _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
 }
-FP8_TARGET FP8_INLINE void reduce(const Lanes (&v)[4], float* out) {
-  const __m256 low = quads(v[0].low, v[1].low, v[2].low, v[3].low);
-  const __m256 sum = _mm256_add_ps(low, quads(v[0].high, v[1].high, v[2].high, v[3].high));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1)));
+FP8_TARGET FP8_INLINE void reduce(const Vector (&v)[4], float* out, bool add) {
+  __m256 low = quads(v[0].low, v[1].low, v[2].low, v[3].low);
+  __m256 high = quads(v[0].high, v[1].high, v[2].high, v[3].high);
+  if (add) {
+    low = _mm256_add_ps(_mm256_loadu_ps(out), low);
+    high = _mm256_add_ps(_mm256_loadu_ps(out + 8), high);
+  }
+  _mm256_storeu_ps(out, low);
+  _mm256_storeu_ps(out + 8, high);
 }
 
 #include "cpu/gemm_tile.h"
 
-FP8_TARGET void unpack(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
-  unpack_fp32(codes, k, e5m2, static_cast<float*>(row));
+FP8_TARGET void unpack_row(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
+  unpack_row_fp32(codes, k, e5m2, static_cast<float*>(row));
+}
+FP8_TARGET void unpack_columns(const uint8_t* const* codes, int64_t k, bool e5m2, void* panel) {
+  unpack_columns_fp32(codes, k, e5m2, static_cast<float*>(panel));
 }
 
 #undef FP8_TARGET
@@ -54,7 +72,8 @@ FP8_TARGET void unpack(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
 }  // namespace avx2_level
 
 const Level& avx2() {
-  static constexpr Level level{sizeof(float), avx2_level::unpack, avx2_level::tile, nullptr};
+  using namespace avx2_level;
+  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, nullptr};
   return level;
 }
 

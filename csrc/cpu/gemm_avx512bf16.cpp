@@ -1,18 +1,21 @@
 // The GEMM level for AVX-512 BF16 + VBMI: every FP8 value is exact in BF16, so FP8 is a storage format of
 // BF16 here.
 //
-// 64 codes become 64 BF16 in seven instructions: two `vpermi2b` look up the low and the high byte of 64
-// magnitudes, a ternary-logic op copies the signs, two byte-unpacks pair low and high bytes up. The unpacks
-// leave k in the step order of gemm.h; both operands take the same way, so nothing has to be put back.
-// Subnormal codes come out of the table as the normal BF16 numbers they are, hence `vdpbf16ps` treating BF16
-// subnormals as zero does not matter.
+// 64 codes become 64 BF16 in five instructions: two `vpermi2b` look up the low and the high byte of 64
+// magnitudes, a ternary-logic op copies the signs, two byte-unpacks pair low and high bytes up. Subnormal
+// codes come out of the table as the normal BF16 numbers they are, hence `vdpbf16ps` treating BF16 subnormals
+// as zero does not matter.
+//
+// Four columns' 16 codes each make such a register: the unpacks then give a run of 8 of the four columns,
+// which is what the tile wants. 64 codes of four columns are turned into four of those by a 4 x 4 transpose
+// of 128-bit parts.
 #include "cpu/gemm.h"
 #include "cpu/isa.h"
 
 #if FP8_X86
 #include <immintrin.h>
 
-#include "cpu/gemm_reduce.h"
+#include "cpu/gemm_zmm.h"
 #include "fp8.h"
 
 namespace fp8serve::gemm {
@@ -22,18 +25,16 @@ namespace avx512bf16_level {
 
 using Element = uint16_t;
 using Operand = __m512i;
-using Lanes = __m512;
-constexpr int kSteps = 2, kStep = 32, kOutputs = 16;
+using Vector = __m512;
+constexpr int kSteps = 1, kTileRows = 4;
 
-FP8_TARGET FP8_INLINE Lanes zero() { return _mm512_setzero_ps(); }
-FP8_TARGET FP8_INLINE Operand load(const uint16_t* p) { return _mm512_loadu_si512(p); }
-FP8_TARGET FP8_INLINE Lanes multiply_add(Lanes sum, Operand a, Operand b) {
+FP8_TARGET FP8_INLINE Operand load_a(const uint16_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+FP8_TARGET FP8_INLINE Operand load_b(const uint16_t* p) { return _mm512_loadu_si512(p); }
+FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
-FP8_TARGET FP8_INLINE Lanes promote(Lanes total, Lanes partial, float scale) {
-  return _mm512_add_ps(total, _mm512_mul_ps(partial, _mm512_set1_ps(scale)));
-}
-FP8_TARGET FP8_INLINE void reduce(const Lanes (&v)[16], float* out) { _mm512_storeu_ps(out, reduce16(v)); }
 
 #include "cpu/gemm_tile.h"
 
@@ -57,8 +58,8 @@ constexpr ByteTables<F> kBytes{};
 struct Tables {
   __m512i low[2], high[2], sign;
 };
-struct Chunk {
-  __m512i first, second;  // k in step order: steps 0 and 1, steps 2 and 3
+struct Pair {
+  __m512i first, second;  // in each 128-bit part: codes 0 to 7, codes 8 to 15
 };
 
 template <class F>
@@ -68,7 +69,7 @@ FP8_TARGET FP8_INLINE Tables tables() {
   return {{low[0], low[1]}, {high[0], high[1]}, _mm512_set1_epi8(static_cast<char>(0x80))};
 }
 
-FP8_TARGET FP8_INLINE Chunk widen(const Tables& t, __m512i codes) {
+FP8_TARGET FP8_INLINE Pair widen(const Tables& t, __m512i codes) {
   const __m512i low = _mm512_permutex2var_epi8(t.low[0], codes, t.low[1]);
   const __m512i magnitude = _mm512_permutex2var_epi8(t.high[0], codes, t.high[1]);
   const __m512i high =
@@ -76,75 +77,110 @@ FP8_TARGET FP8_INLINE Chunk widen(const Tables& t, __m512i codes) {
   return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
 }
 
-FP8_TARGET FP8_INLINE __m512i load_tail(const uint8_t* codes, int64_t k) {
-  return _mm512_maskz_loadu_epi8((1ull << k) - 1, codes);
+// Up to 64 codes, zeros after the end.
+FP8_TARGET FP8_INLINE __m512i load_codes(const uint8_t* codes, int64_t left) {
+  if (left >= kChunk) return _mm512_loadu_si512(codes);
+  return _mm512_maskz_loadu_epi8((1ull << left) - 1, codes);
+}
+
+// The 16-code parts of four columns' 64 codes: part[g] holds codes 16 g to 16 g + 15 of each.
+struct Parts {
+  __m512i part[4];
+};
+FP8_TARGET FP8_INLINE Parts transpose(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i ab_low = _mm512_shuffle_i64x2(a, b, 0x44), ab_high = _mm512_shuffle_i64x2(a, b, 0xee);
+  const __m512i cd_low = _mm512_shuffle_i64x2(c, d, 0x44), cd_high = _mm512_shuffle_i64x2(c, d, 0xee);
+  return {{_mm512_shuffle_i64x2(ab_low, cd_low, 0x88), _mm512_shuffle_i64x2(ab_low, cd_low, 0xdd),
+           _mm512_shuffle_i64x2(ab_high, cd_high, 0x88), _mm512_shuffle_i64x2(ab_high, cd_high, 0xdd)}};
+}
+FP8_TARGET FP8_INLINE Parts load_parts(const uint8_t* const* columns, int64_t k, int64_t left) {
+  return transpose(load_codes(columns[0] + k, left), load_codes(columns[4] + k, left),
+                   load_codes(columns[8] + k, left), load_codes(columns[12] + k, left));
 }
 
 template <class F>
-FP8_TARGET void unpack_format(const uint8_t* codes, int64_t k, uint16_t* row) {
+FP8_TARGET void unpack_row_of(const uint8_t* codes, int64_t k, uint16_t* row) {
   const Tables t = tables<F>();
-  int64_t begin = 0;
-  for (; begin < k; begin += kChunk) {
-    const Chunk c = widen(
-        t, k - begin < kChunk ? load_tail(codes + begin, k - begin) : _mm512_loadu_si512(codes + begin));
-    _mm512_storeu_si512(row + begin, c.first);
-    _mm512_storeu_si512(row + begin + kStep, c.second);
+  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);  // back into the order of k
+  const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  for (int64_t begin = 0; begin < k; begin += kChunk) {
+    const Pair p = widen(t, load_codes(codes + begin, k - begin));
+    _mm512_storeu_si512(row + begin, _mm512_permutex2var_epi64(p.first, first, p.second));
+    _mm512_storeu_si512(row + begin + 32, _mm512_permutex2var_epi64(p.first, second, p.second));
   }
 }
 
-void unpack(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
+template <class F>
+FP8_TARGET void unpack_columns_of(const uint8_t* const* codes, int64_t k, uint16_t* panel) {
+  const Tables t = tables<F>();
+  for (int64_t begin = 0; begin < k; begin += kChunk) {
+    for (int i = 0; i < 4; ++i) {
+      const Parts parts = load_parts(codes + i, begin, k - begin);
+#pragma GCC unroll 4
+      for (int g = 0; g < 4; ++g) {
+        const Pair p = widen(t, parts.part[g]);
+        uint16_t* runs = panel + (begin + 16 * g) * kGroup + i * 32;
+        _mm512_storeu_si512(runs, p.first);
+        _mm512_storeu_si512(runs + kRun * kGroup, p.second);
+      }
+    }
+  }
+}
+
+void unpack_row(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
   auto* out = static_cast<uint16_t*>(row);
-  e5m2 ? unpack_format<E5M2>(codes, k, out) : unpack_format<E4M3>(codes, k, out);
+  e5m2 ? unpack_row_of<E5M2>(codes, k, out) : unpack_row_of<E4M3>(codes, k, out);
+}
+void unpack_columns(const uint8_t* const* codes, int64_t k, bool e5m2, void* panel) {
+  auto* out = static_cast<uint16_t*>(panel);
+  e5m2 ? unpack_columns_of<E5M2>(codes, k, out) : unpack_columns_of<E4M3>(codes, k, out);
 }
 
 // --- weights read once: converted in registers, never stored
 // -------------------------------------------------------
 
-template <int R, int C>
-FP8_TARGET FP8_INLINE void stream_chunk(Lanes (&lanes)[R * C], const Tables& t, const uint16_t* a,
-                                        int64_t stride, const uint8_t* const* b, int64_t k, int64_t tail) {
-  Chunk x[R];
+// 64 codes of 16 columns onto R rows.
+template <int R>
+FP8_TARGET FP8_INLINE void stream_chunk(Vector (&sums)[R * 4], const Tables& t, const uint16_t* a,
+                                        int64_t a_stride, const uint8_t* const* b, int64_t k, int64_t left) {
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) x[r] = {load(a + r * stride + k), load(a + r * stride + k + kStep)};
-#pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) {
-    const Chunk y = widen(t, tail != 0 ? load_tail(b[c] + k, tail) : _mm512_loadu_si512(b[c] + k));
+  for (int i = 0; i < 4; ++i) {
+    const Parts parts = load_parts(b + i, k, left);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      lanes[r * C + c] =
-          multiply_add(multiply_add(lanes[r * C + c], x[r].first, y.first), x[r].second, y.second);
+    for (int g = 0; g < 4; ++g) {
+      const Pair y = widen(t, parts.part[g]);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const uint16_t* x = a + r * a_stride + k + 16 * g;
+        sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x), y.first);
+        sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x + kRun), y.second);
+      }
     }
   }
 }
 
 template <class F, int R>
-FP8_TARGET void stream_rows(const Tile& tile, const uint8_t* const* b, int64_t k) {
-  constexpr int C = 16 / R;
+FP8_TARGET void stream_rows(const Tile& tile, const uint8_t* const* b) {
   const Tables t = tables<F>();
   const auto* a = static_cast<const uint16_t*>(tile.a);
-  Lanes lanes[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) lanes[i] = zero();
-  int64_t begin = 0;
-  for (; begin + kChunk <= k; begin += kChunk) stream_chunk<R, C>(lanes, t, a, tile.stride, b, begin, 0);
-  if (begin < k) stream_chunk<R, C>(lanes, t, a, tile.stride, b, begin, k - begin);
-  alignas(64) float fresh[16];
-  reduce(lanes, fresh);
-  for (int i = 0; i < 16; ++i) {
-    float* out = tile.out + i / C * tile.out_stride + i % C;
-    *out = tile.add ? *out + fresh[i] : fresh[i];
-  }
+  Vector sums[R * 4];
+  zero_all<R>(sums);
+  int64_t k = 0;
+  for (; k + kChunk <= tile.k; k += kChunk) stream_chunk<R>(sums, t, a, tile.a_stride, b, k, kChunk);
+  if (k < tile.k) stream_chunk<R>(sums, t, a, tile.a_stride, b, k, tile.k - k);
+  finish_rows<R>(sums, tile.out, tile.add);
 }
 
 template <class F>
-void stream_format(const Tile& tile, const uint8_t* const* b, int64_t k) {
-  if (tile.rows == 4) return stream_rows<F, 4>(tile, b, k);
-  if (tile.rows == 2) return stream_rows<F, 2>(tile, b, k);
-  stream_rows<F, 1>(tile, b, k);
+void stream_of(const Tile& tile, const uint8_t* const* b) {
+  if (tile.rows == 4) return stream_rows<F, 4>(tile, b);
+  if (tile.rows == 3) return stream_rows<F, 3>(tile, b);
+  if (tile.rows == 2) return stream_rows<F, 2>(tile, b);
+  stream_rows<F, 1>(tile, b);
 }
 
-void stream(const Tile& tile, const uint8_t* const* b, int64_t k, bool e5m2) {
-  e5m2 ? stream_format<E5M2>(tile, b, k) : stream_format<E4M3>(tile, b, k);
+void stream(const Tile& tile, const uint8_t* const* b, bool e5m2) {
+  e5m2 ? stream_of<E5M2>(tile, b) : stream_of<E4M3>(tile, b);
 }
 
 #undef FP8_TARGET
@@ -152,8 +188,8 @@ void stream(const Tile& tile, const uint8_t* const* b, int64_t k, bool e5m2) {
 }  // namespace avx512bf16_level
 
 const Level& avx512bf16() {
-  static constexpr Level level{sizeof(uint16_t), avx512bf16_level::unpack, avx512bf16_level::tile,
-                               avx512bf16_level::stream};
+  using namespace avx512bf16_level;
+  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream};
   return level;
 }
 

@@ -1,7 +1,5 @@
 // The GEMM level without instruction sets: FP32 panels, loops over 16 lanes. The first rung, and the check of
 // the rest.
-#include <array>
-
 #include "cpu/gemm.h"
 #include "cpu/gemm_fp32.h"
 #include "fp8.h"
@@ -13,36 +11,40 @@ namespace portable_level {
 
 using Element = float;
 struct Operand {
-  const float* lanes;
+  const float* lanes;  // of `a` the four that every column takes, of `b` sixteen
 };
-struct Lanes {
+struct Vector {
   float value[16];
 };
-constexpr int kSteps = 4, kStep = 16, kOutputs = 4;
+constexpr int kSteps = 2, kTileRows = 1;
 
-FP8_INLINE Lanes zero() { return {}; }
-FP8_INLINE Operand load(const float* p) { return {p}; }
-FP8_INLINE Lanes multiply_add(Lanes sum, Operand a, Operand b) {
-  for (int l = 0; l < 16; ++l) sum.value[l] += a.lanes[l] * b.lanes[l];  // exact product: as good as fused
+FP8_INLINE Vector zero() { return {}; }
+FP8_INLINE Operand load_a(const float* p) { return {p}; }
+FP8_INLINE Operand load_b(const float* p) { return {p}; }
+FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
+  for (int l = 0; l < 16; ++l)
+    sum.value[l] += a.lanes[l & 3] * b.lanes[l];  // an exact product: as good as fused
   return sum;
 }
-FP8_INLINE Lanes promote(Lanes total, const Lanes& partial, float scale) {
-  for (int l = 0; l < 16; ++l) total.value[l] += partial.value[l] * scale;
+FP8_INLINE Vector promote(Vector total, const Vector& partial, float a_scale, const float* b_scale, int i) {
+  for (int l = 0; l < 16; ++l) total.value[l] += partial.value[l] * (a_scale * b_scale[l / 4 * 4 + i]);
   return total;
 }
-FP8_INLINE void reduce(const Lanes (&lanes)[4], float* out) {
-  for (int i = 0; i < 4; ++i) {
-    const float* v = lanes[i].value;
-    float quad[4];
-    for (int g = 0; g < 4; ++g) quad[g] = (v[4 * g] + v[4 * g + 2]) + (v[4 * g + 1] + v[4 * g + 3]);
-    out[i] = (quad[0] + quad[2]) + (quad[1] + quad[3]);
+FP8_INLINE void reduce(const Vector (&row)[4], float* out, bool add) {
+  for (int c = 0; c < kGroup; ++c) {
+    const float* quad = row[c % 4].value + c / 4 * 4;
+    const float sum = (quad[0] + quad[2]) + (quad[1] + quad[3]);
+    out[c] = add ? out[c] + sum : sum;
   }
 }
 
 #include "cpu/gemm_tile.h"
 
-void unpack(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
-  unpack_fp32(codes, k, e5m2, static_cast<float*>(row));
+void unpack_row(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
+  unpack_row_fp32(codes, k, e5m2, static_cast<float*>(row));
+}
+void unpack_columns(const uint8_t* const* codes, int64_t k, bool e5m2, void* panel) {
+  unpack_columns_fp32(codes, k, e5m2, static_cast<float*>(panel));
 }
 
 #undef FP8_TARGET
@@ -50,7 +52,8 @@ void unpack(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
 }  // namespace portable_level
 
 const Level& portable() {
-  static constexpr Level level{sizeof(float), portable_level::unpack, portable_level::tile, nullptr};
+  using namespace portable_level;
+  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, nullptr};
   return level;
 }
 

@@ -77,7 +77,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     sizes = plan(config, options, cache_dtype)  # before the weights: it is the cheaper refusal
     model = load_servable(model_dir, parse_recipe(options.recipe), _path(options.scales), options.device)
     frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    tiles = _separate_rows(model, frozen)
+    tiles = _separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
     return Loaded(model_dir, options, config, _tokenizer(model_dir), sizes, runner, frozen, tiles)
@@ -108,13 +108,19 @@ def _tokenizer(model_dir: Path) -> Tokenizer | None:
     return Tokenizer.from_dir(model_dir) if (model_dir / "tokenizer.json").exists() else None
 
 
-def _separate_rows(model: Decoder, frozen: dict[str, FrozenLinear]) -> dict[str, tuple[int, ...]]:
+def _separate_rows(
+    model: Decoder, frozen: dict[str, FrozenLinear], options: EngineOptions
+) -> dict[str, tuple[int, ...]]:
     """Makes every linear's rows independent of each other; the heights of their tiles."""
     for layer in frozen.values():
         if layer.input_scale is None and layer.granularity == "tensor":
             layer.granularity = "row"
-    plain = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    tiles = make_row_independent(model, {**frozen, **plain}, model.lm_head.weight.dtype)
+    plain = {
+        name: module for name, module in model.model.named_modules(prefix="model") if isinstance(module, nn.Linear)
+    }
+    dtype = model.lm_head.weight.dtype
+    tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.max_batch_tokens)
+    tiles |= make_row_independent(model, {"lm_head": model.lm_head}, dtype, options.max_num_seqs)
     for layer in frozen.values():
         layer.reset_counters()  # they counted the measurement
     return tiles

@@ -63,11 +63,26 @@ def test_tiles_cover_the_rows_without_much_padding(rows: int, heights: list[int]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_torchs_own_linear_becomes_row_independent(dtype: torch.dtype) -> None:
-    """512 inputs: there torch's BF16 product gives other bits for a row that is alone."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"head": nn.Linear(512, 3000, bias=False, dtype=dtype)})
     x = torch.randn(40, 512, dtype=dtype)
-    make_row_independent(model, {"head": model["head"]}, dtype)
+    make_row_independent(model, {"head": model["head"]}, dtype, most_rows=16)
     together = model["head"](x)
     for rows in (1, 2, 3, 5, 17):
         assert torch.equal(model["head"](x[:rows]), together[:rows])
+
+
+def test_a_measurement_sees_one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in another order, for one row only, hidden behind a BF16 result: what a BF16 linear of torch's does."""
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        half = x.shape[1] // 2
+        wide, other = x.float(), weight.float().t()
+        if len(x) != 1:
+            return (wide @ other).bfloat16()
+        return (wide[:, half:] @ other[half:] + wide[:, :half] @ other[:half]).bfloat16()
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    layer = nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)
+    assert 1 not in measure(*invariant._sensitive(layer, torch.bfloat16, 16))
+    assert measure(*invariant._sensitive(layer, torch.bfloat16, 16)) != ()

@@ -1,0 +1,101 @@
+"""An answer depends on its request alone: not on neighbours, chunks, cached prefixes, preemption, or arrival."""
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.request import Request, RequestOutput, SamplingParams
+from fp8serve.fp8.recipe import DelayedScaling
+
+from .tiny import write_model, write_scales
+
+MODES: dict[str, dict[str, Any]] = {
+    "bf16": {"recipe": "bf16"},
+    "stored": {"recipe": DelayedScaling()},
+    "fp8 cache": {"recipe": DelayedScaling(), "kv_cache_dtype": "fp8"},
+    "current": {"recipe": "current"},
+    "rowwise": {"recipe": "rowwise"},
+    "block": {"recipe": "block"},
+}
+
+
+@pytest.fixture(scope="module")
+def large_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Odd sizes, so that vectors end early."""
+    path = tmp_path_factory.mktemp("large")
+    write_model(path, hidden_size=320, intermediate_size=500, num_attention_heads=4, num_key_value_heads=2, head_dim=48)
+    write_scales(path, path / "made-up", kv=True)
+    return path
+
+
+@cache
+def engine(path: Path, mode: str, **sizes: Any) -> Engine:
+    options = dict(MODES[mode])
+    if isinstance(options["recipe"], DelayedScaling):
+        options["scales"] = path / "made-up"
+    return Engine(path, **options, block_size=4, **sizes)
+
+
+def request(rng: random.Random, name: str) -> Request:
+    """Few different prompts, so that prefixes are shared; every kind of sampling."""
+    prompt = [rng.choice((7, 8))] * rng.randint(1, 20) + [rng.randint(0, 255) for _ in range(rng.randint(0, 20))]
+    params = SamplingParams(
+        max_new_tokens=rng.randint(1, 8),
+        temperature=rng.choice((0.0, 0.7, 1.5)),
+        top_p=rng.choice((0.8, 1.0)),
+        top_k=rng.choice((0, 20)),
+        repetition_penalty=rng.choice((1.0, 1.2)),
+        seed=rng.randint(0, 3),
+        ignore_eos=True,
+        logprobs=2,
+    )
+    return Request(name, tuple(prompt), params, tenant=rng.choice("ab"))
+
+
+def run(engine: Engine, requests: list[Request], rng: random.Random) -> dict[str, list[Any]]:
+    """Tokens and log-probabilities of each, the requests arriving at random times and some aborted."""
+    todo = list(requests)
+    found: dict[str, list[Any]] = {request.request_id: [] for request in requests}
+    while todo or engine.has_work():
+        while todo and rng.random() < 0.5:
+            engine.add_request(todo.pop(0))
+        if rng.random() < 0.05 and (victim := rng.choice(requests)).request_id.startswith("noise"):
+            engine.abort(victim.request_id)
+        for output in engine.step() if engine.has_work() else ():
+            found[output.request_id].append(essence(output))
+    return found
+
+
+def essence(output: RequestOutput) -> tuple[Any, ...]:
+    return output.token_ids, output.logprobs, output.text_delta, output.finish_reason
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_an_answer_does_not_depend_on_company(large_dir: Path, mode: str, seed: int) -> None:
+    rng = random.Random(seed)
+    mine = request(rng, "mine")
+    others = [request(rng, f"noise {i}") for i in range(rng.randint(1, 6))]
+    alone = run(engine(large_dir, mode), [mine], random.Random(0))
+    crowded = engine(large_dir, mode, num_blocks=12, max_num_seqs=5, max_batch_tokens=19, max_prefill_tokens=7)
+    together = [mine, *others]
+    rng.shuffle(together)
+    assert run(crowded, together, rng)["mine"] == alone["mine"]
+
+
+def test_the_crowd_is_one(large_dir: Path) -> None:
+    """The schedules of the test above do preempt and share."""
+    rng = random.Random(0)
+    crowded = engine(large_dir, "bf16", num_blocks=12, max_num_seqs=5, max_batch_tokens=19, max_prefill_tokens=7)
+    for batch in range(8):
+        run(crowded, [request(rng, f"{batch} {i}") for i in range(7)], rng)
+    stats = crowded.stats()
+    assert stats["preemptions_total"] > 0
+    assert stats["prefix_hit_tokens_total"] > 0

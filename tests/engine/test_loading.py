@@ -1,0 +1,105 @@
+"""Options that a model or a machine cannot have are refused with a sentence; the others become sizes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8serve.engine import memory
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.loading import parse_recipe
+from fp8serve.engine.memory import plan
+from fp8serve.engine.options import EngineOptions
+from fp8serve.errors import Fp8ServeError, MachineError, ModelError, RecipeError, RequestError
+from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, to_json
+from fp8serve.model.config import read_config
+
+from .tiny import write_model
+
+BLOCK_BYTES = 2 * 2 * 16 * 1 * 32 * 2  # k and v, layers, tokens, heads, head_dim, bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer"),
+        ({"block_size": 1.5}, "block_size must be a positive integer"),
+        ({"max_batch_tokens": 8}, r"max_batch_tokens \(8\) must be at least max_num_seqs \(16\)"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be bf16 or fp8"),
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        EngineOptions(**options)
+
+
+def test_options_survive_json() -> None:
+    options = EngineOptions(recipe="current", num_blocks=7)
+    assert EngineOptions.from_json(options.to_json()) == options
+    with pytest.raises(RequestError, match="no field 'blocks'"):
+        EngineOptions.from_json('{"blocks": 7}')
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({"max_model_len": 4096}, RequestError, "4096 is beyond the 128 tokens"),
+        ({"device": "cuda"}, MachineError, "finds no GPU"),
+        ({"device": "toaster"}, MachineError, "no device 'toaster'"),
+        ({"recipe": "int4"}, RecipeError, "int4"),
+    ],
+)
+def test_what_the_model_or_the_machine_has_not_is_refused(
+    model_dir: Path, options: dict[str, Any], kind: type[Fp8ServeError], sentence: str
+) -> None:
+    if options.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(kind, match=sentence):
+        Engine(model_dir, **{"recipe": "bf16", **options})
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        Engine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks", "length"),
+    [
+        ({}, 50, 128),  # 16 sequences of 8 blocks would be 128, but memory has 50
+        ({"max_num_seqs": 4}, 32, 128),
+        ({"max_num_seqs": 4, "max_model_len": 40}, 12, 40),
+        ({"num_blocks": 3}, 3, 48),
+        ({"num_blocks": 3, "max_model_len": 100}, 3, 100),
+    ],
+)
+def test_the_cache_is_as_large_as_needed_and_as_memory_allows(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], blocks: int, length: int
+) -> None:
+    monkeypatch.setattr(memory, "cache_memory", lambda device: 50 * BLOCK_BYTES + 1)
+    found = plan(read_config(model_dir), EngineOptions(**options), torch.bfloat16)
+    assert (found.num_blocks, found.max_model_len, found.block_bytes) == (blocks, length, BLOCK_BYTES)
+
+
+def test_a_cache_for_less_than_one_sequence_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cache_memory", lambda device: 3 * BLOCK_BYTES)
+    with pytest.raises(MachineError, match=r"one sequence of 128 tokens needs 32,768 bytes, more than the 12,288"):
+        plan(read_config(model_dir), EngineOptions(max_model_len=128), torch.bfloat16)
+    assert plan(read_config(model_dir), EngineOptions(), torch.bfloat16).max_model_len == 48
+
+
+def test_a_window_limits_the_length(tmp_path: Path) -> None:
+    config = read_config(write_model(tmp_path, "mistral", sliding_window=32))
+    assert plan(config, EngineOptions(num_blocks=9), torch.bfloat16).max_model_len == 32
+
+
+def test_memory_is_found_on_this_machine() -> None:
+    assert memory.cache_memory("cpu") > 2**20
+
+
+def test_recipes_are_names_or_json() -> None:
+    assert parse_recipe("stored") == "stored"
+    assert parse_recipe("bf16") == "bf16"
+    assert parse_recipe("rowwise") == Float8CurrentScaling(granularity="row")
+    assert parse_recipe(to_json(DelayedScaling(margin=1))) == DelayedScaling(margin=1)
