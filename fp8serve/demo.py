@@ -210,7 +210,7 @@ class Demo:
 
     def _generate(self, server: RunningServer, stage: str) -> None:
         began = time.monotonic()
-        parameters = {"max_new_tokens": 64, "ignore_eos": True, "details": True}
+        parameters = {"max_new_tokens": 64, "ignore_eos": True, "details": True, "temperature": 0.7, "seed": 0}
         answer = server.post("/generate", {"inputs": PROMPT, "parameters": parameters})
         seconds = time.monotonic() - began
         tokens = answer["details"]["generated_tokens"]
