@@ -81,8 +81,8 @@ def calibrate(
     gradients, by a forward and a backward pass per batch. scales_only: write `out`/scales.safetensors and nothing else.
     progress(stage, done, total) is called after every batch.
 
-    ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not finite, was
-    never observed or is always zero. In every such case nothing is written.
+    ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
+    finite, was never observed or is always zero. In every such case nothing is written.
     """
     out, source = Path(out), Path(model_dir)
     _check_settings(out, recipe, format, device, kv_cache=kv_cache, gradients=gradients, scales_only=scales_only)

@@ -54,7 +54,8 @@ struct Operand {
   int64_t scale_blocks;  // 0: outside the sum
   int64_t k;
 
-  float outer(int64_t row) const { return scale_blocks != 0 ? 1.0f : scale[row / scale_rows]; }
+  // With K = 0 a block scale has no element, and nothing is left to scale.
+  float outer(int64_t row) const { return scale_blocks != 0 || k == 0 ? 1.0f : scale[row / scale_rows]; }
   const float* inner(int64_t row, const float* ones) const {
     return scale_blocks != 0 ? scale + row / scale_rows * scale_blocks : ones;
   }

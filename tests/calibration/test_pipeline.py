@@ -169,6 +169,18 @@ def test_a_float32_sharded_model_with_tied_embeddings(tmp_path: Path) -> None:
     load_servable(tmp_path / "out")
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_own_data_are_read_from_one_file_or_several(model_dir: Path, tmp_path: Path, several: bool) -> None:
+    prompts, text = tmp_path / "prompts.jsonl", tmp_path / "text.txt"
+    rows = [{"prompt": f"{i} and {i} are ", "completion": str(2 * i)} for i in range(9)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text.write_text("One paragraph of text.\n\nAnd another one.\n")
+    report = run(model_dir, tmp_path / "out", data=[prompts, str(text)] if several else str(prompts), gradients=True)
+    assert report.data.source == ((str(prompts), str(text)) if several else (str(prompts),))
+    assert report.data.samples + report.data.held_out_samples == (10 if several else 9)
+    assert report.quality.tokens < report.data.held_out_tokens  # prompts are read, not scored
+
+
 def test_progress_tells_every_stage_and_batch(model_dir: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     run(model_dir, tmp_path / "out", progress=lambda *step: told.append(step))
