@@ -137,7 +137,8 @@ class Engine:
             "kv_blocks_used": pool.num_used,
             "kv_usage": pool.num_used / pool.num_blocks,
             "steps_total": self._totals["steps"],
-            "prompt_tokens_total": self._totals["prompt"],  # computed, not found in the cache
+            "computed_tokens_total": self._totals["computed"],  # prompts without cached parts, and what was generated
+            "prompt_tokens_total": self._totals["prompt"],  # of requests that got their first token
             "generated_tokens_total": self._totals["generated"],
             "preemptions_total": scheduler.num_preemptions,
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
@@ -173,7 +174,7 @@ class Engine:
         self.scheduler.advance(work)
         self._totals["steps"] += 1
         self._totals["computed"] += sum(item.count for item in work)
-        self._totals["prompt"] += sum(item.count for item in work if item.start < item.seq.num_prompt)
+        self._totals["prompt"] += sum(seq.num_prompt for seq in seqs if seq.num_generated == 0)
         self._totals["generated"] += len(tokens)
         return [self._accept(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
 
