@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import reference
-from fp8serve.fp8.autocast import Rule, autocast, current, enroll, stage_backward, stage_forward
+from fp8serve.fp8.autocast import Direction, autocast, current, enroll, prepare, record
 from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
@@ -44,9 +44,10 @@ NAMES = ("input", "weight", "grad_output")
 class Call:
     """What one forward call fixes for its backward pass."""
 
-    module: "Linear"
+    module: int  # by key, as `record` wants it
     recipe: Recipe
-    rule: Rule | None  # how delayed states are updated; None for recipes without state
+    rule: int | None  # how delayed states are updated, by id; None for recipes without state
+    states: dict[str, ScalingState]  # empty for recipes without state
     hp: Precisions  # which of fprop, dgrad, wgrad run in high precision
     recording: bool  # stage amaxes in the forward pass
     observing: bool  # calibrating: stage the amax of operands that stay in high precision, too
@@ -62,17 +63,14 @@ class Call:
         if self.rule is None:
             pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols)
         else:
-            pair, amax = cast_delayed(x, dtype, self.module.delayed_states(self.rule.recipe)[name].scale)
+            pair, amax = cast_delayed(x, dtype, self.states[name].scale)
             self._stage(name, amax)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
     def _stage(self, name: str, amax: Tensor) -> None:
-        if self.rule is None:
-            return
-        if name == "grad_output":
-            stage_backward(self.module, self.rule, amax)
-        elif self.recording:
-            stage_forward(self.module, self.rule, name, amax)
+        direction: Direction = "backward" if name == "grad_output" else "forward"
+        if self.rule is not None and (self.recording or direction == "backward"):
+            record(direction, self.states[name].amax_history, amax, self.module, self.rule)
 
 
 def _mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -135,6 +133,8 @@ class _WeightCodes:
         return _WeightCodes, ()
 
     def get(self, weight: Tensor, recipe: Recipe, rows: bool, cols: bool, make: Callable[[], Pair]) -> Pair:
+        if torch.compiler.is_compiling():  # a graph cannot ask whether the weight has changed
+            return make()
         key = (weight._version, weight.data_ptr(), recipe)
         usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
         if weight.grad is None or not usable:
@@ -180,12 +180,16 @@ class Linear(nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.key = enroll(self)
 
-    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
-        """The states by tensor name, created or resized to the recipe's history length (the newest rows stay)."""
+    def prepare(self, length: int) -> None:
+        """Create the delayed states, or resize them to this history length (the newest rows stay)."""
         for name in NAMES:
             if name not in self.scaling:
-                self.scaling[name] = ScalingState.create(recipe.amax_history_len, self.weight.device)
-            self.scaling[name].resize(recipe.amax_history_len)
+                self.scaling[name] = ScalingState.create(length, self.weight.device)
+            self.scaling[name].resize(length)
+
+    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
+        """The states by tensor name, as this recipe wants them."""
+        self.prepare(recipe.amax_history_len)
         return self.scaling
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,13 +204,15 @@ class Linear(nn.Linear):
 
     def _call(self, context: autocast) -> Call:
         recipe = context.recipe
-        delayed = isinstance(recipe, DelayedScaling)
+        if isinstance(recipe, DelayedScaling):
+            prepare(self.key, recipe.amax_history_len)
         return Call(
-            module=self,
+            module=self.key,
             recipe=recipe,
-            rule=Rule(recipe, context.group) if isinstance(recipe, DelayedScaling) else None,
+            rule=context.rule,
+            states=self.scaling if isinstance(recipe, DelayedScaling) else {},
             hp=recipe.override_linear_precision if context.enabled else (True, True, True),
-            recording=delayed and (torch.is_grad_enabled() or context.calibrating),
+            recording=torch.is_grad_enabled() or context.calibrating,
             observing=context.calibrating,
         )
 
