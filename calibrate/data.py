@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8serve.errors import DataError
+from fp8serve.errors import DataError, ModelError
 from fp8serve.model.examples import Example, read_examples, tokenize_whole
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -75,11 +75,12 @@ def at_least(name: str, value: int, least: int) -> None:
 
 
 def load_samples(
-    data: Sequence[Path | str] | None, tokenizer: Tokenizer, *, count: int, seq_len: int, seed: int
+    data: Sequence[Path | str] | None, tokenizer: Tokenizer, vocab_size: int, *, count: int, seq_len: int, seed: int
 ) -> list[Sample]:
     """At most `count` samples of at most `seq_len` tokens from the files `data`, or from the shipped passages.
 
-    DataError: a file cannot be read as examples, or no example has two tokens.
+    DataError: a file cannot be read as examples, or no example has two tokens. ModelError: the tokenizer gives an id
+    that a model of `vocab_size` tokens does not have.
     """
     at_least("samples", count, 1)
     at_least("seq_len", seq_len, 2)
@@ -91,6 +92,7 @@ def load_samples(
     if not samples:
         named = ", ".join(str(p) for p in paths) or "no files"
         raise DataError(f"The data ({named}) hold no example of at least two tokens; give more text.")
+    _check_vocabulary(samples, vocab_size)
     rng.shuffle(samples)  # a long example that gave many windows must not fill the front alone
     return samples[:count]
 
@@ -103,6 +105,15 @@ def _collect(examples: Sequence[Example], tokenizer: Tokenizer, count: int, seq_
         if len(samples) >= count:
             break
     return samples
+
+
+def _check_vocabulary(samples: Sequence[Sample], vocab_size: int) -> None:
+    largest = max(max(s.ids) for s in samples)
+    if largest >= vocab_size:
+        raise ModelError(
+            f"The tokenizer gives the token id {largest}, but the model has only {vocab_size} tokens; "
+            "put the tokenizer.json of this model into its directory."
+        )
 
 
 def make_batches(samples: Sequence[Sample], batch_size: int, device: str = "cpu") -> list[Batch]:
@@ -132,6 +143,7 @@ def _targets(sample: Sample) -> list[int]:
 def calibration_batches(
     data: Sequence[Path | str] | None,
     tokenizer: Tokenizer,
+    vocab_size: int,
     *,
     samples: int,
     seq_len: int,
@@ -142,7 +154,7 @@ def calibration_batches(
     """`samples` to calibrate on and an eighth of that (1 to 16) held out; fewer of both where the data are short."""
     at_least("samples", samples, 1)
     wanted = max(1, min(16, samples // 8))
-    found = load_samples(data, tokenizer, count=samples + wanted, seq_len=seq_len, seed=seed)
+    found = load_samples(data, tokenizer, vocab_size, count=samples + wanted, seq_len=seq_len, seed=seed)
     held = min(wanted, max(1, len(found) // 8))
     disjoint = len(found) > 1
     calibration = found[held:] if disjoint else found

@@ -19,6 +19,7 @@ from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
 
 from .data import data_files, load_samples, make_batches, source_names
+from .device import check_device
 from .measure import LayerTally, TokenTally, add_logits
 from .passes import against as compared
 from .passes import forward
@@ -48,6 +49,7 @@ def evaluate(
     FP8 linear against the linear of the same name there.
     ModelError, DataError, ScalesError: an input cannot be used, or the two models do not fit each other.
     """
+    check_device(device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
         model = load_servable(source, recipe, scales=scales, device=device)
@@ -56,7 +58,9 @@ def evaluate(
             _check_comparable(model, reference, source, Path(str(against)))
         limit = min(seq_len, *(m.config.max_full_attention_len for m in (model, reference) if m is not None))
         files = data_files(data)
-        found = load_samples(files, Tokenizer.from_dir(source), count=samples, seq_len=limit, seed=seed)
+        found = load_samples(
+            files, Tokenizer.from_dir(source), model.config.vocab_size, count=samples, seq_len=limit, seed=seed
+        )
     linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
     tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
     for batch in stages.steps("evaluate", make_batches(found, batch_size, device)):

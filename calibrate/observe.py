@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.autocast import autocast, fp8_max
-from fp8serve.fp8.linear import scaling_state
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.reference import amax
 from fp8serve.fp8.scaling import Entry, ScalingState, update
@@ -61,7 +60,8 @@ class Observer:
         device = next(iter(linears.values())).weight.device
         names = [f"{layer}.{part}" for layer in kv_layers for part in "kv"]
         self.kv = {name: ScalingState.create(recipe.amax_history_len, device) for name in names}
-        self.seen = {name: Seen() for name in (*(f"{n}.{r}" for n in linears for r in self.roles), *names)}
+        # All states are made here: made during a pass, between large temporaries, they fragment the heap by gigabytes.
+        self.seen = {name: Seen() for name in self.states()}
 
     def tap(self, layer: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Record keys and values [tokens, kv_heads, head_dim] as they enter the cache (after rotary embedding)."""
@@ -71,12 +71,9 @@ class Observer:
         return k, v
 
     def states(self) -> dict[str, ScalingState]:
-        """Every state that exists, by tensor name; those of a linear that never ran are missing."""
-        found: dict[str, ScalingState] = {}
-        for name, linear in self.linears.items():
-            state = scaling_state(linear)
-            found |= {f"{name}.{role}": state[role] for role in self.roles if role in state}
-        return found | self.kv
+        """Every state by tensor name."""
+        owned = {name: linear.delayed_states(self.recipe) for name, linear in self.linears.items()}
+        return {f"{name}.{role}": states[role] for name, states in owned.items() for role in self.roles} | self.kv
 
     @torch.no_grad()
     def end_batch(self) -> None:

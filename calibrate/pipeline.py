@@ -24,7 +24,7 @@ from typing import Literal, cast
 import torch
 
 import fp8serve
-from fp8serve.errors import MachineError, RecipeError
+from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, name_of, to_json
 from fp8serve.fp8.scaling import ScalingState
@@ -46,6 +46,7 @@ from fp8serve.model.tokenizer import Tokenizer
 
 from .compare import compare
 from .data import Batches, calibration_batches, data_files, source_names
+from .device import check_device
 from .observe import Observer, observe, settle
 from .progress import Progress, Stages
 from .report import html_report
@@ -80,8 +81,8 @@ def calibrate(
     gradients, by a forward and a backward pass per batch. scales_only: write `out`/scales.safetensors and nothing else.
     progress(stage, done, total) is called after every batch.
 
-    ModelError, DataError, RecipeError: an input cannot be used. ScalesError names a tensor that is not finite, was
-    never observed or is always zero. In every such case nothing is written.
+    ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
+    finite, was never observed or is always zero. In every such case nothing is written.
     """
     out, source = Path(out), Path(model_dir)
     _check_settings(out, recipe, format, device, kv_cache=kv_cache, gradients=gradients, scales_only=scales_only)
@@ -89,9 +90,16 @@ def calibrate(
     with stages.stage("load"):
         decoder, linears = load(source, device)
         seq_len = min(seq_len, decoder.config.max_full_attention_len)
-        tokenizer, files = Tokenizer.from_dir(source), data_files(data)
+        tokenizer, vocab_size, files = Tokenizer.from_dir(source), decoder.config.vocab_size, data_files(data)
         batches = calibration_batches(
-            files, tokenizer, samples=samples, seq_len=seq_len, batch_size=batch_size, seed=seed, device=device
+            files,
+            tokenizer,
+            vocab_size,
+            samples=samples,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
         )
     observer = observe(
         decoder, linears, batches.calibration, recipe, kv_cache=kv_cache, gradients=gradients, stages=stages
@@ -139,8 +147,7 @@ def _check_settings(
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
         )
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise MachineError(f"The device {device!r} was asked for, but this torch sees no GPU; use --device cpu.")
+    check_device(device)
 
 
 def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:

@@ -101,8 +101,10 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """One batch through the model; what it added to the requests that got a token."""
+        """One batch through the model; what it added to the requests that got a token. Nothing when there is none."""
         work = self.scheduler.schedule()
+        if not work:
+            return []
         seqs = [item.seq for item in work if item.samples]
         try:
             logits = self.loaded.runner.run(work)
@@ -119,12 +121,16 @@ class Engine:
         requests = [self._request(prompt, sampling) for prompt in self._checked(prompts)]
         for request in requests:
             self.limits.check(request)
-        for request in requests:
-            self.add_request(request)
         outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
-        while any(not items or items[-1].finish_reason is None for items in outputs.values()):
-            for output in self.step():
-                outputs.setdefault(output.request_id, []).append(output)
+        try:
+            for request in requests:
+                self.add_request(request)
+            while any(name in self._live for name in outputs):
+                for output in self.step():
+                    outputs.setdefault(output.request_id, []).append(output)
+        finally:  # interrupted: leave nothing running
+            for name in outputs:
+                self.abort(name)
         return [_completion(outputs[request.request_id]) for request in requests]
 
     def stats(self) -> dict[str, Any]:
@@ -137,7 +143,8 @@ class Engine:
             "kv_blocks_used": pool.num_used,
             "kv_usage": pool.num_used / pool.num_blocks,
             "steps_total": self._totals["steps"],
-            "prompt_tokens_total": self._totals["prompt"],  # computed, not found in the cache
+            "computed_tokens_total": self._totals["computed"],  # prompts without cached parts, and what was generated
+            "prompt_tokens_total": self._totals["prompt"],  # of requests that got their first token
             "generated_tokens_total": self._totals["generated"],
             "preemptions_total": scheduler.num_preemptions,
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
@@ -173,7 +180,7 @@ class Engine:
         self.scheduler.advance(work)
         self._totals["steps"] += 1
         self._totals["computed"] += sum(item.count for item in work)
-        self._totals["prompt"] += sum(item.count for item in work if item.start < item.seq.num_prompt)
+        self._totals["prompt"] += sum(seq.num_prompt for seq in seqs if seq.num_generated == 0)
         self._totals["generated"] += len(tokens)
         return [self._accept(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
 

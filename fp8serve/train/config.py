@@ -181,6 +181,7 @@ def _check_words(config: TrainConfig) -> None:
 
 
 def _check_recipe(config: TrainConfig) -> None:
+    recipe.from_name(config.recipe)  # an unknown name first
     if not isinstance(config.recipe_options, Mapping):
         raise JobError(f"recipe_options must be an object, found {config.recipe_options!r}.")
     if config.amax_history_len is not None and config.recipe != "delayed":

@@ -4,8 +4,10 @@ from pathlib import Path
 import pytest
 
 from fp8serve.calibration.data import IGNORED, PASSAGES, Sample, calibration_batches, load_samples, make_batches
-from fp8serve.errors import DataError
+from fp8serve.errors import DataError, ModelError
 from fp8serve.model.tokenizer import Tokenizer
+
+from .conftest import VOCAB
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,7 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 
 
 def test_shipped_passages_are_enough_for_the_defaults(tokenizer: Tokenizer) -> None:
-    found = calibration_batches(None, tokenizer, samples=128, seq_len=512, batch_size=4, seed=0)
+    found = calibration_batches(None, tokenizer, VOCAB, samples=128, seq_len=512, batch_size=4, seed=0)
     assert sum(len(b.lengths) for b in found.calibration) == 128
     assert sum(len(b.lengths) for b in found.held_out) == 16
     assert found.disjoint
@@ -36,14 +38,14 @@ def test_shipped_passages_are_varied_and_each_is_there_once() -> None:
 
 
 def test_a_seed_gives_the_same_samples_and_another_seed_others(tokenizer: Tokenizer) -> None:
-    first, again, other = (load_samples(None, tokenizer, count=20, seq_len=64, seed=s) for s in (1, 1, 2))
+    first, again, other = (load_samples(None, tokenizer, VOCAB, count=20, seq_len=64, seed=s) for s in (1, 1, 2))
     assert first == again
     assert first != other
 
 
 def test_short_examples_are_kept_and_long_texts_become_windows(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", ["short one", "a rather longer text " * 30])
-    samples = load_samples([data], tokenizer, count=1000, seq_len=32, seed=0)
+    samples = load_samples([data], tokenizer, VOCAB, count=1000, seq_len=32, seed=0)
     short = [s for s in samples if s.ids == (*tokenizer.encode("short one"), tokenizer.eos_id)]
     long = (*tokenizer.encode("a rather longer text " * 30), tokenizer.eos_id)
     assert len(short) == 1
@@ -63,7 +65,7 @@ def test_targets_are_the_next_tokens_and_prompts_are_not_scored() -> None:
 def test_prompt_tokens_of_a_file_are_not_scored(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"prompt": "Name a river: ", "completion": "Elbe"}) + "\n")
-    (sample,) = load_samples([path], tokenizer, count=4, seq_len=64, seed=0)
+    (sample,) = load_samples([path], tokenizer, VOCAB, count=4, seq_len=64, seed=0)
     (batch,) = make_batches([sample], 1)
     prompt = len(tokenizer.encode("Name a river: "))
     assert (batch.targets[: prompt - 1] == IGNORED).all()
@@ -72,7 +74,7 @@ def test_prompt_tokens_of_a_file_are_not_scored(tokenizer: Tokenizer, tmp_path: 
 
 def test_held_out_samples_are_not_calibration_samples(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", [f"this is text number {i}" for i in range(10)])
-    found = calibration_batches([data], tokenizer, samples=64, seq_len=64, batch_size=1, seed=3)
+    found = calibration_batches([data], tokenizer, VOCAB, samples=64, seq_len=64, batch_size=1, seed=3)
     held, calibration = ({tuple(b.ids.tolist()) for b in group} for group in (found.held_out, found.calibration))
     assert len(held) == 1
     assert len(calibration) == 9
@@ -81,7 +83,7 @@ def test_held_out_samples_are_not_calibration_samples(tokenizer: Tokenizer, tmp_
 
 def test_a_single_sample_serves_both_and_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", ["the only text"])
-    found = calibration_batches([data], tokenizer, samples=64, seq_len=64, batch_size=4, seed=0)
+    found = calibration_batches([data], tokenizer, VOCAB, samples=64, seq_len=64, batch_size=4, seed=0)
     assert not found.disjoint
     assert len(found.calibration) == len(found.held_out) == 1
 
@@ -91,11 +93,11 @@ def test_unusable_data_and_settings_are_refused(tokenizer: Tokenizer, tmp_path: 
     empty.write_text("\n")
     for data in (tmp_path / "missing.txt", empty):
         with pytest.raises(DataError, match=data.name):
-            load_samples([data], tokenizer, count=4, seq_len=64, seed=0)
+            load_samples([data], tokenizer, VOCAB, count=4, seq_len=64, seed=0)
     with pytest.raises(DataError, match="seq_len must be at least 2, not 1"):
-        load_samples(None, tokenizer, count=4, seq_len=1, seed=0)
+        load_samples(None, tokenizer, VOCAB, count=4, seq_len=1, seed=0)
     with pytest.raises(DataError, match="samples must be at least 1, not 0"):
-        load_samples(None, tokenizer, count=0, seq_len=8, seed=0)
+        load_samples(None, tokenizer, VOCAB, count=0, seq_len=8, seed=0)
     with pytest.raises(DataError, match="batch_size must be at least 1, not 0"):
         make_batches([], 0)
 
@@ -104,4 +106,9 @@ def test_a_broken_line_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(DataError, match=r"broken\.jsonl:2"):
-        load_samples([path], tokenizer, count=4, seq_len=64, seed=0)
+        load_samples([path], tokenizer, VOCAB, count=4, seq_len=64, seed=0)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ModelError, match="the model has only 100 tokens"):
+        load_samples(None, tokenizer, 100, count=4, seq_len=64, seed=0)

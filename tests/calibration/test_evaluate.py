@@ -12,7 +12,7 @@ from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.tokenizer import Tokenizer
 
-from .conftest import write_model
+from .conftest import VOCAB, write_model
 
 SMALL = {"samples": 6, "seq_len": 40, "batch_size": 4}
 
@@ -29,7 +29,7 @@ def test_perplexity_is_that_of_transformers(model_dir: Path) -> None:
     report = evaluate(model_dir, recipe="bf16", **SMALL)  # type: ignore[arg-type]
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     nll, tokens = 0.0, 0
-    for sample in load_samples(None, Tokenizer.from_dir(model_dir), count=6, seq_len=40, seed=0):
+    for sample in load_samples(None, Tokenizer.from_dir(model_dir), VOCAB, count=6, seq_len=40, seed=0):
         ids = torch.tensor([sample.ids])
         logits = reference(ids).logits[0, :-1].float()
         nll += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))

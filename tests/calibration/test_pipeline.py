@@ -11,13 +11,13 @@ from fp8serve.calibration.measure import TokenTally, add_logits
 from fp8serve.calibration.passes import forward
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.result import CalibrationReport, Quality
-from fp8serve.errors import DataError, Fp8ServeError, ModelError, RecipeError, ScalesError
+from fp8serve.errors import DataError, Fp8ServeError, MachineError, ModelError, RecipeError, ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, from_name, to_json
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
 from fp8serve.model.tokenizer import Tokenizer
 
-from .conftest import write_model
+from .conftest import VOCAB, write_model
 
 SMALL = {"samples": 12, "seq_len": 48, "batch_size": 4}
 RECIPE = DelayedScaling(amax_history_len=8)
@@ -33,7 +33,7 @@ def served_quality(folder: Path, report: CalibrationReport) -> Quality:
     tokenizer, model = Tokenizer.from_dir(folder), load_servable(folder)
     data = report.data
     batches = calibration_batches(
-        None, tokenizer, samples=data.samples, seq_len=data.seq_len, batch_size=4, seed=data.seed
+        None, tokenizer, VOCAB, samples=data.samples, seq_len=data.seq_len, batch_size=4, seed=data.seed
     )
     tally = TokenTally()
     for batch in batches.held_out:
@@ -169,6 +169,18 @@ def test_a_float32_sharded_model_with_tied_embeddings(tmp_path: Path) -> None:
     load_servable(tmp_path / "out")
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_own_data_are_read_from_one_file_or_several(model_dir: Path, tmp_path: Path, several: bool) -> None:
+    prompts, text = tmp_path / "prompts.jsonl", tmp_path / "text.txt"
+    rows = [{"prompt": f"{i} and {i} are ", "completion": str(2 * i)} for i in range(9)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text.write_text("One paragraph of text.\n\nAnd another one.\n")
+    report = run(model_dir, tmp_path / "out", data=[prompts, str(text)] if several else str(prompts), gradients=True)
+    assert report.data.source == ((str(prompts), str(text)) if several else (str(prompts),))
+    assert report.data.samples + report.data.held_out_samples == (10 if several else 9)
+    assert report.quality.tokens < report.data.held_out_tokens  # prompts are read, not scored
+
+
 def test_progress_tells_every_stage_and_batch(model_dir: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     run(model_dir, tmp_path / "out", progress=lambda *step: told.append(step))
@@ -190,6 +202,8 @@ def test_progress_tells_every_stage_and_batch(model_dir: Path, tmp_path: Path) -
         ({"recipe": from_name("bf16")}, RecipeError, "bf16"),
         ({"format": "gguf"}, ModelError, "gguf"),
         ({"samples": 0}, DataError, "samples"),
+        ({"device": "tpu9"}, MachineError, "tpu9"),
+        ({"device": "cuda:99"}, MachineError, "cuda:99"),
         ({"data": "missing.jsonl"}, DataError, "missing.jsonl"),
     ],
 )
