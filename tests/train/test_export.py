@@ -83,7 +83,7 @@ def test_serving_scales_are_the_training_histories(configure: Configure) -> None
         assert entry.amax_history is not None
         assert torch.equal(entry.amax_history, live[f"{name}.amax_history"])
     assert kept.recipe == setup.forward.recipe
-    assert kept.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 4
+    assert kept.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 1 + 4  # observed once, then trained
 
 
 @pytest.mark.parametrize("length", [1, 2])
