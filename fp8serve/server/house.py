@@ -9,6 +9,7 @@ import logging
 import math
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -23,8 +24,8 @@ from fp8serve.server.generation import Generation, build_requests
 from fp8serve.server.jobs import JobStore
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.models import BASE, Launch, Models, Served, Source, launch
-from fp8serve.server.settings import Settings, prepare_data_dir
-from fp8serve.server.training import Trainer
+from fp8serve.server.settings import Settings, is_loopback, prepare_data_dir
+from fp8serve.server.training import WORKER, Trainer
 
 log = logging.getLogger("fp8serve.server")
 
@@ -32,7 +33,7 @@ log = logging.getLogger("fp8serve.server")
 class House:
     """One server's parts. `failed` is set when the model could not be loaded, with the reason in `models.problem`."""
 
-    def __init__(self, settings: Settings, start_engine: Launch | None = None) -> None:
+    def __init__(self, settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> None:
         limits = settings.limits
         self.settings = settings
         self.data_dir = prepare_data_dir(settings)
@@ -42,8 +43,9 @@ class House:
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
         )
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
-        self.trainer = Trainer(self.jobs, self.data_dir, wait_idle=self._wait_before_training)
+        self.trainer = Trainer(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.started_at = int(time.time())
+        self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.draining = asyncio.Event()
         self._drain_deadline = math.inf
@@ -70,7 +72,11 @@ class House:
             self.failed.set()
             return
         log.info("%s", kernels_line(served))
-        log.info("serving %s (%s) as %s", served.source.model_id, served.weight_version, self.models.name)
+        log.info(
+            "serving %s (%s) as %s on %s", served.source.model_id, served.weight_version, self.models.name, self.address
+        )
+        if self.settings.api_key is None and not is_loopback(self.settings.host):
+            log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
         self.trainer.start()
 
     async def _first_source(self) -> Served:

@@ -198,7 +198,8 @@ def make_config(
 
 def _public(config: TrainConfig) -> dict[str, Any]:
     """What a job shows of its configuration: no place on our disk."""
-    return {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+    shown = {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+    return shown | {"learning_rate": shown.pop("lr")}
 
 
 def place(house: House, stem: Path, rows: Rows | None, file_id: str | None) -> list[Path]:
