@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.conftest import Server, Start
@@ -191,7 +192,10 @@ def test_an_idempotency_key_makes_one_job(start: Start) -> None:
     async def body() -> None:
         async with start() as server:
             ask = {"data": [{"text": "x"}]}
-            send = lambda key, rows: server.client.post("/finetune", json=rows, headers={"idempotency-key": key})  # noqa: E731
+
+            async def send(key: str, rows: Any) -> httpx.Response:
+                return await server.client.post("/finetune", json=rows, headers={"idempotency-key": key})
+
             answers = await asyncio.gather(*(send("k", ask) for _ in range(8)))
             assert len({a.json()["id"] for a in answers}) == 1
             assert len(list(server.house.trainer.root.iterdir())) == 1
@@ -319,7 +323,6 @@ def test_a_failed_activation_leaves_the_old_weights_serving(start: Start) -> Non
                 .startswith("base-")
             )
             server.launcher.problem = None
-            server.launcher.make = lambda: FakeEngine(fail="NaN.", delay=0)
             engine = FakeEngine()
             engine.alive = False
             server.launcher.make = lambda: engine
