@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from fp8serve.errors import MachineError
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -426,6 +427,32 @@ def test_uploads_that_are_refused_leave_nothing(start: Start, form: dict[str, An
             assert answer.status_code == status, answer.text
             assert list((server.house.data_dir / "files").iterdir()) == []
             assert (await server.client.get("/v1/files")).json()["data"] == []
+
+    asyncio.run(body())
+
+
+def test_what_a_crash_left_half_made_is_swept_up(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            job = await trained(server)
+            root, files = server.house.trainer.root, server.house.data_dir / "files"
+        (root / "ftjob-half").mkdir()
+        (root / "ftjob-half" / "data.jsonl").write_text("x")
+        files.mkdir()
+        (files / ".file-half.part").write_text("x")
+        async with start():
+            assert [path.name for path in root.iterdir()] == [job]
+            assert list(files.iterdir()) == []
+
+    asyncio.run(body())
+
+
+def test_two_servers_do_not_share_a_data_directory(start: Start) -> None:
+    async def body() -> None:
+        async with start():
+            with pytest.raises(MachineError, match="--data-dir"):
+                async with start():
+                    pass
 
     asyncio.run(body())
 
