@@ -31,7 +31,8 @@ CLIENT_CLOSED = 499
 def create_app(settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> FastAPI:
     """The application. Loading starts when its lifespan does, and `/health/ready` says when it is done.
 
-    `start_engine` and `worker` replace the engine's and the trainer's process, for tests. Raises MachineError when the data directory cannot be used.
+    `start_engine` and `worker` replace the engine's and the trainer's process, for tests. Raises MachineError when the
+    data directory cannot be used.
     """
     house = House(settings, start_engine, worker)
     app = FastAPI(

@@ -32,6 +32,7 @@ POLL_SECONDS = 0.1
 CANCEL_SECONDS = 60.0
 ERROR_SECONDS = 5.0
 MAX_CRASHES = 3
+NICE = 10
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 3
 
 
@@ -218,6 +219,8 @@ class Worker:
                 stderr=output,
                 start_new_session=True,
             )
+        with contextlib.suppress(OSError):  # serving comes first where they share a CPU
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         return cls(job_id, directory, process)
 
     def ended(self) -> bool:

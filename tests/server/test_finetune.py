@@ -8,8 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from fp8serve.errors import MachineError
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -191,7 +193,10 @@ def test_an_idempotency_key_makes_one_job(start: Start) -> None:
     async def body() -> None:
         async with start() as server:
             ask = {"data": [{"text": "x"}]}
-            send = lambda key, rows: server.client.post("/finetune", json=rows, headers={"idempotency-key": key})  # noqa: E731
+
+            async def send(key: str, rows: Any) -> httpx.Response:
+                return await server.client.post("/finetune", json=rows, headers={"idempotency-key": key})
+
             answers = await asyncio.gather(*(send("k", ask) for _ in range(8)))
             assert len({a.json()["id"] for a in answers}) == 1
             assert len(list(server.house.trainer.root.iterdir())) == 1
@@ -319,7 +324,6 @@ def test_a_failed_activation_leaves_the_old_weights_serving(start: Start) -> Non
                 .startswith("base-")
             )
             server.launcher.problem = None
-            server.launcher.make = lambda: FakeEngine(fail="NaN.", delay=0)
             engine = FakeEngine()
             engine.alive = False
             server.launcher.make = lambda: engine
@@ -423,6 +427,32 @@ def test_uploads_that_are_refused_leave_nothing(start: Start, form: dict[str, An
             assert answer.status_code == status, answer.text
             assert list((server.house.data_dir / "files").iterdir()) == []
             assert (await server.client.get("/v1/files")).json()["data"] == []
+
+    asyncio.run(body())
+
+
+def test_what_a_crash_left_half_made_is_swept_up(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            job = await trained(server)
+            root, files = server.house.trainer.root, server.house.data_dir / "files"
+        (root / "ftjob-half").mkdir()
+        (root / "ftjob-half" / "data.jsonl").write_text("x")
+        files.mkdir()
+        (files / ".file-half.part").write_text("x")
+        async with start():
+            assert [path.name for path in root.iterdir()] == [job]
+            assert list(files.iterdir()) == []
+
+    asyncio.run(body())
+
+
+def test_two_servers_do_not_share_a_data_directory(start: Start) -> None:
+    async def body() -> None:
+        async with start():
+            with pytest.raises(MachineError, match="--data-dir"):
+                async with start():
+                    pass
 
     asyncio.run(body())
 
