@@ -79,7 +79,7 @@ class JobBody(Body):
 async def create(
     body: JobBody, house: HouseDep, idempotency_key: Annotated[str | None, Header(max_length=255)] = None
 ) -> dict[str, Any]:
-    job, made = await asyncio.to_thread(submit, house, body.native(), idempotency_key)
+    job, made = await asyncio.to_thread(submit, house, body.native(), idempotency_key, False)
     if made:
         house.trainer.submitted()
     return view(house, job)
