@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.engine import loading
+from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions, KvDtype
 from fp8serve.engine.request import Completion, FinishReason, Limits, Request, RequestOutput, SamplingParams, Sequence
@@ -83,6 +84,7 @@ class Engine:
         self.limits.check(request)
         decoding = self.tokenizer.stream() if self.tokenizer else None
         seq = Sequence.of(request)
+        seq.constraint = self.loaded.grammars.matcher(request.params)
         self._live[request.request_id] = seq, TextStream(decoding, request.params.stop, request.params.min_tokens)
         self.scheduler.add(seq)
 
@@ -121,6 +123,7 @@ class Engine:
         requests = [self._request(prompt, sampling) for prompt in self._checked(prompts)]
         for request in requests:
             self.limits.check(request)
+            validate(request.params)
         outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
         try:
             for request in requests:
@@ -195,11 +198,14 @@ class Engine:
             return self._end(seq, "stop", text.flush(), sampled, stop_reason=token)
         if token in self.eos_ids and not seq.params.ignore_eos:
             return self._end(seq, "stop", text.flush(), sampled)
+        if seq.constraint is not None and not seq.constraint.accept(token):
+            return self._fail(seq, "The grammar became too complex to go on.")
         delta = text.push(token)
+        complete = seq.constraint is not None and seq.constraint.complete
         full = seq.num_generated == seq.params.max_new_tokens
-        if full and text.stopped is None:
+        if complete or full:
             delta += text.flush()
-        if text.stopped is not None:
+        if complete or text.stopped is not None:
             return self._end(seq, "stop", delta, sampled, stop_reason=text.stopped)
         return self._end(seq, "length", delta, sampled) if full else self._output(seq, delta, sampled)
 

@@ -1,6 +1,6 @@
 """Logits become tokens, all sequences of a batch at once, none affecting another.
 
-    penalties -> (nothing may end the text yet) -> temperature -> top_k, top_p, min_p -> one draw
+    penalties -> what must not come (the end, too early; another form) -> temperature -> top_k, top_p, min_p -> one draw
 
 A draw is the inverse of the cumulative distribution at one uniform number, and that number is a hash of the request's
 seed and of how many tokens it has generated. No generator is advanced, so neither neighbours, nor the order of arrival,
@@ -45,6 +45,7 @@ def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> li
     logprobs = _logprobs(logits, seqs)
     _penalise(logits, seqs)
     _forbid_the_end(logits, seqs, eos_ids)
+    _forbid_other_forms(logits, seqs)
     tokens = logits.argmax(-1)
     if rows := _rows(seqs, lambda params: params.temperature > 0 and params.top_k != 1):
         tokens[rows] = _draw(logits[rows], [seqs[row] for row in rows])
@@ -103,6 +104,15 @@ def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ..
         if seq.num_generated < seq.params.min_tokens:
             ends = seq.params.stop_token_ids + (() if seq.params.ignore_eos else eos_ids)
             logits[row, list(ends)] = -torch.inf
+
+
+def _forbid_other_forms(logits: Tensor, seqs: list[Sequence]) -> None:
+    """Only what the grammar allows, where a request has one."""
+    for row, seq in enumerate(seqs):
+        if seq.constraint is not None:
+            bits = np.frombuffer(seq.constraint.allowed(), dtype=np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[-1]]
+            logits[row].masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
 
 
 def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fp8serve.train import trainer, worker  # before the fork: each child starts at once
+from fp8serve.train import worker
 
 LIMIT = 500
 
@@ -89,6 +89,5 @@ def kill_at_every_point(job: Path) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    assert trainer.Trainer
     mode, job_dir = sys.argv[1], Path(sys.argv[2])
     print(kill_at_every_point(job_dir) if mode == "points" else kill_at_random(job_dir, int(sys.argv[3])))

@@ -1,12 +1,14 @@
 """What was trained is what is served, and what is served can be trained on."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fp8serve.errors import JobError, ModelError
 from fp8serve.fp8.attention import causal_attention
@@ -83,7 +85,7 @@ def test_serving_scales_are_the_training_histories(configure: Configure) -> None
         assert entry.amax_history is not None
         assert torch.equal(entry.amax_history, live[f"{name}.amax_history"])
     assert kept.recipe == setup.forward.recipe
-    assert kept.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 4
+    assert kept.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 1 + 4  # observed once, then trained
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -136,3 +138,52 @@ def test_a_format_that_cannot_hold_the_recipe_is_refused_before_training(configu
     with pytest.raises(ModelError):
         Trainer(config).run()
     assert checkpoint.list_checkpoints(tmp_path / "out" / "checkpoints") == []
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
+    """A sharded Qwen2 (biases on q, k and v, head not tied) as transformers writes it, FP32."""
+    config = Qwen2Config(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    out = tmp_path_factory.mktemp("foreign") / "qwen2"
+    model.save_pretrained(out, max_shard_size="100KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_dir / name, out)
+    return out
+
+
+@torch.no_grad()
+def test_a_model_that_transformers_wrote(configure: Configure, foreign: Path) -> None:
+    assert (foreign / "model.safetensors.index.json").exists()
+    with torch.enable_grad():
+        result, setup = trained(configure, model=str(foreign), max_steps=12, lr=3e-3)
+    assert result.model is not None
+    batch = collate(setup.rows, "cpu")
+    logits = setup.forward.logits(batch)
+    assert torch.equal(logits, served_logits(load_servable(result.model), batch))
+    assert result.metrics["train_loss"] < 5.0  # ln(320) = 5.77 at the start
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("delayed", {"margin": 2, "interval": 3, "amax_compute_algo": "most_recent"}),
+        ("delayed", {"override_linear_precision": [False, True, True]}),
+        ("delayed", {"fp8_format": "E4M3"}),
+        ("block", {"override_linear_precision": [False, False, True]}),
+    ],
+)
+def test_recipe_options_reach_training_and_serving(configure: Configure, recipe: str, options: dict[str, Any]) -> None:
+    with torch.enable_grad():
+        result, setup = trained(configure, recipe=recipe, recipe_options=options, max_steps=3)
+    assert result.model is not None
+    batch = collate(setup.rows, "cpu")
+    assert torch.equal(setup.forward.logits(batch), served_logits(load_servable(result.model), batch))
