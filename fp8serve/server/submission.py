@@ -27,9 +27,9 @@ from fp8serve.model.examples import read_examples
 from fp8serve.model.files import fsync
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.house import House
-from fp8serve.server.jobs import Job, NewJob, new_job_id
 from fp8serve.server.models import Source
 from fp8serve.server.protocol import Body, Metadata
+from fp8serve.server.records import Job, NewJob, new_job_id
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
 from fp8serve.train.validate import ValidationReport, validate

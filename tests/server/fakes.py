@@ -6,7 +6,7 @@ told to fail, to stall, or to die.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,3 @@ def model_dir(path: Path) -> Path:
     header = b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
     return path
-
-
-Waiter = Callable[[], Awaitable[bool]]
