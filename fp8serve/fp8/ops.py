@@ -116,6 +116,16 @@ _define(
     _fake_nothing,
 )
 
+# Book-keeping of delayed scaling inside compiled graphs; the kernel is Python, see autocast.py.
+_LIBRARY.define("record_amax(Tensor(a!) history, Tensor amax, int module, int rule, str direction) -> ()")
+torch.library.register_fake("fp8serve::record_amax", _fake_nothing, lib=_LIBRARY)
+
+
+def implement(name: str, kernel: Callable[..., Any]) -> None:
+    """Give an op that is declared here the kernel that another module has."""
+    _LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
+
+
 # The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.
 _LIBRARY.define("cpu_isa(str cap) -> str")
 

@@ -99,6 +99,8 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 def _route(scope: Scope) -> str:
     """The route's template; a client cannot make labels or log text by asking for odd paths."""
     route = scope.get("route")
+    if scope["path"] == "/openapi.json":
+        return "/openapi.json"
     return (
         getattr(route, "path_format", None)
         or getattr(route, "path", None)

@@ -169,6 +169,10 @@ class JobStore:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
+    def ids(self, table: Literal["jobs", "files"]) -> set[str]:
+        """Of every row."""
+        return {row[0] for row in self._rows(f"SELECT id FROM {table}")}
+
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def create(

@@ -162,6 +162,17 @@ def test_a_batch_that_fails_fails_alone(engine: Engine, monkeypatch: pytest.Monk
     assert len(greedy(engine).token_ids) == 24
 
 
+def test_an_interrupted_call_leaves_nothing_running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(work: list[Work]) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.loaded.runner, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(engine)
+    assert not engine.has_work()
+    assert engine.step() == []
+
+
 def test_numbers_that_are_none_end_their_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run = engine.loaded.runner.run
 
@@ -225,7 +236,7 @@ def test_without_a_tokenizer_token_ids_still_work(model_dir: Path, tmp_path: Pat
     assert (done.text, len(done.token_ids)) == ("", 24)
     with pytest.raises(RequestError, match="no tokenizer"):
         engine.generate(["text"])
-    with pytest.raises(RequestError, match="stop_token_ids"):
+    with pytest.raises(RequestError, match="Stop strings and grammars need a tokenizer"):
         greedy(engine, stop="x")
 
 

@@ -182,6 +182,17 @@ def test_compressed_tensors_and_transformers_read_it(recipe: str, tmp_path: Path
     assert -10 * torch.log10(error) > 32
 
 
+def test_transformers_reads_block_fp8_as_the_same_weights(model_dir: ModelDir, tmp_path: Path) -> None:
+    """Without a GPU transformers dequantizes `quant_method: fp8` blocks: logits must equal our dequantized ones."""
+    pytest.importorskip("accelerate")
+    write_calibrated(tmp_path / "out", model_dir("llama"), state(model_dir("llama"), "block"), format="fp8")
+    auto: Any = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([IDS])).logits[0].float()
+        torch.testing.assert_close(all_logits(load_servable(tmp_path / "out", "bf16"), IDS), expected, rtol=0, atol=0)
+
+
 def test_shards_and_index(model_dir: ModelDir, tmp_path: Path) -> None:
     source = model_dir("llama")
     write_calibrated(tmp_path / "out", source, state_for(source), max_shard_bytes=40_000)

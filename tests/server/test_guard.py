@@ -102,7 +102,7 @@ def test_a_page_of_another_site_changes_nothing(start: Start) -> None:
 
 
 def test_an_open_port_needs_a_key_or_a_word(settings: Settings) -> None:
-    values = {"model": settings.model, "host": "0.0.0.0", "data_dir": settings.data_dir}
+    values: dict[str, Any] = {"model": settings.model, "host": "0.0.0.0", "data_dir": settings.data_dir}
     with pytest.raises(MachineError, match="--api-key"):
         Settings(**values)
     assert Settings(**values, api_key="k").api_key == "k"
@@ -120,7 +120,7 @@ def test_prompts_and_keys_stay_out_of_logs_and_metrics(start: Start, caplog: pyt
         async with start(api_key=KEY) as server:
             server.client.headers["authorization"] = "Bearer wrong"
             await server.client.post("/generate?canary-query", json={"inputs": "canary-prompt"})
-            server.client.headers = {b"authorization": f"Bearer {KEY}".encode()}  # type: ignore[assignment]
+            server.client.headers = {b"authorization": f"Bearer {KEY}".encode()}
             for path in ("/generate", "/v1/completions", "/canary-path"):
                 await server.client.post(
                     path, json={"inputs": "canary-prompt", "prompt": "canary-prompt", "canary-field": 1}
