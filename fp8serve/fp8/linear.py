@@ -5,10 +5,10 @@
     wgrad     dW [N, K] = dY^T X
 
 Every GEMM wants both operands quantized along the dimension it contracts. Under per-tensor scaling one set of codes
-serves all: the backward pass transposes the saved FP8 codes. Under row-wise and block scaling an activation is
-quantized twice in the forward pass, along K for the forward GEMM and, transposed, along M for wgrad. Either way a layer
-keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128 blocks of a weight
-serve both directions; a row-wise weight is quantized twice.
+serves all, transposed for the backward pass as the device needs it (devices.py). Under row-wise and block scaling an
+activation is quantized twice in the forward pass, along K for the forward GEMM and, transposed, along M for wgrad.
+Either way a layer keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128
+blocks of a weight serve both directions; a row-wise weight is quantized twice.
 
 The delayed states live outside of the module's parameters and buffers: `.to(bfloat16)` must not round them and DDP must
 not broadcast them. `state_dict` stores them as plain tensors under the names of a scaling checkpoint
@@ -64,7 +64,7 @@ class Call:
         if self.rule is None:
             pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols)
         else:
-            pair, amax = cast_delayed(x, dtype, self.states[name].scale)
+            pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
@@ -90,9 +90,8 @@ class Plan:
 
 
 def _mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """[M, K] x [N, K] -> [M, N]; kernels read both operands with the contracted dimension contiguous."""
-    codes = (a.q.contiguous(), b.q.contiguous(), a.scale_inv.contiguous(), b.scale_inv.contiguous())
-    return cast(Tensor, torch.ops.fp8serve.scaled_mm(*codes, bias, out_dtype))
+    """[M, K] x [N, K] -> [M, N]."""
+    return cast(Tensor, torch.ops.fp8serve.scaled_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
 
 
 class _Matmul(torch.autograd.Function):
@@ -229,7 +228,8 @@ class Linear(nn.Linear):
         if not torch.compiler.is_compiling():
             if context is None:
                 refuse_reentrant(self._ran_frozen)
-            self._ran_frozen = context is not None and not graph
+            if self._ran_frozen != (context is not None and not graph):  # setting a module's attribute is slow
+                self._ran_frozen = not self._ran_frozen
         if context is None:
             return None
         call = self._call(context)
