@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fp8serve
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import reference
+from fp8serve.fp8 import fused, reference
 from fp8serve.fp8.reference import BLOCK
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -143,6 +143,42 @@ def implement(name: str, kernel: Callable[..., Any]) -> None:
     """Give an op that is declared here the kernel that another module has."""
     _LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
 
+
+_define(
+    "scaled_mm_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual) -> Tensor",
+    fused.scaled_mm_add,
+    lambda a, b, a_s, b_s, bias, residual: torch.empty_like(residual, memory_format=torch.contiguous_format),
+)
+_define(
+    "mm(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    fused.mm,
+    lambda a, b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+)
+_define(
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    fused.rms_norm_quantize,
+    lambda x, weight, eps, scale, dtype: _fake_quantize(x, scale, dtype),
+)
+_define(
+    "silu_mul_quantize(Tensor gate, Tensor up, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    fused.silu_mul_quantize,
+    lambda gate, up, scale, dtype: _fake_quantize(gate, scale, dtype),
+)
+_define(
+    "rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor slots, Tensor? k_scale, Tensor? v_scale) -> Tensor",
+    fused.rotary_write_kv,
+    lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
+)
+_define(
+    "quantize_transpose(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor q_t, Tensor amax)",
+    fused.quantize_transpose,
+    lambda x, scale, dtype: (
+        torch.empty(x.shape, dtype=dtype, device=x.device),
+        torch.empty(x.shape[::-1], dtype=dtype, device=x.device),
+        x.new_empty((), dtype=torch.float32),
+    ),
+)
 
 # The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.
 _LIBRARY.define("cpu_isa(str cap) -> str")
