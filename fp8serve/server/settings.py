@@ -37,7 +37,6 @@ class Limits:
     n: int = 16
     prompts: int = 64
     chat_messages: int = 1024
-    logprobs: int = 20
     streams: int = 512
     keep_alive_seconds: float = 15.0
     jobs_queued: int = 32
