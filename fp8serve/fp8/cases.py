@@ -228,5 +228,4 @@ CASES: dict[str, list[Case]] = {
     "rms_norm_quantize": _fused_rows(_norm_case),
     "silu_mul_quantize": _fused_rows(_silu_case),
     "rotary_write_kv": _fused_rows(_rotary_case),
-    "quantize_transpose": _given_scale_cases(),
 }

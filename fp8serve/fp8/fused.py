@@ -1,4 +1,4 @@
-"""Fused ops in plain PyTorch: several ops of a decoder layer, or of a linear layer's two passes, as one.
+"""Fused ops in plain PyTorch: several ops of a decoder layer as one.
 
 Each is by definition the composition of its parts, rounding where the parts round, so that a model gives the same
 numbers fused or not. Only where a part itself leaves the order of a sum open (the mean of squares) or a transcendental
@@ -59,9 +59,3 @@ def rotary_write_kv(
     """q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, 1, D]; k and v written; returns the turned q."""
     reference.write_kv(_rotate(k, cos, sin), v, k_cache, v_cache, slots, k_scale, v_scale)
     return _rotate(q, cos, sin)
-
-
-def quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize x [M, K] by a given scale for both its readers: (q [M, K], its transpose [K, M], amax)."""
-    q, amax = reference.quantize(x, scale, dtype)
-    return q, q.t().contiguous(), amax

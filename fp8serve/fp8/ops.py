@@ -171,16 +171,6 @@ _define(
     fused.rotary_write_kv,
     lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
 )
-_define(
-    "quantize_transpose(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor q_t, Tensor amax)",
-    fused.quantize_transpose,
-    lambda x, scale, dtype: (
-        torch.empty(x.shape, dtype=dtype, device=x.device),
-        torch.empty(x.shape[::-1], dtype=dtype, device=x.device),
-        x.new_empty((), dtype=torch.float32),
-    ),
-)
-
 # The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.
 _LIBRARY.define("cpu_isa(str cap) -> str")
 
