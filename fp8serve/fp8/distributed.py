@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.fp8.scaling import Scaled
+from fp8serve.fp8.scaling import Direction, Scaled
 
 
 def _staged(module: Scaled, name: str, device: torch.device) -> Tensor:
@@ -25,7 +25,7 @@ def _device(modules: Sequence[Scaled]) -> torch.device:
     return found.pop() if found else torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def reduce_staged(modules: Sequence[Scaled], names: Sequence[str], recipe: DelayedScaling, group: Any) -> list[Scaled]:
+def reduce_staged(modules: Sequence[Scaled], direction: Direction, recipe: DelayedScaling, group: Any) -> list[Scaled]:
     """Raise every staging slot to the maximum over the ranks of `group`, in one collective.
 
     Returns the modules that have states. A module that ran on another rank only gets its states here, so all ranks keep
@@ -34,16 +34,16 @@ def reduce_staged(modules: Sequence[Scaled], names: Sequence[str], recipe: Delay
     if not modules:
         return []
     device = _device(modules)
-    staged = torch.stack([_staged(m, name, device) for m in modules for name in names])
+    staged = torch.stack([_staged(m, name, device) for m in modules for name in m.tensors[direction]])
     dist.all_reduce(staged, op=dist.ReduceOp.MAX, group=group)
-    rows = staged.view(len(modules), len(names))
+    rows = staged.split([len(m.tensors[direction]) for m in modules])  # type: ignore[no-untyped-call]
     strangers = [i for i, m in enumerate(modules) if not m.scaling]
     if strangers:  # only these need a look at the values, which costs a synchronisation on a GPU
-        ran = rows[strangers].any(1).tolist()
+        ran = torch.stack([rows[i].any() for i in strangers]).tolist()
         for i in (i for i, yes in zip(strangers, ran, strict=True) if yes):
             modules[i].prepare(recipe.amax_history_len)
     present = [i for i, m in enumerate(modules) if m.scaling]
     for i in present:
-        for name, value in zip(names, rows[i], strict=True):
+        for name, value in zip(modules[i].tensors[direction], rows[i], strict=True):
             modules[i].scaling[name].amax_history[0].copy_(value)
     return [modules[i] for i in present]

@@ -22,7 +22,7 @@ weight element between two microbatches.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
@@ -31,12 +31,14 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import reference
-from fp8serve.fp8.autocast import Direction, autocast, current, enroll, prepare, record
-from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed
+from fp8serve.fp8.autocast import autocast, current, enroll, prepare, record
+from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
 from fp8serve.fp8.recompute import recall, refuse_reentrant, regions, remember
-from fp8serve.fp8.scaling import FIELDS, ScalingState
+from fp8serve.fp8.scaling import FIELDS, Direction, ScalingState
+
+Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (codes [M, K], amax)
 
 NAMES = ("input", "weight", "grad_output")
 
@@ -68,6 +70,13 @@ class Call:
             self._stage(name, amax)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
+    def cast_fused(self, fused: Fused, cols: bool) -> Pair:
+        """Codes of the input from an op that produces and casts it in one."""
+        scale = self.states["input"].scale
+        q, amax = fused(scale, DTYPES[self.recipe.fp8_format.forward])
+        self._stage("input", amax)
+        return from_codes(q, scale, cols)
+
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name == "grad_output" else "forward"
         if self.rule is not None and (self.recording or direction == "backward"):
@@ -82,6 +91,11 @@ class Plan:
     input_rows: bool  # which codes of the input its GEMMs read
     input_cols: bool
     weight_codes: Pair
+
+    @property
+    def reads_codes_only(self) -> bool:
+        """The input's values are not needed: its scale is known beforehand and no GEMM reads it in high precision."""
+        return self.call.rule is not None and self.input_rows and not self.call.hp[2]
 
     def repeated(self) -> "Plan":
         """The plan of the second run: the scale as it is now, nothing recorded."""
@@ -164,6 +178,7 @@ class Linear(nn.Linear):
     as FP32 master weights under BF16 activations, and its gradient has the weight's.
     """
 
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": NAMES[:2], "backward": NAMES[2:]}
     key: int
     scaling: dict[str, ScalingState]
 
@@ -213,14 +228,23 @@ class Linear(nn.Linear):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
+        return self.run(x, lambda: x, None)
+
+    def run(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None) -> Tensor:
+        """The layer on `values()`; on the codes of `fused` instead where the plan reads nothing but codes.
+
+        edge: the input's place in the autograd graph, of its shape and dtype; the input itself, or a stand-in for it.
+        """
         running = regions()
         again, plan = recall(running, self.key)
         if not again:
-            plan = self._plan(x)
+            plan = self._plan(edge)
             remember(running, self.key, plan and plan.repeated() if running else None)
         if plan is None:
+            x = values()
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        return self._quantized(x.reshape(-1, self.in_features), plan).view(*x.shape[:-1], self.out_features)
+        y = self._quantized(edge, values, fused, plan)
+        return y.view(*edge.shape[:-1], self.out_features)
 
     def _plan(self, x: Tensor) -> Plan | None:
         """How this call runs: the recipe in force and the codes of the weight. None: in high precision."""
@@ -255,9 +279,14 @@ class Linear(nn.Linear):
             observing=context.calibrating,
         )
 
-    def _quantized(self, x: Tensor, plan: Plan) -> Tensor:
+    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+        by_codes = fused is not None and plan.reads_codes_only
+        x = (edge if by_codes else values()).reshape(-1, self.in_features)
         with torch.no_grad():
-            x_codes = plan.call.cast("input", x, plan.input_rows, plan.input_cols)
+            if fused is not None and by_codes:
+                x_codes = plan.call.cast_fused(fused, plan.input_cols)
+            else:
+                x_codes = plan.call.cast("input", x, plan.input_rows, plan.input_cols)
         args = (x, self.weight, self.bias, plan.call, x_codes, plan.weight_codes)
         return cast(Tensor, _Matmul.apply(*args))  # type: ignore[no-untyped-call]
 
