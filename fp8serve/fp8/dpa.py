@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8serve.fp8.attention import causal_attention
-from fp8serve.fp8.autocast import autocast, current, enroll, prepare, record
+from fp8serve.fp8.autocast import autocast, current, prepare, record
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
-from fp8serve.fp8.scaling import Direction, ScalingState
+from fp8serve.fp8.scaling import Direction
+from fp8serve.fp8.stateful import Stateful
 
 FORWARD, BACKWARD = ("q", "k", "v", "p"), ("grad_output", "grad_scores")
 
@@ -87,30 +88,25 @@ def _round(x: Tensor, rounding: _Rounding, name: str) -> Tensor:
     return cast(Tensor, function.apply(x, rounding, name))  # type: ignore[no-untyped-call]
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(Stateful):
     """Causal attention over flattened sequences that runs in FP8 where the recipe in force says `fp8_dpa`."""
 
     tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": FORWARD, "backward": BACKWARD}
-    key: int
-    scaling: dict[str, ScalingState]
 
     def __init__(self) -> None:
         super().__init__()
-        self.key = enroll(self)
-        self.scaling = {}
-        self.device = torch.device("cpu")
+        self._begin()
+        self._seen = torch.device("cpu")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy has its own place
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.key = enroll(self)
+    def state_device(self) -> torch.device:
+        """Where the last query was: the module has no parameter."""
+        return self._seen
 
     def prepare(self, length: int) -> None:
-        """Create the delayed states, or resize them to this history length."""
-        for name in (*FORWARD, *BACKWARD):
-            if name not in self.scaling:
-                self.scaling[name] = ScalingState.create(length, self.device)
-            self.scaling[name].resize(length)
-            self.scaling[name].move(self.device)
+        """Create the delayed states, or resize them to this history length, on the device of the query."""
+        super().prepare(length)
+        for state in self.scaling.values():
+            state.move(self._seen)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], softmax_scale: float) -> Tensor:
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], sequences of these lengths -> like q.
@@ -121,7 +117,7 @@ class DotProductAttention(nn.Module):
         recipe = context.recipe if context is not None and context.enabled else None
         if context is None or not (getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)):
             return causal_attention(q, k, v, lengths, softmax_scale)
-        self.device = q.device
+        self._seen = q.device
         rounding = _Rounding(self, context)
         q_r, k_r, v_r = (_round(t, rounding, name) for t, name in ((q, "q"), (k, "k"), (v, "v")))
         out = self._attend(q_r, k_r, v_r, lengths, softmax_scale, rounding)

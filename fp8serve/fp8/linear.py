@@ -10,10 +10,6 @@ activation is quantized twice in the forward pass, along K for the forward GEMM 
 Either way a layer keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128
 blocks of a weight serve both directions; a row-wise weight is quantized twice.
 
-The delayed states live outside of the module's parameters and buffers: `.to(bfloat16)` must not round them and DDP must
-not broadcast them. `state_dict` stores them as plain tensors under the names of a scaling checkpoint
-(`P.input.scale`, `P.weight.amax_history`, ...), and a state dict without them still loads.
-
 A weight is quantized once per optimizer step, without being told: its codes are kept while gradients accumulate
 (`weight.grad is not None`) and the parameter's version counter and storage are unchanged. The price is one byte per
 weight element between two microbatches.
@@ -29,16 +25,18 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8serve.errors import ScalesError
 from fp8serve.fp8 import reference
-from fp8serve.fp8.autocast import autocast, current, enroll, prepare, record
+from fp8serve.fp8.autocast import autocast, current, prepare, record
 from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
 from fp8serve.fp8.recompute import recall, refuse_reentrant, regions, remember
-from fp8serve.fp8.scaling import FIELDS, Direction, ScalingState
+from fp8serve.fp8.scaling import Direction, ScalingState
+from fp8serve.fp8.stateful import Stateful
 
 Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (codes [M, K], amax)
+
+Observer = Callable[[str, Tensor, Tensor], None]  # (tensor name, codes, scale_inv)
 
 NAMES = ("input", "weight", "grad_output")
 
@@ -53,6 +51,7 @@ class Call:
     states: dict[str, ScalingState]  # empty for recipes without state
     hp: Precisions  # which of fprop, dgrad, wgrad run in high precision
     recording: bool  # stage amaxes in the forward pass
+    observer: Observer | None  # a monitor that wants to see the codes
     observing: bool  # calibrating: stage the amax of operands that stay in high precision, too
 
     def cast(self, name: str, x: Tensor, rows: bool, cols: bool) -> Pair:
@@ -68,6 +67,7 @@ class Call:
         else:
             pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
+        self._show(name, pair)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
     def cast_fused(self, fused: Fused, cols: bool) -> Pair:
@@ -75,7 +75,14 @@ class Call:
         scale = self.states["input"].scale
         q, amax = fused(scale, DTYPES[self.recipe.fp8_format.forward])
         self._stage("input", amax)
-        return from_codes(q, scale, cols)
+        pair = from_codes(q, scale, cols)
+        self._show("input", pair)
+        return pair
+
+    def _show(self, name: str, pair: Pair) -> None:
+        codes = pair.rows or pair.cols
+        if self.observer is not None and codes is not None:
+            self.observer(name, *codes)
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name == "grad_output" else "forward"
@@ -100,7 +107,7 @@ class Plan:
     def repeated(self) -> "Plan":
         """The plan of the second run: the scale as it is now, nothing recorded."""
         states = {name: replace(s, scale=s.scale.clone()) for name, s in self.call.states.items() if name == "input"}
-        return replace(self, call=replace(self.call, states=states, recording=False))
+        return replace(self, call=replace(self.call, states=states, recording=False, observer=None))
 
 
 def _mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -171,7 +178,7 @@ class _WeightCodes:
         return self.pair
 
 
-class Linear(nn.Linear):
+class Linear(Stateful, nn.Linear):
     """nn.Linear [..., in_features] -> [..., out_features] that runs in FP8 inside `autocast`, else in high precision.
 
     The output has the dtype of the input (of torch.autocast, where that is active); the weight may have another, such
@@ -179,8 +186,6 @@ class Linear(nn.Linear):
     """
 
     tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": NAMES[:2], "backward": NAMES[2:]}
-    key: int
-    scaling: dict[str, ScalingState]
 
     def __init__(
         self,
@@ -194,9 +199,9 @@ class Linear(nn.Linear):
         self._begin()
 
     def _begin(self) -> None:
-        self.key = enroll(self)
-        self.scaling = {}
+        super()._begin()
         self._weight_codes = _WeightCodes()
+        self.observer: Observer | None = None
         self._ran_frozen = False  # the last call ran in FP8 without gradients
 
     @classmethod
@@ -207,21 +212,9 @@ class Linear(nn.Linear):
         adopted._begin()
         return adopted
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is a module of its own: own place, own states
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.key = enroll(self)
-
-    def prepare(self, length: int) -> None:
-        """Create the delayed states, or resize them to this history length (the newest rows stay)."""
-        for name in NAMES:
-            if name not in self.scaling:
-                self.scaling[name] = ScalingState.create(length, self.weight.device)
-            self.scaling[name].resize(length)
-
-    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
-        """The states by tensor name, as this recipe wants them."""
-        self.prepare(recipe.amax_history_len)
-        return self.scaling
+    def state_device(self) -> torch.device:
+        """Where the weight is."""
+        return self.weight.device
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
@@ -276,6 +269,7 @@ class Linear(nn.Linear):
             states=self.scaling if isinstance(recipe, DelayedScaling) else {},
             hp=recipe.override_linear_precision if context.enabled else (True, True, True),
             recording=torch.is_grad_enabled() or context.calibrating,
+            observer=None if torch.compiler.is_compiling() else self.observer,
             observing=context.calibrating,
         )
 
@@ -289,36 +283,6 @@ class Linear(nn.Linear):
                 x_codes = plan.call.cast("input", x, plan.input_rows, plan.input_cols)
         args = (x, self.weight, self.bias, plan.call, x_codes, plan.weight_codes)
         return cast(Tensor, _Matmul.apply(*args))  # type: ignore[no-untyped-call]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for state in self.scaling.values():  # follow the weight to its device, but stay FP32
-            state.move(self.weight.device)
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, state in self.scaling.items():
-            for field in FIELDS:
-                destination[f"{prefix}{name}.{field}"] = getattr(state, field)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in NAMES:
-            found = {field: state_dict.pop(f"{prefix}{name}.{field}", None) for field in FIELDS}
-            if any(value is not None for value in found.values()):
-                self.scaling[name] = _restored(found, f"{prefix}{name}", self.weight.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _restored(found: dict[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
-    """A state from a state dict; counters that a scaling checkpoint does not carry start at 0."""
-    scale, history = found["scale"], found["amax_history"]
-    if scale is None or history is None:
-        raise ScalesError(f"The state dict holds a part of {name} only; it needs {name}.scale and {name}.amax_history.")
-    zero = torch.zeros((), dtype=torch.int64)
-    counters = [zero if found[field] is None else found[field] for field in ("nonfinite", "steps")]
-    with torch.no_grad():
-        return ScalingState(*(cast(Tensor, t).detach().to(device).clone() for t in (scale, history, *counters)))
 
 
 def _skipped(name: str, skip: tuple[str, ...]) -> bool:

@@ -103,6 +103,13 @@ def test_no_grad_freezes_and_copies_are_independent() -> None:
     assert module.scaling["q"].amax_history.tolist() != twin.scaling["q"].amax_history.tolist()
 
 
+def test_state_dict_round_trip() -> None:
+    module, fresh = DotProductAttention(), DotProductAttention()
+    run(module)
+    fresh.load_state_dict(module.state_dict())
+    assert torch.equal(run(module), run(fresh))
+
+
 def test_fp8_mha_does_not_round_between_attention_and_projection() -> None:
     q, k, v = tensors(torch.bfloat16)
     attention, projection = DotProductAttention(), Linear(64, 32)
