@@ -63,7 +63,7 @@ def _recipe(name: str, kernels: dict[str, str]) -> dict[str, str]:
 def _default_data_dir() -> Path:
     from fp8serve.server.settings import default_data_dir
 
-    return default_data_dir()
+    return default_data_dir(Path("model")).parent  # each model has a place of its own in there
 
 
 def _cuda_state() -> str:

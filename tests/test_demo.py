@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from fp8serve.demo import QUESTIONS, Demo
 from fp8serve.errors import MachineError
 from fp8serve.running import RunningServer
-from tests.tiny import write_tiny_model
 
 STAGES = ["train", "calibrate", "serve", "generate", "finetune", "activate", "ask again"]
 
