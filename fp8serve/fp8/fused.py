@@ -14,8 +14,8 @@ from fp8serve.fp8 import reference
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """BF16 [M, K] x BF16 [N, K] -> [M, N], accumulated in FP32: like scaled_mm, a row does not depend on its batch."""
-    out = a.float() @ b.float().t()
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+    one = torch.ones((), device=a.device)
+    return reference.scaled_mm(a, b, one, one, bias, out_dtype)
 
 
 def scaled_mm_add(

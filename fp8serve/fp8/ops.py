@@ -145,7 +145,8 @@ def implement(name: str, kernel: Callable[..., Any]) -> None:
 
 
 _define(
-    "scaled_mm_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual) -> Tensor",
+    "scaled_mm_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual)"
+    " -> Tensor",
     fused.scaled_mm_add,
     lambda a, b, a_s, b_s, bias, residual: torch.empty_like(residual, memory_format=torch.contiguous_format),
 )

@@ -17,7 +17,9 @@ def assert_codes_close(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == expected.dtype
     a, b = found.float(), expected.float()
     assert torch.equal(a.isnan(), b.isnan())
-    signed = [(t.view(torch.uint8).int() & 0x7F) * (1 - 2 * (t.view(torch.uint8).int() >> 7)) for t in (found, expected)]
+    signed = [
+        (t.view(torch.uint8).int() & 0x7F) * (1 - 2 * (t.view(torch.uint8).int() >> 7)) for t in (found, expected)
+    ]
     apart = (signed[0] - signed[1]).abs()[~a.isnan()]
     assert not apart.numel() or (apart.max() <= 1 and (apart > 0).float().mean() < 0.02)
 
