@@ -101,9 +101,9 @@ class Demo:
         self.say(f"done in {total:.0f} s" + (f"; everything is in {self.keep}" if self.keep else ""))
         return self.results
 
-    def _report(self, stage: str, text: str, **figures: Any) -> None:
+    def _report(self, stage: str, line: str, /, **figures: Any) -> None:
         self.results[stage] = figures
-        self.say(f"{stage:10} {text} ({figures['seconds']:.1f} s)")
+        self.say(f"{stage:10} {line} ({figures['seconds']:.1f} s)")
 
     def _texts(self, place: Path) -> tuple[Path, Path]:
         """The language reference as JSON lines: what is trained on, and every eighth topic, which is not."""
@@ -155,7 +155,7 @@ class Demo:
         speed = result.trained_tokens / result.seconds
         self._report(
             "train",
-            f"{result.step} steps in FP8 (E4M3 forwards, E5M2 backwards), {result.trained_tokens:,} tokens at "
+            f"{result.step} steps in FP8 (E4M3 forward, E5M2 backward), {result.trained_tokens:,} tokens at "
             f"{speed:,.0f} tokens/s; loss {first:.2f} -> {last:.2f}",
             seconds=time.monotonic() - began,
             steps=result.step,
@@ -182,16 +182,17 @@ class Demo:
                 progress=lambda stage, done, total: advance(done, total, stage),
             )
         quality = report.quality
+        in_bf16 = _weights(place / "untrained")
         before, after = quality.reference_perplexity or float("nan"), quality.perplexity
         self._report(
             "calibrate",
             f"{report.data.tokens:,} tokens; perplexity {before:.2f} in BF16, {after:.2f} in FP8 "
-            f"({100 * (after / before - 1):+.2f} %); weights {size(report.bytes_before)} -> {size(report.bytes_after)}",
+            f"({100 * (after / before - 1):+.2f} %); weights {size(in_bf16)} in BF16, {size(report.bytes_after)} in FP8",
             seconds=time.monotonic() - began,
             perplexity_bf16=before,
             perplexity_fp8=after,
-            bytes_before=report.bytes_before,
-            bytes_after=report.bytes_after,
+            bytes_bf16=in_bf16,
+            bytes_fp8=report.bytes_after,
         )
         return place / "calibrated"
 
@@ -209,7 +210,7 @@ class Demo:
 
     def _generate(self, server: RunningServer, stage: str) -> None:
         began = time.monotonic()
-        parameters = {"max_new_tokens": 64, "ignore_eos": True, "details": True}
+        parameters = {"max_new_tokens": 64, "ignore_eos": True, "details": True, "temperature": 0.7, "seed": 0}
         answer = server.post("/generate", {"inputs": PROMPT, "parameters": parameters})
         seconds = time.monotonic() - began
         tokens = answer["details"]["generated_tokens"]

@@ -64,7 +64,7 @@ SPOILERS: dict[Callable[[Path], None], str] = {
     truncate: "model.safetensors",
     without_config: "config.json",
     another_architecture: "GPT2LMHeadModel",
-    without_tokenizer: "tokenizer.json",
+    without_tokenizer: "tokenizer",
 }
 
 

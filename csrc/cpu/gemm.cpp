@@ -6,7 +6,7 @@
 //  1. unpacks its rows of `a` into a panel that stays in the second-level cache,
 //  2. for every 16 columns unpacks `b` into a panel that stays in the first-level cache, runs the tiles over
 //  it, and
-//     with at most 4 rows (decoding) skips that panel: the weights are converted in registers, at memory
+//     with 1 or 2 rows (decoding) skips that panel: the weights are converted in registers, at memory
 //     speed,
 //  3. scales, adds the bias, rounds and stores.
 // gemm.h says in which order a sum is taken and why the cut into tasks cannot change a bit of it.
@@ -70,18 +70,26 @@ struct Problem {
   std::vector<float> ones;  // the inner scale of an operand that has none while the other has
 
   bool blocked() const { return a.scale_blocks != 0 || b.scale_blocks != 0; }
+  int64_t stride() const { return std::min(kBlock, ceil_to(k, kChunk)); }  // of a panel row, in elements
   int64_t k_blocks() const { return (k + kBlock - 1) / kBlock; }
   int64_t k_count(int64_t block) const { return std::min(kBlock, k - block * kBlock); }
 };
 
-// sums [rows][16] -> out: (sum * a scale) * b scale + bias, rounded once.
+// sums [rows][16] -> out: (sum * a scale) * b scale + bias, rounded once. A whole group is a constant trip
+// count: one vector a row; with a variable one the loop's own overhead was a third of a K = 256 GEMM.
 template <class T>
 struct Finish {
+  static FP8_INLINE void row(const float* sums, int64_t columns, float a_scale, const float* b_scale,
+                             const float* bias, T* out) {
+    for (int64_t c = 0; c < columns; ++c) store(sums[c] * a_scale * b_scale[c] + bias[c], out + c);
+  }
   static FP8_INLINE void run(const float* sums, int64_t rows, int64_t columns, const float* a_scale,
                              const float* b_scale, const float* bias, T* out, int64_t stride) {
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < columns; ++c) {
-        store(sums[r * kGroup + c] * a_scale[r] * b_scale[c] + bias[c], out + r * stride + c);
+      if (columns == kGroup) {
+        row(sums + r * kGroup, kGroup, a_scale[r], b_scale, bias, out + r * stride);
+      } else {
+        row(sums + r * kGroup, columns, a_scale[r], b_scale, bias, out + r * stride);
       }
     }
   }
@@ -98,7 +106,7 @@ class Task {
   Task(const Problem& p, const Level& level, const std::byte* resident, int64_t m0, int64_t m1, int64_t n0,
        int64_t n1)
       : p_(p), level_(level), resident_(resident), m0_(m0), rows_(m1 - m0), n0_(n0), n1_(n1) {
-    b_panel_ = memory.b.get<std::byte>(kGroup * kBlock * level.element_size);
+    b_panel_ = memory.b.get<std::byte>(kGroup * p.stride() * level.element_size);
     sums_ = memory.sums.get<float>(rows_ * ceil_to(n1 - n0, kGroup));
     a_scale_ = memory.a_scale.get<float>(rows_);
     for (int64_t r = 0; r < rows_; ++r) a_scale_[r] = p.a.outer(m0 + r);
@@ -115,14 +123,14 @@ class Task {
   void columns_outside() {
     for (int64_t n = n0_; n < n1_; n += kGroup) {
       for (int64_t kb = 0; kb < p_.k_blocks(); ++kb) {
-        multiply(resident_ + kb * p_.m * kBlock * level_.element_size, kb, n);
+        multiply(resident_ + kb * p_.m * p_.stride() * level_.element_size, kb, n);
       }
     }
   }
 
   // Many rows: one block of K of `a` at a time fits the cache.
   void blocks_outside() {
-    auto* panel = memory.a.get<std::byte>(rows_ * kBlock * level_.element_size);
+    auto* panel = memory.a.get<std::byte>(rows_ * p_.stride() * level_.element_size);
     for (int64_t kb = 0; kb < p_.k_blocks(); ++kb) {
       for (int64_t r = 0; r < rows_; ++r) unpack_row(r, kb, panel);
       for (int64_t n = n0_; n < n1_; n += kGroup) multiply(panel, kb, n);
@@ -131,18 +139,18 @@ class Task {
 
   void unpack_row(int64_t row, int64_t kb, std::byte* panel) const {
     level_.unpack_row(p_.a.codes + (m0_ + row) * p_.k + kb * kBlock, p_.k_count(kb), p_.a.e5m2,
-                      panel + row * kBlock * level_.element_size);
+                      panel + row * p_.stride() * level_.element_size);
   }
 
   int64_t column(int64_t n) const { return std::min(n, p_.n - 1); }  // a ragged group repeats its last column
 
   // sums[rows][16 columns from n] (+)= block kb
   void multiply(const std::byte* panel, int64_t kb, int64_t n) {
-    const bool stream = level_.stream != nullptr && rows_ <= kMaxRows && !p_.blocked();
+    const bool stream = level_.stream != nullptr && rows_ <= kStreamRows && !p_.blocked();
     const uint8_t* codes[kGroup];
     for (int64_t c = 0; c < kGroup; ++c) codes[c] = p_.b.codes + column(n + c) * p_.k + kb * kBlock;
     if (!stream) level_.unpack_columns(codes, p_.k_count(kb), p_.b.e5m2, b_panel_);
-    Tile tile{.b = b_panel_, .k = p_.k_count(kb), .add = kb > 0};
+    Tile tile{.b = b_panel_, .a_stride = p_.stride(), .k = p_.k_count(kb), .add = kb > 0};
     const float* a_scale[kMaxRows];
     float b_scale[kBlock / kScaleBlock * kGroup];
     if (p_.blocked()) {
@@ -152,7 +160,7 @@ class Task {
     }
     for (int64_t r = 0; r < rows_; r += tile.rows) {
       tile.rows = static_cast<int>(std::min(kMaxRows, rows_ - r));
-      tile.a = panel + r * kBlock * level_.element_size;
+      tile.a = panel + r * p_.stride() * level_.element_size;
       tile.out = sums_ + (n - n0_) * rows_ + r * kGroup;
       for (int i = 0; p_.blocked() && i < tile.rows; ++i) a_scale[i] = inner(p_.a, m0_ + r + i, kb);
       stream ? level_.stream(tile, codes, p_.b.e5m2) : level_.tile(tile);
@@ -200,14 +208,14 @@ class Task {
 
 // All of `a` as panels [block of K][row], or null when it is too large to stay in cache.
 const std::byte* unpack_resident(const Problem& p, const Level& level) {
-  const int64_t bytes = p.k_blocks() * p.m * kBlock * level.element_size;
+  const int64_t bytes = p.k_blocks() * p.m * p.stride() * level.element_size;
   if (bytes > kResident && p.m > kMaxRows) return nullptr;
   thread_local Scratch scratch;  // the caller's: tasks on this thread use `memory`
   auto* panel = scratch.get<std::byte>(bytes);
   for (int64_t kb = 0; kb < p.k_blocks(); ++kb) {
     for (int64_t r = 0; r < p.m; ++r) {
       level.unpack_row(p.a.codes + r * p.k + kb * kBlock, p.k_count(kb), p.a.e5m2,
-                       panel + (kb * p.m + r) * kBlock * level.element_size);
+                       panel + (kb * p.m + r) * p.stride() * level.element_size);
     }
   }
   return panel;

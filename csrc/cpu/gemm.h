@@ -32,8 +32,9 @@ constexpr int64_t kRun = 8;
 constexpr int64_t kChunk = 64;  // codes a level unpacks at a time: panel rows are padded to it
 constexpr int64_t kBlock = 1024;
 constexpr int64_t kScaleBlock = 128;
-constexpr int64_t kGroup = 16;   // columns of a tile
-constexpr int64_t kMaxRows = 4;  // rows of a tile
+constexpr int64_t kGroup = 16;      // columns of a tile
+constexpr int64_t kMaxRows = 4;     // rows of a tile
+constexpr int64_t kStreamRows = 2;  // up to which converting `b` in registers beats a panel
 
 // `rows` rows by 16 columns over one block of K.
 struct Tile {
@@ -56,7 +57,7 @@ struct Level {
   // 16 columns of k codes -> a panel of 16 times as many.
   void (*unpack_columns)(const uint8_t* const* codes, int64_t k, bool e5m2, void* panel);
   void (*tile)(const Tile& tile);
-  // The same straight from the codes of `b`, which are read once: no panel. Null if the level has none.
+  // At most 2 rows straight from the codes of `b`, which are read once: no panel. Null if the level has none.
   void (*stream)(const Tile& tile, const uint8_t* const* b_codes, bool e5m2);
 };
 

@@ -180,6 +180,7 @@ def _write_cases() -> list[Case]:
 
 CASES: dict[str, list[Case]] = {
     "quantize": _given_scale_cases(),
+    "quantize_transpose": _given_scale_cases(),
     "quantize_current": _cast_cases((False,), (True,)),
     "quantize_rowwise": _cast_cases((False,), (True,)),
     "quantize_block": _cast_cases((1, False), (128, False), (1, True)),

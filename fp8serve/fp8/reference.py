@@ -60,6 +60,12 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
     return saturate(x.float() * scale, dtype), amax(x)
 
 
+def quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize x [M, K] by a given scale []: (q [M, K], its transpose [K, M], amax of x), all in one read of x."""
+    q, largest = quantize(x, scale, dtype)
+    return q, q.t().clone(memory_format=torch.contiguous_format), largest
+
+
 def quantize_current(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
     """Quantize by the tensor's own amax: (q, scale_inv [])."""
     scale = scale_from_amax(amax(x), FP8_MAX[dtype], power_2)

@@ -128,7 +128,7 @@ def written_checkpoints(house: House, job: Job) -> list[Event]:
 
 
 def checkpoint_metrics(item: Event) -> dict[str, Any]:
-    return {k: v for k, v in item.data.items() if k not in ("path", "step")}
+    return {k: v for k, v in item.data.items() if k != "step"}
 
 
 @router.get("/finetune/{job_id}/metrics", summary="The series of a job's metrics, one object for each reported step")

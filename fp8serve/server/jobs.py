@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8serve.errors import MachineError
-from fp8serve.server.faults import Code, Fault
+from fp8serve.server.faults import Code, Fault, safe_text
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
@@ -35,6 +35,8 @@ MOVES: dict[str, tuple[Status, ...]] = {
 
 IDEMPOTENCY_SECONDS = 24 * 3600
 SCHEMA_VERSION = 1
+NOT_DATA = frozenset({"id", "created_at", "level", "type", "message", "path"})
+"""Fields of a worker's event that have a column, and places on our disk, which no client is told."""
 SCHEMA = """
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, started_at INTEGER, finished_at INTEGER,
@@ -167,6 +169,10 @@ class JobStore:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
+    def ids(self, table: Literal["jobs", "files"]) -> set[str]:
+        """Of every row."""
+        return {row[0] for row in self._rows(f"SELECT id FROM {table}")}
+
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def create(
@@ -274,14 +280,14 @@ class JobStore:
         """Stores a worker's events, each once, and the newest metrics as the job's progress."""
         with self._write() as db:
             for event in events:
-                data = {k: v for k, v in event.items() if k not in ("id", "created_at", "level", "type", "message")}
+                data = {k: v for k, v in event.items() if k not in NOT_DATA}
                 values = (
                     job_id,
                     event["id"],
                     event["created_at"],
                     event["level"],
                     event["type"],
-                    event["message"],
+                    safe_text(event["message"]),
                     json.dumps(data),
                 )
                 new = db.execute(

@@ -34,6 +34,7 @@ BASE = "base"
 WATCH_SECONDS = 0.2
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 CANARY_SECONDS = 120.0
+STATS_SECONDS = 5.0
 
 
 class Engine(Protocol):
@@ -178,7 +179,8 @@ class Models:
         version = await asyncio.to_thread(weight_version, source.directory)
         engine, tokenizer = await self._launch(source)
         try:
-            await asyncio.wait_for(self._canary(engine), CANARY_SECONDS)
+            async with asyncio.timeout(CANARY_SECONDS):
+                await self._canary(engine)
         except BaseException:
             await engine.close()
             raise
@@ -223,7 +225,8 @@ class Models:
 
     async def _read_stats(self, served: Served) -> bool:
         try:
-            self.stats = await asyncio.wait_for(served.engine.stats(), 5.0)
+            async with asyncio.timeout(STATS_SECONDS):
+                self.stats = await served.engine.stats()
         except (Fp8ServeError, OSError, TimeoutError):
             return False
         return True

@@ -141,7 +141,7 @@ def view(house: House, job: Job) -> dict[str, Any]:
     shown = {
         "n_epochs": config["epochs"],
         "batch_size": config["batch_size"],
-        "learning_rate_multiplier": config["lr"] / LEARNING_RATE,
+        "learning_rate_multiplier": config["learning_rate"] / LEARNING_RATE,
     }
     times = {"created_at": job.created_at, "finished_at": job.finished_at, "estimated_finish": None}
     return times | {

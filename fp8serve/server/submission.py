@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.errors import DataError, Fp8ServeError
+from fp8serve.model.config import read_config
 from fp8serve.model.examples import read_examples
 from fp8serve.model.files import fsync
 from fp8serve.server.faults import Code, Fault, safe_text
@@ -30,8 +31,10 @@ from fp8serve.server.jobs import Job, NewJob, new_job_id
 from fp8serve.server.models import Source
 from fp8serve.server.protocol import Body, Metadata
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import check_length
 from fp8serve.train.validate import ValidationReport, validate
 
+SEQ_LEN = 256
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Rows = Annotated[list[dict[str, Any]], Field(min_length=1)]
 FileId = Annotated[str, Field(max_length=64)]
@@ -39,7 +42,10 @@ Suffix = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
 
 
 class FinetuneBody(Body):
-    """`POST /finetune`: rows in `data`, or an uploaded `file_id`; every other field has the trainer's own default."""
+    """`POST /finetune`: rows in `data`, or an uploaded `file_id`; every other field has the trainer's own default.
+
+    `seq_len` left out is SEQ_LEN, or the model's whole context where that is shorter.
+    """
 
     data: Rows | None = None
     file_id: FileId | None = None
@@ -54,7 +60,7 @@ class FinetuneBody(Body):
     max_steps: Count | None = None
     batch_size: Annotated[int, Field(ge=1, le=65536)] = 8
     accumulate: Annotated[int, Field(ge=1, le=65536)] = 1
-    seq_len: Annotated[int, Field(ge=2, le=1 << 20)] = 256
+    seq_len: Annotated[int, Field(ge=2, le=1 << 20)] | None = None
     packing: Literal["rows", "tokens"] = "rows"
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-5
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
@@ -178,19 +184,15 @@ def make_config(
     house: House, directory: Path, body: FinetuneBody, source: Source, data: Sequence[Path], held_out: Sequence[Path]
 ) -> TrainConfig:
     """Fault when the trainer would refuse the numbers."""
-    places = {
-        "model": str(source.directory.resolve()),
-        "data": [str(p) for p in data],
-        "eval_data": [str(p) for p in held_out],
-    }
     try:
+        model = read_config(source.directory)
+        seq_len = body.seq_len or min(SEQ_LEN, model.max_full_attention_len)
+        check_length(seq_len, model)
         return TrainConfig.from_dict(
-            {
-                **body.hyper_parameters(),
-                **places,
-                "out": str(directory / "out"),
-                "device": house.settings.training_device,
-            }
+            body.hyper_parameters()
+            | {"model": str(source.directory.resolve()), "out": str(directory / "out"), "seq_len": seq_len}
+            | {"data": [str(p) for p in data], "eval_data": [str(p) for p in held_out]}
+            | {"device": house.settings.training_device}
         )
     except Fp8ServeError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error)) from None
@@ -198,7 +200,8 @@ def make_config(
 
 def _public(config: TrainConfig) -> dict[str, Any]:
     """What a job shows of its configuration: no place on our disk."""
-    return {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+    shown = {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+    return shown | {"learning_rate": shown.pop("lr")}
 
 
 def place(house: House, stem: Path, rows: Rows | None, file_id: str | None) -> list[Path]:

@@ -19,8 +19,8 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_op_has_cases_and_a_reference() -> None:
-    assert set(CASES) == set(ops.OPS) == set(ops.backends())
-    for op in ops.OPS:
+    assert set(CASES) == {*ops.OPS, *ops.COMPOSED} == set(ops.backends())
+    for op in CASES:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", "CompositeExplicitAutograd")
 
 
@@ -33,7 +33,7 @@ def test_backends_name_the_kernel_that_answers() -> None:
     named = f"cpu kernel ({ops.cpu_isa()})" if has_library else "reference"
     assert ops.backends()["quantize"] == ops.backends()["scaled_mm"] == named
     if ops.LIBRARIES["cuda"] is None:
-        assert set(ops.backends("cuda").values()) == {"reference"}
+        assert set(ops.backends("cuda").values()) == {"reference", "composed"}
 
 
 @pytest.mark.parametrize(("op", "case"), A_FEW, ids=[f"{op}: {case.name}" for op, case in A_FEW])

@@ -5,6 +5,7 @@ told to fail, to stall, or to die.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,15 @@ class Launcher:
 def model_dir(path: Path) -> Path:
     """A directory that looks enough like a model for the front."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text('{"model_type": "fake"}')
+    sizes = {
+        "vocab_size": 257,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 512, **sizes}
+    (path / "config.json").write_text(json.dumps(config))
     header = b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
     return path
