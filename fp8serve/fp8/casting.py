@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8serve.fp8.devices import layout_of
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
-from fp8serve.fp8.reference import BLOCK
+from fp8serve.fp8.reference import BLOCK, FP8_MAX, scale_from_amax
 
 
 class Codes(NamedTuple):
@@ -58,6 +58,13 @@ def _cast_along_rows(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> Codes:
 
 def _power_2(recipe: Recipe) -> bool:
     return not isinstance(recipe, DelayedScaling) and recipe.power_2_scale
+
+
+def cast_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_2: bool) -> Codes:
+    """Cast by an amax [] found elsewhere: of a tensor of which x is one rank's part (distributed.py)."""
+    scale = scale_from_amax(amax, FP8_MAX[dtype], power_2)
+    q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
+    return Codes(q, scale.reciprocal())
 
 
 def cast_by_content(x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, rows: bool, cols: bool) -> Pair:

@@ -150,6 +150,8 @@ class _WeightCodes:
     def get(self, weight: Tensor, recipe: Recipe, rows: bool, cols: bool, make: Callable[[], Pair]) -> Pair:
         if torch.compiler.is_compiling():  # a graph cannot ask whether the weight has changed
             return make()
+        if (gathered := getattr(weight, "pair", None)) is not None:  # FSDP2 gathered it in FP8, see fsdp.py
+            return cast(Pair, gathered)
         key = (weight._version, weight.data_ptr(), recipe)
         usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
         if weight.grad is None or not usable:
@@ -220,7 +222,9 @@ class Linear(nn.Linear):
             remember(running, self.key, plan and plan.repeated() if running else None)
         if plan is None:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        return self._quantized(x.reshape(-1, self.in_features), plan).view(*x.shape[:-1], self.out_features)
+        y = self._quantized(x.reshape(-1, self.in_features), plan)
+        # like F.linear, not a view: FSDP2 warns of a module that returns one
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.out_features))  # type: ignore[no-any-return]
 
     def _plan(self, x: Tensor) -> Plan | None:
         """How this call runs: the recipe in force and the codes of the weight. None: in high precision."""
@@ -232,7 +236,7 @@ class Linear(nn.Linear):
                 self._ran_frozen = not self._ran_frozen
         if context is None:
             return None
-        call = self._call(context)
+        call = self.call(context)
         fprop_hp, dgrad_hp, wgrad_hp = call.hp
         rows, cols = not fprop_hp, graph and x.requires_grad and not dgrad_hp
         with torch.no_grad():
@@ -241,7 +245,8 @@ class Linear(nn.Linear):
             )
         return Plan(call, rows, graph and self.weight.requires_grad and not wgrad_hp, weight_codes)
 
-    def _call(self, context: autocast) -> Call:
+    def call(self, context: autocast) -> Call:
+        """How a call of this layer runs in `context`."""
         recipe = context.recipe
         if isinstance(recipe, DelayedScaling):
             prepare(self.key, recipe.amax_history_len)
