@@ -10,8 +10,8 @@ backward pass runs outside of any context: what it needs, every forward call has
 are updated when the running backward pass ends. We ask the autograd engine for that moment (`queue_callback`) rather
 than attach it to the first module, because a first module that is frozen has no backward at all.
 
-With a process group, the staged amaxes of *all* living modules are reduced with one MAX: a rank where some module did not
-run still takes part with zeros, so nothing hangs and all ranks hold equal scales (distributed.py).
+With a process group, the staged amaxes of *all* living modules are reduced with one MAX: a rank where some module did
+not run still takes part with zeros, so nothing hangs and all ranks hold equal scales (distributed.py).
 """
 
 import threading

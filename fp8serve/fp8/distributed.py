@@ -1,10 +1,10 @@
 """What delayed scaling needs from torch.distributed: one MAX over everything that was staged.
 
-There is one collective an update, whatever the number of layers: one when the outermost `autocast` ends and one when the
-backward pass ends. It goes over a vector with a place for every module that was ever made, in order of creation. So the
-ranks cannot disagree about its length: not when a module did not run on one of them, and not when one has already
-collected a discarded model as garbage and another has not. They must have made the same modules in the same order;
-the length is rounded up to a power of two (at least 1024 places), so that a copy made later by one rank alone (for
+There is one collective an update, whatever the number of layers: one when the outermost `autocast` ends and one when
+the backward pass ends. It goes over a vector with a place for every module that was ever made, in order of creation. So
+the ranks cannot disagree about its length: not when a module did not run on one of them, and not when one has already
+collected a discarded model as garbage and another has not. They must have made the same modules in the same order; the
+length is rounded up to a power of two (at least 1024 places), so that a copy made later by one rank alone (for
 evaluation, for export) does no harm.
 
 A rank on which *nothing* ran in FP8 takes part in the forward pass's collective by its `autocast`, but no backward pass

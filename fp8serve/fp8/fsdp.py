@@ -6,7 +6,7 @@
     fully_shard(model)
     with autocast(recipe=recipe, amax_reduction_group=group): loss = model(x)
 
-Each rank holds its rows of a weight in high precision. Before an all-gather it casts them, with the scale of the *whole*
+Each rank holds its rows of a weight in high precision. Before an all-gather it casts them with the scale of the *whole*
 weight, so the gathered codes are those that one process would have made, bit for bit:
 
 * delayed: the scale is known beforehand and equal on all ranks, because the amaxes are reduced over the group of the
@@ -14,9 +14,10 @@ weight, so the gathered codes are those that one process would have made, bit fo
 * current: the scale needs the amax of the whole weight. The first gather of a step takes the amax of every shard of the
   model and reduces them with one MAX, not one for each weight.
 
-The codes are kept with the shard (1 / ranks bytes an element) for the backward pass's second all-gather, which must send
-what the forward pass computed with although the scale has moved on by then, and while gradients accumulate, when a
-weight is cast once.
+The codes are kept with the shard (1 / ranks bytes an element) for the backward pass's second all-gather, which must
+send what the forward pass computed with although the scale has moved on by then, and while gradients accumulate, when a
+weight is cast once. Two forward passes before one backward pass share a buffer, as FSDP has one: the first's gradients
+are then computed with the second's codes and scale.
 
 FSDP2's extension points are methods of a tensor, so two tensor subclasses are needed here, and only here: what a rank
 holds (`ShardedWeight`), and what a layer sees once it is gathered (`GatheredWeight`), which has the codes in FSDP's own
@@ -28,13 +29,13 @@ serves them all in high precision.
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -42,11 +43,11 @@ from torch.utils._pytree import tree_map
 from fp8serve.errors import RecipeError
 from fp8serve.fp8 import autocast as contexts
 from fp8serve.fp8 import reference
-from fp8serve.fp8.casting import Codes, Pair, cast_by_amax
+from fp8serve.fp8.casting import Codes, Pair, cast_by_amax, cast_delayed
 from fp8serve.fp8.distributed import one_scale
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import DTYPES
-from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling
+from fp8serve.fp8.recipe import DelayedScaling
 
 # What FSDP2, DTensor and `nn.Module` do to a parameter while they shard, move and load it: the result is a shard again.
 _KEEP = {
@@ -55,47 +56,44 @@ _KEEP = {
 } | {torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor}
 
 
+class WholeAmax(NamedTuple):
+    """The amax [] of a whole weight, and the step (its session) in which the ranks found it together."""
+
+    value: Tensor
+    session: "weakref.ref[contexts.Session]"
+
+
 class Peers:
     """The layers whose weights are gathered together; they find their amaxes in one collective."""
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
-        self._session: weakref.ref[Any] = weakref.ref(self)
 
-    def shards(self, mesh: DeviceMesh) -> list["ShardedWeight"]:
+    def _shards(self, mesh: DeviceMesh) -> list["ShardedWeight"]:
         """Those over `mesh` that are sharded at this moment; the same ones on every rank."""
         weights = [layer.weight for layer in (ref() for ref in self._layers) if layer is not None]
         over_mesh = [w for w in weights if isinstance(w, DTensor) and w.device_mesh == mesh]
-        return [w._local_tensor for w in over_mesh if isinstance(w._local_tensor, ShardedWeight)]
+        shards = {id(w): w._local_tensor for w in over_mesh}  # a shared weight counts once
+        return [s for s in shards.values() if isinstance(s, ShardedWeight)]
 
-    def synchronize(self, shard: "ShardedWeight", mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-        """Give every shard over `mesh` the amax of its whole weight, once in a step."""
+    def whole_amax(self, shard: "ShardedWeight", mesh: DeviceMesh, group: dist.ProcessGroup) -> Tensor:
+        """The amax of the shard's whole weight; the first to ask in a step finds those of all shards over `mesh`."""
         session = contexts.session()
-        if self._session() is session and shard.amax is not None:
-            return
-        self._session = weakref.ref(session)
-        shards = self.shards(mesh)
-        amaxes = torch.stack([reference.amax(s.hp) for s in shards])
-        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-        for found, amax in zip(shards, amaxes.unbind(), strict=True):
-            found.amax = amax
+        if shard.whole is None or shard.whole.session() is not session:
+            shards = self._shards(mesh)
+            amaxes = torch.stack([reference.amax(s.hp) for s in shards])
+            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+            for found, amax in zip(shards, amaxes.unbind(), strict=True):
+                found.whole = WholeAmax(amax, weakref.ref(session))
+        return cast(WholeAmax, shard.whole).value
 
 
 class Cast(NamedTuple):
-    """A shard's codes, float8 [ceil(N / ranks), K], the scale_inv [] they were made with, and what they were made from."""
+    """Codes float8 [rows, K] and their scale_inv []; the amax [] of a shard, if it is still to be staged."""
 
     q: Tensor
     scale_inv: Tensor
-    key: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """What one all-gather passes from its beginning to its end. size: of the whole weight, [N, K]."""
-
-    size: torch.Size
-    fp8: torch.dtype
-    scale_inv: Tensor
+    amax: Tensor | None
 
 
 class ShardedWeight(torch.Tensor):
@@ -103,25 +101,27 @@ class ShardedWeight(torch.Tensor):
 
     hp: Tensor
     peers: Peers
-    amax: Tensor | None
-    cast: Cast | None
+    whole: WholeAmax | None
+    sent: Cast | None
+    sent_key: tuple[Any, ...]
 
     @staticmethod
     def __new__(cls, hp: Tensor, peers: Peers) -> "ShardedWeight":
-        options = {"dtype": hp.dtype, "device": hp.device, "requires_grad": hp.requires_grad}
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, hp.size(), strides=hp.stride(), storage_offset=hp.storage_offset(), **options
-        )
-        return cast(ShardedWeight, made)
+        place = {"strides": hp.stride(), "storage_offset": hp.storage_offset()}
+        kind = {"dtype": hp.dtype, "device": hp.device, "requires_grad": hp.requires_grad}
+        return cast(Any, torch.Tensor._make_wrapper_subclass)(cls, hp.size(), **place, **kind)  # type: ignore[no-any-return]
 
     def __init__(self, hp: Tensor, peers: Peers) -> None:
         self.hp, self.peers = hp, peers
-        self.amax = self.cast = None
+        self.whole = self.sent = None
+        self.sent_key = ()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Compute on `hp`; what only reshapes, moves or copies the shard is a shard again."""
         out = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
         first = args[0] if args else None
@@ -131,81 +131,83 @@ class ShardedWeight(torch.Tensor):
             return first
         return tree_map(lambda t: ShardedWeight(t, first.peers), out) if func in _KEEP else out
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.hp!r})"
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Gathering]:
+    ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast]]:
         """Codes of this rank's rows as uint8 [ceil(N / ranks), K]; cast anew only when the weight may have changed."""
-        layer = cast(Linear, module)
+        layer, sent = cast(Linear, module), self.sent
         in_backward = torch._C._current_graph_task_id() != -1
-        if self.cast is None or not (in_backward or self._holds(layer)):
-            self.cast = self._cast_rows(mesh, -(-outer_size[0] // mesh.size()), layer)
-        return (self.cast.q.view(torch.uint8),), Gathering(outer_size, self.cast.q.dtype, self.cast.scale_inv)
+        if sent is not None and (in_backward or (layer.weight.grad is not None and self.sent_key == self._key(layer))):
+            sent = sent._replace(amax=None)  # staged by the forward pass, or by the first microbatch
+        else:
+            sent = self.sent = self._cast_rows(mesh, layer)
+            self.sent_key = self._key(layer)
+        q = F.pad(sent.q.view(torch.uint8), (0, 0, 0, -(-outer_size[0] // mesh.size()) - sent.q.shape[0]))
+        return (q,), (outer_size, sent)
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], gathering: Gathering, dtype: torch.dtype, *, out: Tensor | None = None
+        self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast], dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that the layer sees; `out` is the one of an earlier gather, whose codes FSDP has just renewed."""
+        size, mine = sent
         if out is not None:
-            _renew(cast(GatheredWeight, out).scale_inv, gathering.scale_inv)
+            out.renew(mine)
             return None
-        q = outputs[0].view(gathering.fp8)[: gathering.size[0]]
-        return GatheredWeight(q, gathering.scale_inv.clone(), dtype), ()
+        q = outputs[0].view(mine.q.dtype)[: size[0]]
+        return GatheredWeight(Cast(q, mine.scale_inv.clone(), mine.amax), dtype), ()
 
     def _key(self, layer: Linear) -> tuple[Any, ...]:
         context = contexts.current()
         return layer.weight._version, self.hp._version, None if context is None else context.recipe
 
-    def _holds(self, layer: Linear) -> bool:
-        """Whether gradients accumulate and the codes are still those of the weight."""
-        return self.cast is not None and layer.weight.grad is not None and self.cast.key == self._key(layer)
-
-    def _cast_rows(self, mesh: DeviceMesh, rows: int, layer: Linear) -> Cast:
-        context = _usable(mesh, layer)
-        if isinstance(context.recipe, DelayedScaling):
-            q, scale_inv = cast(Codes, layer.call(context).cast("weight", self.hp, True, False).rows)
-        else:
-            q, scale_inv = self._cast_current(cast(Float8CurrentScaling, context.recipe), mesh, layer)
-        padded = F.pad(q.view(torch.uint8), (0, 0, 0, rows - q.shape[0])).view(q.dtype)
-        return Cast(padded, scale_inv, self._key(layer))
-
-    def _cast_current(self, recipe: Float8CurrentScaling, mesh: DeviceMesh, layer: Linear) -> tuple[Tensor, Tensor]:
-        self.peers.synchronize(self, cast(DTensor, layer.weight).device_mesh, mesh.get_group())
-        return cast_by_amax(self.hp, cast(Tensor, self.amax), DTYPES[recipe.fp8_format.forward], recipe.power_2_scale)
+    def _cast_rows(self, mesh: DeviceMesh, layer: Linear) -> Cast:
+        recipe = _usable(mesh).recipe
+        dtype = DTYPES[recipe.fp8_format.forward]
+        if isinstance(recipe, DelayedScaling):
+            pair, amax = cast_delayed(self.hp, dtype, layer.delayed_states(recipe)["weight"].scale, cols=False)
+            return Cast(*cast(Codes, pair.rows), amax)
+        amax = self.peers.whole_amax(self, cast(DTensor, layer.weight).device_mesh, mesh.get_group())
+        return Cast(*cast_by_amax(self.hp, amax, dtype, recipe.power_2_scale), None)
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight [N, K] that exists as FP8 codes only; its dtype is that of the gradient it wants.
+    """A whole weight [N, K] that exists as FP8 codes only; its dtype is that of the gradient it wants."""
 
-    q: float8 [N, K], in FSDP's buffer. scale_inv: FP32 [].
-    """
-
-    q: Tensor
-    scale_inv: Tensor
+    codes: Cast  # q [N, K] in FSDP's buffer; amax of this rank's rows, until it is staged
 
     @staticmethod
-    def __new__(cls, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> "GatheredWeight":
-        made = torch.Tensor._make_wrapper_subclass(cls, q.size(), dtype=dtype, device=q.device)  # type: ignore[attr-defined]
-        return cast(GatheredWeight, made)
+    def __new__(cls, codes: Cast, dtype: torch.dtype) -> "GatheredWeight":
+        return torch.Tensor._make_wrapper_subclass(cls, codes.q.size(), dtype=dtype, device=codes.q.device)
 
-    def __init__(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:
-        self.q, self.scale_inv = q, scale_inv
+    def __init__(self, codes: Cast, dtype: torch.dtype) -> None:
+        self.codes = codes
 
-    @property
-    def pair(self) -> Pair:
-        """The codes for both directions: a view, which FSDP frees and fills with the rest, and the GEMM copies."""
-        return Pair(Codes(self.q, self.scale_inv), Codes(self.q.t(), self.scale_inv))
+    def renew(self, sent: Cast) -> None:
+        """Take the scale of codes that FSDP has just gathered; unseen by autograd, like FSDP's refilling of `q`."""
+        with _unsafe_preserve_version_counter(self.codes.scale_inv):
+            self.codes.scale_inv.copy_(sent.scale_inv)
+        self.codes = self.codes._replace(amax=sent.amax)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    def received_codes(self, recording: bool) -> tuple[Pair, Tensor | None]:
+        """The codes for both directions (a view, so that FSDP's buffer stays the only copy) and an amax to stage."""
+        q, scale_inv, amax = self.codes
+        if recording:
+            self.codes = self.codes._replace(amax=None)
+        return Pair(Codes(q, scale_inv), Codes(q.t(), scale_inv)), amax
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """What FSDP and `nn.Parameter` do to an unsharded parameter; it has no values for anything else."""
         self = next(a for a in args if isinstance(a, GatheredWeight))
         if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
-            return GatheredWeight(self.q, self.scale_inv, self.dtype)
+            return GatheredWeight(self.codes, self.dtype)
         if func is torch.ops.aten.zeros_like.default:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         raise RecipeError(
@@ -213,21 +215,15 @@ class GatheredWeight(torch.Tensor):
             "autocast with a delayed or current recipe, or shard the model without gather_in_fp8."
         )
 
-    def __repr__(self, **kwargs: Any) -> str:
-        return f"GatheredWeight({list(self.shape)}, scale_inv={self.scale_inv!r})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight({self.codes!r})"
 
 
 def _plain(value: Any) -> Any:
     return value.hp if isinstance(value, ShardedWeight) else value
 
 
-def _renew(scale_inv: Tensor, value: Tensor) -> None:
-    """In place and unseen by autograd, like FSDP's own refilling of the codes that go with it."""
-    with torch.autograd._unsafe_preserve_version_counter(scale_inv):
-        scale_inv.copy_(value)
-
-
-def _usable(mesh: DeviceMesh, layer: Linear) -> contexts.autocast:
+def _usable(mesh: DeviceMesh) -> contexts.autocast:
     """The context in force, which must quantize weights with one scale a tensor that the ranks of `mesh` share."""
     context = contexts.current()
     if context is None or not context.enabled:
@@ -237,7 +233,7 @@ def _usable(mesh: DeviceMesh, layer: Linear) -> contexts.autocast:
     recipe = context.recipe
     if any(recipe.override_linear_precision[:2]):
         raise RecipeError(
-            f"override_linear_precision={recipe.override_linear_precision} needs weights in high precision for fprop or "
+            f"override_linear_precision={recipe.override_linear_precision} needs high-precision weights for fprop or "
             "dgrad, but gather_in_fp8 gathers FP8 codes; leave one of them out."
         )
     one_scale(context, mesh.get_group(), "gather_in_fp8")

@@ -59,6 +59,11 @@ class Call:
             if self.observing:
                 self._stage(name, reference.amax(x))
             return Pair(None, None)
+        if (receive := getattr(x, "received_codes", None)) is not None:  # a weight that FSDP2 gathered in FP8 (fsdp.py)
+            pair, amax = receive(self.recording)
+            if amax is not None:
+                self._stage(name, amax)
+            return cast(Pair, pair)
         fmt = self.recipe.fp8_format
         dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
         if self.rule is None:
@@ -150,8 +155,6 @@ class _WeightCodes:
     def get(self, weight: Tensor, recipe: Recipe, rows: bool, cols: bool, make: Callable[[], Pair]) -> Pair:
         if torch.compiler.is_compiling():  # a graph cannot ask whether the weight has changed
             return make()
-        if (gathered := getattr(weight, "pair", None)) is not None:  # FSDP2 gathered it in FP8, see fsdp.py
-            return cast(Pair, gathered)
         key = (weight._version, weight.data_ptr(), recipe)
         usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
         if weight.grad is None or not usable:
@@ -236,7 +239,7 @@ class Linear(nn.Linear):
                 self._ran_frozen = not self._ran_frozen
         if context is None:
             return None
-        call = self.call(context)
+        call = self._call(context)
         fprop_hp, dgrad_hp, wgrad_hp = call.hp
         rows, cols = not fprop_hp, graph and x.requires_grad and not dgrad_hp
         with torch.no_grad():
@@ -245,8 +248,7 @@ class Linear(nn.Linear):
             )
         return Plan(call, rows, graph and self.weight.requires_grad and not wgrad_hp, weight_codes)
 
-    def call(self, context: autocast) -> Call:
-        """How a call of this layer runs in `context`."""
+    def _call(self, context: autocast) -> Call:
         recipe = context.recipe
         if isinstance(recipe, DelayedScaling):
             prepare(self.key, recipe.amax_history_len)
