@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,10 +31,7 @@ from fp8serve.fp8.distributed import reduce_staged
 from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.reference import FP8_MAX
-from fp8serve.fp8.scaling import Entry, Scaled, update
-
-Direction = Literal["forward", "backward"]
-TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("input", "weight"), "backward": ("grad_output",)}
+from fp8serve.fp8.scaling import Direction, Entry, Scaled, update
 
 
 @dataclass(frozen=True)
@@ -61,26 +58,24 @@ class Session:
 
     def finish(self) -> None:
         """Update every state that was staged; one op (and one collective) per rule, normally one in all."""
-        names = TENSORS[self.direction]
         for rule, modules in self.ran.items():
             chosen: Iterable[Scaled] = modules.values()
             if rule.group is not None and rule.recipe.reduce_amax:
-                chosen = reduce_staged(living(), _MADE.count, names, rule.recipe, rule.group)
-            entries = [Entry(m.scaling[name], fp8_max(rule.recipe, name)) for m in chosen for name in names]
-            update(entries, rule.recipe)
+                chosen = reduce_staged(living(), _MADE.count, self.direction, rule.recipe, rule.group)
+            named = [(name, m.scaling[name]) for m in chosen for name in m.tensors[self.direction]]
+            update([Entry(state, fp8_max(rule.recipe, name)) for name, state in named], rule.recipe)
 
     def discard(self) -> None:
         """Forget what was staged, as if the step had not happened."""
         for modules in self.ran.values():
             for module in modules.values():
-                for name in TENSORS[self.direction]:
+                for name in module.tensors[self.direction]:
                     module.scaling[name].discard()
 
 
 def fp8_max(recipe: Recipe, name: str) -> float:
-    """The largest value of the format that the named tensor ("input", "weight", "grad_output") is cast to."""
-    fmt = recipe.fp8_format
-    return FP8_MAX[DTYPES[fmt.backward if name == "grad_output" else fmt.forward]]
+    """The largest value of the format that a tensor is cast to; a gradient's name begins with "grad_"."""
+    return FP8_MAX[DTYPES[recipe.fp8_format.backward if name.startswith("grad_") else recipe.fp8_format.forward]]
 
 
 @dataclass

@@ -178,9 +178,33 @@ def _write_cases() -> list[Case]:
     return [*plain, Case("e4m3, scale 4.5", partial(_write_case, torch.float8_e4m3fn, 4.5))]
 
 
+def _norm_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype, bias: bool | None) -> tuple[Any, ...]:
+    """bias None: RMSNorm, which has no such argument."""
+    x, weight = _tiles(*shape, dtype), torch.linspace(0.5, 2, shape[1]).to(dtype)
+    shift = () if bias is None else (weight - 1 if bias else None,)
+    return x, weight, *shift, 1e-6, torch.tensor(64.0), fp8
+
+
+def _norm_cases(*biases: bool | None) -> list[Case]:
+    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300)), FP8_MAX, biases)
+    return [Case(f"{d} {s} {fp8} bias {b}", partial(_norm_case, d, s, fp8, b)) for d, s, fp8, b in grid]
+
+
+def _silu_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype) -> tuple[Any, ...]:
+    return _tiles(*shape, dtype), _tiles(*shape, dtype, seed=1), torch.tensor(3.0), fp8
+
+
+def _silu_cases() -> list[Case]:
+    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300)), FP8_MAX)
+    return [Case(f"{d} {s} {fp8}", partial(_silu_case, d, s, fp8)) for d, s, fp8 in grid]
+
+
 CASES: dict[str, list[Case]] = {
     "quantize": _given_scale_cases(),
     "quantize_transpose": _given_scale_cases(),
+    "rmsnorm_quantize": _norm_cases(None),
+    "layernorm_quantize": _norm_cases(True, False),
+    "silu_mul_quantize": _silu_cases(),
     "quantize_current": _cast_cases((False,), (True,)),
     "quantize_rowwise": _cast_cases((False,), (True,)),
     "quantize_block": _cast_cases((1, False), (128, False), (1, True)),

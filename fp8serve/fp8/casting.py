@@ -40,6 +40,11 @@ def _both(codes: Codes, cols: bool) -> Pair:
     return Pair(codes, _turned(codes) if cols else None)
 
 
+def from_codes(q: Tensor, scale: Tensor, cols: bool) -> Pair:
+    """Codes that another op has cast by this scale, for both directions."""
+    return _both(Codes(q, scale.reciprocal()), cols)
+
+
 def cast_delayed(x: Tensor, dtype: torch.dtype, scale: Tensor, cols: bool) -> tuple[Pair, Tensor]:
     """Cast by a scale known beforehand: the codes, and amax of x in the same read; cast and transpose are one op."""
     scale_inv = scale.reciprocal()

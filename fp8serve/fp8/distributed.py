@@ -21,16 +21,17 @@ from torch import Tensor
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
-from fp8serve.fp8.scaling import Scaled
+from fp8serve.fp8.scaling import Direction, Scaled
 
 if TYPE_CHECKING:
     from fp8serve.fp8.autocast import autocast
 
 MIN_PLACES = 1024
+WIDTH = 4  # tensors that a module stages in one pass, at most
 
 
 def reduce_staged(
-    living: Iterable[Scaled], made: int, names: Sequence[str], recipe: DelayedScaling, group: Any
+    living: Iterable[Scaled], made: int, direction: Direction, recipe: DelayedScaling, group: Any
 ) -> list[Scaled]:
     """Raise every staging slot of the `living` modules to the maximum over the ranks of `group`, in one collective.
 
@@ -39,7 +40,7 @@ def reduce_staged(
     amax on one rank is infinite on all, so all ranks drop that step alike.
     """
     modules = list(living)
-    rows = _reduced(modules, made, names, group)
+    rows = _reduced(modules, made, direction, group)
     strangers = [m for m in modules if not m.scaling]
     if strangers:  # only these need a look at the values, which costs a synchronisation on a GPU
         ran = rows[[m.key for m in strangers]].any(1).tolist()
@@ -47,24 +48,29 @@ def reduce_staged(
             module.prepare(recipe.amax_history_len)
     present = [m for m in modules if m.scaling]
     if present:
-        torch._foreach_copy_(_slots(present, names), list(rows[[m.key for m in present]].flatten().unbind()))
+        torch._foreach_copy_(_slots(present, direction), list(rows[_places(present, direction)].unbind()))
     return present
 
 
-def _reduced(modules: Sequence[Scaled], made: int, names: Sequence[str], group: Any) -> Tensor:
-    """The maxima over the ranks, FP32 [places, names]: row `key` is that module's, zero where it staged nothing."""
+def _reduced(modules: Sequence[Scaled], made: int, direction: Direction, group: Any) -> Tensor:
+    """The maxima over the ranks, FP32 [places, WIDTH]: row `key` is that module's, zero where it staged nothing."""
     places = max(MIN_PLACES, 1 << (made - 1).bit_length())
-    staged = torch.zeros(places, len(names), device=_device(modules, group))
+    staged = torch.zeros(places, WIDTH, device=_device(modules, group))
     present = [m for m in modules if m.scaling]
     if present:
-        slots = torch.stack(_slots(present, names)).view(-1, len(names))
-        staged[[m.key for m in present]] = slots
+        staged[_places(present, direction)] = torch.stack(_slots(present, direction))
     dist.all_reduce(staged, op=dist.ReduceOp.MAX, group=group)
     return staged
 
 
-def _slots(modules: Sequence[Scaled], names: Sequence[str]) -> list[Tensor]:
-    return [m.scaling[name].amax_history[0] for m in modules for name in names]
+def _slots(modules: Sequence[Scaled], direction: Direction) -> list[Tensor]:
+    return [m.scaling[name].amax_history[0] for m in modules for name in m.tensors[direction]]
+
+
+def _places(modules: Sequence[Scaled], direction: Direction) -> tuple[list[int], list[int]]:
+    """Row and column of every slot."""
+    places = [(m.key, column) for m in modules for column in range(len(m.tensors[direction]))]
+    return [row for row, _ in places], [column for _, column in places]
 
 
 def _device(modules: Sequence[Scaled], group: Any) -> torch.device:

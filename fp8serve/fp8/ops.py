@@ -58,6 +58,39 @@ def _quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[T
     return q, q.t().clone(memory_format=torch.contiguous_format), amax
 
 
+def _fake_rmsnorm(x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, scale, dtype)
+
+
+def _rmsnorm_quantize(
+    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = reference.rms_norm(x, weight, eps)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
+def _fake_layernorm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, scale, dtype)
+
+
+def _layernorm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = reference.layer_norm(x, weight, bias, eps)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
+def _fake_silu_mul(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(gate, scale, dtype)
+
+
+def _silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    y = reference.silu_mul(gate, up)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
 def _fake_current(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty((), dtype=torch.float32)
 
@@ -92,6 +125,25 @@ _define(
     "quantize_transpose(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor q_t, Tensor amax)",
     _quantize_transpose,
     _fake_transpose,
+    composed=True,
+)
+_define(
+    "rmsnorm_quantize(Tensor x, Tensor weight, float eps, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    _rmsnorm_quantize,
+    _fake_rmsnorm,
+    composed=True,
+)
+_define(
+    "layernorm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor scale, ScalarType dtype)"
+    " -> (Tensor q, Tensor amax)",
+    _layernorm_quantize,
+    _fake_layernorm,
+    composed=True,
+)
+_define(
+    "silu_mul_quantize(Tensor gate, Tensor up, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    _silu_mul_quantize,
+    _fake_silu_mul,
     composed=True,
 )
 _define(
