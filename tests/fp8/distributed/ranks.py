@@ -37,9 +37,7 @@ def _entry(rank: int, world: int, folder: str, body: Callable[..., Any], args: t
 def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """What `body(rank, *args)` returns on each of `world` processes of one default process group."""
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            _entry, (world, folder, body, args), nprocs=world, join=False, start_method="fork"
-        )
+        context = mp.start_processes(_entry, (world, folder, body, args), nprocs=world, join=False, start_method="fork")
         assert context is not None
         deadline = time.monotonic() + PATIENCE + 10
         try:

@@ -116,15 +116,22 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         torch.testing.assert_close(found["state"][name], value, atol=0, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def close(found: dict[str, Any], wanted: dict[str, Any], losses: float, scales: float) -> None:
-    """Relative bounds on losses and scales; counters and the amaxes' order in the history are exact."""
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(wanted["losses"]), rtol=losses, atol=0)
+LOSSES, SCALES = 1e-5, 1e-5
+
+
+def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Losses and scales within 1e-5, counters exact.
+
+    Adding four gradients in another order changes their last bit (2^-24), and AdamW's steps by as much. A few steps of
+    that stay far below 1e-5 as long as no value crosses the border between two FP8 codes, which these runs do not show.
+    """
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(wanted["losses"]), rtol=LOSSES, atol=0)
     assert found["state"].keys() == wanted["state"].keys()
     for name, value in wanted["state"].items():
         if name.endswith(("steps", "nonfinite")):
             assert torch.equal(found["state"][name], value), name
         elif name.endswith(("scale", "amax_history")):
-            torch.testing.assert_close(found["state"][name], value, rtol=scales, atol=0)
+            torch.testing.assert_close(found["state"][name], value, rtol=SCALES, atol=0)
 
 
 def layers(model: nn.Module) -> dict[str, Linear]:
