@@ -96,13 +96,13 @@ class NormLinear(nn.Module):
                 return layer_norm(x, weight, bias, eps)
 
             def op(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Any:
-                return torch.ops.fp8serve.layernorm_quantize(x, weight, bias, eps, scale, dtype)
+                return torch.ops.fp8serve.layer_norm_quantize(x, weight, bias, eps, scale, dtype)
 
             return _through(self.linear, produce, op, (x, weight, bias))
         return _through(
             self.linear,
             lambda x, weight: rms_norm(x, weight, eps),
-            lambda x, weight, scale, dtype: torch.ops.fp8serve.rmsnorm_quantize(x, weight, eps, scale, dtype),
+            lambda x, weight, scale, dtype: torch.ops.fp8serve.rms_norm_quantize(x, weight, eps, scale, dtype),
             (x, weight),
         )
 

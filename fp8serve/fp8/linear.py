@@ -36,6 +36,8 @@ from fp8serve.fp8.stateful import Stateful
 
 Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (codes [M, K], amax)
 
+Observer = Callable[[str, Tensor, Tensor], None]  # (tensor name, codes, scale_inv)
+
 NAMES = ("input", "weight", "grad_output")
 
 
@@ -49,6 +51,7 @@ class Call:
     states: dict[str, ScalingState]  # empty for recipes without state
     hp: Precisions  # which of fprop, dgrad, wgrad run in high precision
     recording: bool  # stage amaxes in the forward pass
+    observer: Observer | None  # a monitor that wants to see the codes
     observing: bool  # calibrating: stage the amax of operands that stay in high precision, too
     sharers: Any = None  # process group whose ranks hold the other parts of every operand, see tensor_parallel.py
 
@@ -70,6 +73,7 @@ class Call:
         else:
             pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
+        self._show(name, pair)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
     def cast_fused(self, fused: Fused, cols: bool) -> Pair:
@@ -77,7 +81,14 @@ class Call:
         scale = self.states["input"].scale
         q, amax = fused(scale, DTYPES[self.recipe.fp8_format.forward])
         self._stage("input", amax)
-        return from_codes(q, scale, cols)
+        pair = from_codes(q, scale, cols)
+        self._show("input", pair)
+        return pair
+
+    def _show(self, name: str, pair: Pair) -> None:
+        codes = pair.rows or pair.cols
+        if self.observer is not None and codes is not None:
+            self.observer(name, *codes)
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name == "grad_output" else "forward"
@@ -102,7 +113,7 @@ class Plan:
     def repeated(self) -> "Plan":
         """The plan of the second run: the scale as it is now, nothing recorded."""
         states = {name: replace(s, scale=s.scale.clone()) for name, s in self.call.states.items() if name == "input"}
-        return replace(self, call=replace(self.call, states=states, recording=False))
+        return replace(self, call=replace(self.call, states=states, recording=False, observer=None))
 
 
 def mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -196,6 +207,7 @@ class Linear(Stateful, nn.Linear):
     def _begin(self) -> None:
         super()._begin()
         self._weight_codes = _WeightCodes()
+        self.observer: Observer | None = None
         self._ran_frozen = False  # the last call ran in FP8 without gradients
 
     @classmethod
@@ -272,6 +284,7 @@ class Linear(Stateful, nn.Linear):
             states=self.scaling if isinstance(recipe, DelayedScaling) else {},
             hp=recipe.override_linear_precision if context.enabled else (True, True, True),
             recording=torch.is_grad_enabled() or context.calibrating,
+            observer=None if torch.compiler.is_compiling() else self.observer,
             observing=context.calibrating,
         )
 

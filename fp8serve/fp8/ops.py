@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fp8serve
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import reference
+from fp8serve.fp8 import reference, reference_fused
 from fp8serve.fp8.reference import BLOCK
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -62,7 +62,7 @@ def _fake_rmsnorm(x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: t
     return _fake_quantize(x, scale, dtype)
 
 
-def _rmsnorm_quantize(
+def _rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     y = reference.rms_norm(x, weight, eps)
@@ -75,7 +75,7 @@ def _fake_layernorm(
     return _fake_quantize(x, scale, dtype)
 
 
-def _layernorm_quantize(
+def _layer_norm_quantize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     y = reference.layer_norm(x, weight, bias, eps)
@@ -128,15 +128,15 @@ _define(
     composed=True,
 )
 _define(
-    "rmsnorm_quantize(Tensor x, Tensor weight, float eps, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
-    _rmsnorm_quantize,
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    _rms_norm_quantize,
     _fake_rmsnorm,
     composed=True,
 )
 _define(
-    "layernorm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor scale, ScalarType dtype)"
+    "layer_norm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor scale, ScalarType dtype)"
     " -> (Tensor q, Tensor amax)",
-    _layernorm_quantize,
+    _layer_norm_quantize,
     _fake_layernorm,
     composed=True,
 )
@@ -196,6 +196,23 @@ def implement(name: str, kernel: Callable[..., Any]) -> None:
     _LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
 
 
+_define(
+    "scaled_mm_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual)"
+    " -> Tensor",
+    reference_fused.scaled_mm_add,
+    lambda a, b, a_s, b_s, bias, residual: torch.empty_like(residual, memory_format=torch.contiguous_format),
+)
+_define(
+    "mm(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    reference_fused.mm,
+    lambda a, b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+)
+_define(
+    "rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor slots, Tensor? k_scale, Tensor? v_scale) -> Tensor",
+    reference_fused.rotary_write_kv,
+    lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
+)
 # The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.
 _LIBRARY.define("cpu_isa(str cap) -> str")
 

@@ -83,12 +83,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def rmsnorm_quantize(x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """`rms_norm` of x [M, K], quantized by a given scale []: (q, amax)."""
     return quantize(rms_norm(x, weight, eps), scale, dtype)
 
 
-def layernorm_quantize(
+def layer_norm_quantize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`layer_norm` of x [M, K], quantized by a given scale []: (q, amax)."""

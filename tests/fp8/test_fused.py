@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fp8serve
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.fp8 import reference
 from fp8serve.fp8.cases import CASES
@@ -75,7 +76,11 @@ def test_norm_linear(recipe: Recipe | None, kind: str, dtype: torch.dtype) -> No
     apart = copy.deepcopy(fused)
     found = train(fused, fused, 1, dtype, recipe)
     expected = train(apart, lambda x: apart.linear(unfused_norm(apart.norm, x)), 1, dtype, recipe)
-    assert_same(found, expected)
+    if dtype == torch.float32 and kind == "rms" and "kernel" in fp8serve.backends()["rms_norm_quantize"]:
+        # torch leaves the order of the mean's sum open; in FP32 a kernel's own order shows in the last bit of an amax
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,7 +108,7 @@ def test_the_activation_in_between_is_never_stored() -> None:
     assert {t.data_ptr() for t in wide} == {gate.data_ptr(), up.data_ptr()}
 
 
-@pytest.mark.parametrize("name", ["rmsnorm_quantize", "layernorm_quantize", "silu_mul_quantize"])
+@pytest.mark.parametrize("name", ["rms_norm_quantize", "layer_norm_quantize", "silu_mul_quantize"])
 def test_fused_ops_give_the_bits_of_the_reference(name: str) -> None:
     for case in CASES[name]:
         q, amax = getattr(torch.ops.fp8serve, name)(*case.make())
