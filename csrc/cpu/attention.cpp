@@ -9,6 +9,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
+#include <type_traits>
+#include <vector>
 
 #include "check.h"
 #include "cpu/isa.h"
@@ -20,6 +22,7 @@ namespace fp8serve {
 namespace attention {
 namespace {
 
+constexpr int64_t kTile = 16;
 constexpr int64_t kQueryTokens = 16;
 constexpr int64_t kMaxDim = 512;
 
@@ -39,13 +42,6 @@ struct Rows {
   float *q, *out, *maximum, *sum;
   int64_t count, width;  // width: dim rounded up to 16
 };
-
-FP8_INLINE float lane_sum(const float* lanes) {
-  float half[8], quarter[4];
-  for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
-  for (int i = 0; i < 4; ++i) quarter[i] = half[i] + half[i + 4];
-  return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
-}
 
 FP8_INLINE float dot(const float* a, const float* b, int64_t width) {
   float lanes[16] = {};
@@ -123,6 +119,10 @@ struct Attend {
 
 template <class Q, class C>
 void run(const Work& w) {
+#if FP8_X86
+  constexpr bool short_enough = std::is_same_v<Q, BF16> && sizeof(C) <= 2 && !std::is_same_v<C, F16>;
+  if (short_enough && isa() == Isa::avx512bf16) return attend_bf16(w);
+#endif
   const int64_t count = w.tokens * w.group, width = (w.dim + 15) / 16 * 16;
   float* memory_rows = memory.rows.get<float>(count * (2 * width + 2));
   std::fill_n(memory_rows, count * (2 * width + 2), 0.0f);
@@ -213,7 +213,8 @@ Work work_of(const Batch& b, const Task& task) {
           .group = group,
           .dim = dim,
           .score_scale = b.softmax_scale * b.k_scale,
-          .value_scale = b.v_scale};
+          .value_scale = b.v_scale,
+          .cache = b.k_cache.scalar_type()};
 }
 
 void compute(const Batch& b) {

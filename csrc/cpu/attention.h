@@ -1,20 +1,20 @@
 // What paged attention is made of, at any instruction set: the order of every sum, and one task's work.
 //
-// The order. A query at position p sees keys 0..p in tiles of 16 positions, aligned to multiples of 16
-// whatever chunk or batch the query came in. Per tile: 16 scores, their maximum, 16 weights exp(score -
-// running maximum), then sum and output are rescaled if the maximum rose and the tile is added. Keys beyond p
-// have weight exactly 0. So a query's result depends on its own q, its keys and its position alone: not on
-// the batch, on how the prompt was cut, or on threads.
+// The order. A query at position p sees keys 0..p in tiles, aligned to multiples of the tile whatever chunk
+// or batch the query came in. Per tile: the scores, their maximum, the weights exp(score - running maximum);
+// sum and output are rescaled if the maximum rose, and the tile is added. Keys beyond p have weight exactly 0
+// and their values are not touched. So a query's result depends on its own q, its keys and its position
+// alone: not on the batch, on how the prompt was cut, or on threads. Tile and arithmetic are the path's: 16
+// keys in FP32 in general, 64 keys in BF16 with FP32 sums where q is BF16 and the machine multiplies BF16.
 //
-// An FP8 cache's k scale multiplies the softmax scale, its v scale the finished output: no element is scaled
-// alone.
+// An FP8 cache's k scale multiplies the scores, its v scale the finished output: no element is scaled alone.
 #pragma once
 
 #include <cstdint>
 
-namespace fp8serve::attention {
+#include "check.h"
 
-constexpr int64_t kTile = 16;
+namespace fp8serve::attention {
 
 // One sequence's one kv head: `rows` query rows (token-major: row = token * group + head in group) over its
 // blocks.
@@ -30,10 +30,14 @@ struct Work {
   int64_t context;
   int64_t heads, group, dim;
   float score_scale, value_scale;
+  ScalarType cache;
 
   int64_t slot(int64_t position) const {
     return static_cast<int64_t>(blocks[position / block_size]) * block_size + position % block_size;
   }
 };
+
+// BF16 queries over a BF16 or FP8 cache with AVX-512 BF16.
+void attend_bf16(const Work& work);
 
 }  // namespace fp8serve::attention

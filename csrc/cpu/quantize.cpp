@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "check.h"
+#include "cpu/cast_rows.h"
 #include "cpu/isa.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
@@ -24,21 +25,10 @@ using Pair = std::tuple<Tensor, Tensor>;
 constexpr int64_t kBlock = 128;
 constexpr int64_t kGrain = 1 << 16;  // elements a task handles: 128 KiB of BF16
 
-template <class T>
-FP8_INLINE int32_t magnitude(T x) {
-  const int32_t mag = std::bit_cast<int32_t>(load(x)) & kMagnitude;
-  return mag > kInfinity ? 0 : mag;
-}
-
 struct AmaxRow {
   template <class T>
-  static FP8_INLINE void run(const T* x, int64_t n, int32_t* amax) {
-    int32_t seen = *amax;
-    for (int64_t i = 0; i < n; ++i) {
-      const int32_t mag = magnitude(x[i]);
-      seen = mag > seen ? mag : seen;
-    }
-    *amax = seen;
+  static FP8_INLINE void run(const T* x, int64_t n, float* amax) {
+    *amax = amax_row(x, n);
   }
 };
 
@@ -46,49 +36,57 @@ template <class F>
 struct CastRow {
   template <class T>
   static FP8_INLINE void run(const T* x, uint8_t* q, int64_t n, float scale) {
-    for (int64_t i = 0; i < n; ++i) q[i] = static_cast<uint8_t>(encode<F>(load(x[i]) * scale));
+    cast_row<F>(x, q, n, scale);
   }
 };
 
+// Cast and amax in one read: a piece of 1024 is still in the first-level cache when it is read again.
 template <class F>
 struct CastAmaxRow {
   template <class T>
-  static FP8_INLINE void run(const T* x, uint8_t* q, int64_t n, float scale, int32_t* amax) {
-    int32_t seen = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      const float value = load(x[i]);
-      const int32_t mag = std::bit_cast<int32_t>(value) & kMagnitude;
-      const int32_t counted = mag > kInfinity ? 0 : mag;
-      seen = counted > seen ? counted : seen;
-      q[i] = static_cast<uint8_t>(encode<F>(value * scale));
+  static FP8_INLINE void run(const T* x, uint8_t* q, int64_t n, float scale, float* amax) {
+    constexpr int64_t kPiece = 1024;
+    float seen = 0.0f;
+    for (int64_t begin = 0; begin < n; begin += kPiece) {
+      const int64_t count = begin + kPiece < n ? kPiece : n - begin;
+      const float piece = amax_row(x + begin, count);
+      seen = piece > seen ? piece : seen;
+      cast_row<F>(x + begin, q + begin, count, scale);
     }
     *amax = seen;
   }
 };
 
-// A strip of `rows` x `cols`, cut into tiles of `rows` x `width`: amax, scale, cast, tile after tile.
+// A strip of `rows` x `cols`, cut into tiles of `rows` x `width`. Row by row, so that memory is read in
+// order: all the tiles' amaxes, all their scales, all the casts. `scales` is room for one per tile.
 template <class F>
 struct QuantizeStrip {
   template <class T>
   static FP8_INLINE void run(const T* x, uint8_t* q, int64_t rows, int64_t cols, int64_t width, bool power_2,
-                             float* scale_inv) {
-    for (int64_t begin = 0; begin == 0 || begin < cols; begin += width) {
-      const int64_t n = begin + width < cols ? width : cols - begin;
-      int32_t amax = 0;
-      for (int64_t r = 0; r < rows; ++r) AmaxRow::run(x + r * cols + begin, n, &amax);
-      const float scale = scale_for(std::bit_cast<float>(amax), F::max(), power_2);
-      for (int64_t r = 0; r < rows; ++r)
-        CastRow<F>::run(x + r * cols + begin, q + r * cols + begin, n, scale);
-      *scale_inv++ = 1.0f / scale;
+                             float* scales, float* scale_inv) {
+    const int64_t tiles = cols == 0 ? 1 : (cols + width - 1) / width;
+    for (int64_t t = 0; t < tiles; ++t) scales[t] = 0.0f;
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t t = 0; t < tiles; ++t) {
+        const float amax = amax_row(x + r * cols + t * width, count(cols, width, t));
+        scales[t] = amax > scales[t] ? amax : scales[t];
+      }
+    }
+    for (int64_t t = 0; t < tiles; ++t) {
+      scales[t] = scale_for(scales[t], F::max(), power_2);
+      scale_inv[t] = 1.0f / scales[t];
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t at = r * cols + t * width;
+        cast_row<F>(x + at, q + at, count(cols, width, t), scales[t]);
+      }
     }
   }
-};
-
-void raise(std::atomic<int32_t>& amax, int32_t value) {
-  int32_t seen = amax.load(std::memory_order_relaxed);
-  while (value > seen && !amax.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  static FP8_INLINE int64_t count(int64_t cols, int64_t width, int64_t tile) {
+    return (tile + 1) * width < cols ? width : cols - tile * width;
   }
-}
+};
 
 // f(begin, count) over [0, n) in grains.
 template <class F>
@@ -99,13 +97,13 @@ void parallel_grains(int64_t n, const F& f) {
 
 template <class T>
 float amax_of(const T* x, int64_t n) {
-  std::atomic<int32_t> amax{0};
+  SharedAmax amax;
   parallel_grains(n, [&](int64_t begin, int64_t count) {
-    int32_t seen = 0;
+    float seen = 0.0f;
     dispatch<AmaxRow>(x + begin, count, &seen);
-    raise(amax, seen);
+    amax.raise(seen);
   });
-  return std::bit_cast<float>(amax.load());
+  return amax.value();
 }
 
 Tensor quantized_like(const Tensor& x, ScalarType dtype) {
@@ -133,18 +131,18 @@ Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
   check.tensor("scale", scale, {ScalarType::Float}, {});
   Tensor q = quantized_like(x, dtype);
   const float s = *data<float>(scale);
-  std::atomic<int32_t> amax{0};
+  SharedAmax amax;
   with_types(dtype, x.scalar_type(), [&](auto fmt, auto elem) {
     using F = typename decltype(fmt)::type;
     const auto* in = data<typename decltype(elem)::type>(x);
     auto* out = data<uint8_t>(q);
     parallel_grains(x.numel(), [&](int64_t begin, int64_t count) {
-      int32_t seen = 0;
+      float seen = 0.0f;
       dispatch<CastAmaxRow<F>>(in + begin, out + begin, count, s, &seen);
-      raise(amax, seen);
+      amax.raise(seen);
     });
   });
-  return {q, scalar(std::bit_cast<float>(amax.load()))};
+  return {q, scalar(amax.value())};
 }
 
 Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
@@ -177,11 +175,13 @@ Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t st
     using F = typename decltype(fmt)::type;
     const auto* in = data<typename decltype(elem)::type>(x);
     parallel_tasks((strips + per_task - 1) / per_task, [&](int64_t task) {
+      thread_local Scratch scratch;
+      float* scales = scratch.get<float>(tiles);
       for (int64_t s = task * per_task; s < std::min(strips, (task + 1) * per_task); ++s) {
         const int64_t offset = s * strip_rows * cols;
         const int64_t count = std::min(strip_rows, rows - s * strip_rows);
         dispatch<QuantizeStrip<F>>(in + offset, data<uint8_t>(q) + offset, count, cols,
-                                   width == 0 ? std::max<int64_t>(cols, 1) : width, power_2,
+                                   width == 0 ? std::max<int64_t>(cols, 1) : width, power_2, scales,
                                    data<float>(scale_inv) + s * tiles);
       }
     });

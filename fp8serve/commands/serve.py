@@ -62,7 +62,7 @@ def command(
 
     directory = find_model(model)
     from fp8serve.server.launch import run
-    from fp8serve.server.settings import Settings, default_data_dir
+    from fp8serve.server.settings import Settings
 
     settings = Settings(
         model=directory,
@@ -77,7 +77,7 @@ def command(
         kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        data_dir=data_dir or default_data_dir(),
+        data_dir=data_dir,
         train_on=train_on,
         train_device=train_device,
         drain_seconds=drain_seconds,

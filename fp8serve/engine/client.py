@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve import errors
+from fp8serve.engine.grammar import validate
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Limits, Request, RequestOutput
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
@@ -92,6 +93,7 @@ class EngineClient:
         if request.request_id in self._streams:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
+        validate(request.params)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Outputs until one has a finish_reason; closing the iterator early aborts the request.

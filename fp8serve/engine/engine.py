@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.engine import loading
+from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions, KvDtype
 from fp8serve.engine.request import Completion, FinishReason, Limits, Request, RequestOutput, SamplingParams, Sequence
@@ -83,6 +84,7 @@ class Engine:
         self.limits.check(request)
         decoding = self.tokenizer.stream() if self.tokenizer else None
         seq = Sequence.of(request)
+        seq.constraint = self.loaded.grammars.matcher(request.params)
         self._live[request.request_id] = seq, TextStream(decoding, request.params.stop, request.params.min_tokens)
         self.scheduler.add(seq)
 
@@ -101,8 +103,10 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """One batch through the model; what it added to the requests that got a token."""
+        """One batch through the model; what it added to the requests that got a token. Nothing when there is none."""
         work = self.scheduler.schedule()
+        if not work:
+            return []
         seqs = [item.seq for item in work if item.samples]
         try:
             logits = self.loaded.runner.run(work)
@@ -119,12 +123,17 @@ class Engine:
         requests = [self._request(prompt, sampling) for prompt in self._checked(prompts)]
         for request in requests:
             self.limits.check(request)
-        for request in requests:
-            self.add_request(request)
+            validate(request.params)
         outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
-        while any(not items or items[-1].finish_reason is None for items in outputs.values()):
-            for output in self.step():
-                outputs.setdefault(output.request_id, []).append(output)
+        try:
+            for request in requests:
+                self.add_request(request)
+            while any(name in self._live for name in outputs):
+                for output in self.step():
+                    outputs.setdefault(output.request_id, []).append(output)
+        finally:  # interrupted: leave nothing running
+            for name in outputs:
+                self.abort(name)
         return [_completion(outputs[request.request_id]) for request in requests]
 
     def stats(self) -> dict[str, Any]:
@@ -137,7 +146,8 @@ class Engine:
             "kv_blocks_used": pool.num_used,
             "kv_usage": pool.num_used / pool.num_blocks,
             "steps_total": self._totals["steps"],
-            "prompt_tokens_total": self._totals["prompt"],  # computed, not found in the cache
+            "computed_tokens_total": self._totals["computed"],  # prompts without cached parts, and what was generated
+            "prompt_tokens_total": self._totals["prompt"],  # of requests that got their first token
             "generated_tokens_total": self._totals["generated"],
             "preemptions_total": scheduler.num_preemptions,
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
@@ -173,7 +183,7 @@ class Engine:
         self.scheduler.advance(work)
         self._totals["steps"] += 1
         self._totals["computed"] += sum(item.count for item in work)
-        self._totals["prompt"] += sum(item.count for item in work if item.start < item.seq.num_prompt)
+        self._totals["prompt"] += sum(seq.num_prompt for seq in seqs if seq.num_generated == 0)
         self._totals["generated"] += len(tokens)
         return [self._accept(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
 
@@ -188,11 +198,14 @@ class Engine:
             return self._end(seq, "stop", text.flush(), sampled, stop_reason=token)
         if token in self.eos_ids and not seq.params.ignore_eos:
             return self._end(seq, "stop", text.flush(), sampled)
+        if seq.constraint is not None and not seq.constraint.accept(token):
+            return self._fail(seq, "The grammar became too complex to go on.")
         delta = text.push(token)
+        complete = seq.constraint is not None and seq.constraint.complete
         full = seq.num_generated == seq.params.max_new_tokens
-        if full and text.stopped is None:
+        if complete or full:
             delta += text.flush()
-        if text.stopped is not None:
+        if complete or text.stopped is not None:
             return self._end(seq, "stop", delta, sampled, stop_reason=text.stopped)
         return self._end(seq, "length", delta, sampled) if full else self._output(seq, delta, sampled)
 

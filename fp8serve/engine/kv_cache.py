@@ -8,8 +8,10 @@ the block before it and its own tokens, so equal hashes mean equal prefixes of t
 share it by reference count. A block nobody holds stays published until its memory is needed: the free list is ordered
 by last use, unpublished blocks first. Partly filled blocks are never shared, so nothing is ever copied on write.
 
+A prefix that a sequence is still computing is known too (`is_coming`): whoever needs it does better to wait than to
+compute it again, so four answers to one prompt cost one prompt.
+
 Costs: O(blocks touched) for every call; one BLAKE2b of a block's tokens, once per sequence.
-Not here: two sequences computing the same prefix in the same step both keep their copy; only the first is published.
 """
 
 from array import array
@@ -31,6 +33,7 @@ class BlockPool:
         self._published: dict[bytes, int] = {}  # hash -> block
         self._hashes: list[bytes | None] = [None] * num_blocks  # block -> hash it is published under
         self._free = OrderedDict.fromkeys(range(num_blocks))  # next to be taken first
+        self._coming: dict[bytes, Sequence] = {}  # hash of a block to be published -> who computes it
 
     @property
     def num_free(self) -> int:
@@ -54,7 +57,16 @@ class BlockPool:
             self._hold(block)
         seq.block_table = shared + [self._take() for _ in range(fresh)]
         seq.num_computed = len(shared) * self.block_size
+        full = len(seq.token_ids) // self.block_size
+        self._extend_chain(seq, full)
+        for key in seq.block_hashes[len(shared) : full]:
+            self._coming.setdefault(key, seq)
         return True
+
+    def is_coming(self, seq: Sequence) -> bool:
+        """Whether the first block that `seq` would have to compute is being computed by another sequence."""
+        found = len(self._cached_prefix(seq))
+        return found < self._shareable(seq) and seq.block_hashes[found] in self._coming
 
     def grow(self, seq: Sequence) -> bool:
         """Makes room for every token of `seq`; False, changing nothing, when there are not enough free blocks."""
@@ -73,18 +85,21 @@ class BlockPool:
             if self._hashes[block] is None and key not in self._published:
                 self._published[key] = block
                 self._hashes[block] = key
+            self._forget_coming(seq, key)
 
     def release(self, seq: Sequence) -> None:
         """Takes all blocks from `seq`; its published ones stay findable until they are needed, the last first."""
         for block in reversed(seq.block_table):
             self._drop(block)
+        for key in seq.block_hashes[seq.num_computed // self.block_size :]:
+            self._forget_coming(seq, key)
         seq.block_table = []
         seq.num_computed = 0
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """The blocks of the longest cached prefix that leaves a token to compute."""
         found: list[int] = []
-        most = (len(seq.token_ids) - 1) // self.block_size
+        most = self._shareable(seq)
         self._extend_chain(seq, most)
         for key in seq.block_hashes[:most]:
             if (block := self._published.get(key)) is None:
@@ -99,6 +114,13 @@ class BlockPool:
             before = hashes[-1] if hashes else blake2b(seq.request.tenant.encode(), digest_size=HASH_BYTES).digest()
             tokens = array("q", seq.token_ids[index * size : (index + 1) * size])
             hashes.append(blake2b(before + tokens.tobytes(), digest_size=HASH_BYTES).digest())
+
+    def _shareable(self, seq: Sequence) -> int:
+        return (len(seq.token_ids) - 1) // self.block_size
+
+    def _forget_coming(self, seq: Sequence, key: bytes) -> None:
+        if self._coming.get(key) is seq:
+            del self._coming[key]
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import make_row_independent
 from fp8serve.engine.memory import Plan, plan
 from fp8serve.engine.options import EngineOptions
@@ -34,6 +35,7 @@ class Loaded:
     options: EngineOptions
     config: ModelConfig
     tokenizer: Tokenizer | None
+    grammars: Grammars
     plan: Plan
     runner: Runner
     frozen: dict[str, FrozenLinear]  # FP8 layers, by their names in the checkpoint
@@ -80,7 +82,8 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     tiles = _separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
-    return Loaded(model_dir, options, config, _tokenizer(model_dir), sizes, runner, frozen, tiles)
+    grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
+    return Loaded(model_dir, options, config, _tokenizer(model_dir), grammars, sizes, runner, frozen, tiles)
 
 
 def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:

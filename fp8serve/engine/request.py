@@ -7,12 +7,13 @@ a server can answer 4xx before it sends a header). `Sequence` is the engine's ow
 Not here: `n` completions of one prompt are `n` requests, made by the caller; they share their prompt's blocks.
 """
 
+import json
 import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol
 
 from fp8serve.errors import RequestError
 
@@ -21,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_FORM_LENGTH = 65536
 
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
@@ -63,12 +65,15 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0  # until then neither end-of-text, stop tokens nor stop strings end the text
     logprobs: int | None = None
+    json_schema: str | None = None  # the answer is JSON of this schema; "{}" is any JSON
+    regex: str | None = None  # the answer matches all of this expression
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         self._check_numbers()
         self._check_stops()
+        self._check_form()
 
     def _check_numbers(self) -> None:
         _integer("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
@@ -96,6 +101,34 @@ class SamplingParams:
             )
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
+
+    def _check_form(self) -> None:
+        """The grammar itself is compiled later, by `grammar.py`."""
+        for name in ("json_schema", "regex"):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and 0 < len(text) <= MAX_FORM_LENGTH):
+                raise RequestError(f"{name} must be a text of 1 to {MAX_FORM_LENGTH} characters.")
+        if self.json_schema is not None:
+            _check_json_object(self.json_schema)
+        if self.json_schema is not None and self.regex is not None:
+            raise RequestError("An answer can follow a json_schema or a regex, not both.")
+        if self.has_form and (self.min_tokens or self.ignore_eos):
+            raise RequestError(
+                "min_tokens and ignore_eos cannot be used with json_schema or regex, which say when to end."
+            )
+
+    @property
+    def has_form(self) -> bool:
+        return self.json_schema is not None or self.regex is not None
+
+
+def _check_json_object(text: str) -> None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError("json_schema is not valid JSON.") from None
+    if not isinstance(found, dict):
+        raise RequestError('json_schema must be a JSON object, such as {"type": "object"}.')
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -176,8 +209,8 @@ class Limits:
             )
         if (largest := max((*request.prompt_token_ids, *request.params.stop_token_ids))) >= self.vocab_size:
             raise RequestError(f"Token id {largest} is outside the vocabulary of {self.vocab_size} tokens.")
-        if request.params.stop and not self.has_tokenizer:
-            raise RequestError("Stop strings need a tokenizer and the model directory has none: use stop_token_ids.")
+        if (request.params.stop or request.params.has_form) and not self.has_tokenizer:
+            raise RequestError("Stop strings and grammars need a tokenizer and the model directory has none.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +280,17 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class Constraint(Protocol):
+    """What `grammar.Matcher` is to the rest of the engine."""
+
+    def allowed(self) -> bytes: ...
+
+    def accept(self, token_id: int) -> bool: ...
+
+    @property
+    def complete(self) -> bool: ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The engine's record of one request in flight. Compared by identity."""
@@ -260,6 +304,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # the cache manager
     block_hashes: list[bytes] = field(default_factory=list)  # the cache manager: chained, of full blocks
     finish_reason: FinishReason | None = None  # whoever ends it
+    constraint: Constraint | None = None  # the engine, when the answer has a given form
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":
@@ -286,6 +331,3 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens whose keys and values are still to be computed: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
-
-
-FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)

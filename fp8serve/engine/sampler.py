@@ -1,6 +1,6 @@
 """Logits become tokens, all sequences of a batch at once, none affecting another.
 
-    penalties -> (nothing may end the text yet) -> temperature -> top_k, top_p, min_p -> one draw
+    penalties -> what must not come (the end, too early; another form) -> temperature -> top_k, top_p, min_p -> one draw
 
 A draw is the inverse of the cumulative distribution at one uniform number, and that number is a hash of the request's
 seed and of how many tokens it has generated. No generator is advanced, so neither neighbours, nor the order of arrival,
@@ -11,21 +11,21 @@ torch computes the elements at the end of a tensor with another routine than tho
 The three filters each keep the most probable tokens down to some rank, so together they are one number per row: how
 many tokens stay. Ties at the border go to the smaller token ids.
 
-Cost: one pass over [rows, vocab] for each step that a row asked for; filters look at the `CANDIDATES` largest values
-and sort the whole vocabulary only for rows whose nucleus is wider.
+Cost: a few passes over [rows, vocab] for each thing that a row asked for; filters sort it (on a CPU by NumPy, whose
+vectorised sort takes 0.1 ms for 32,000 values where torch's takes 3.5 ms).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8serve.engine.request import MAX_LOGPROBS, SamplingParams, Sequence, TokenLogprob
-
-CANDIDATES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,19 @@ class Sampled:
 @torch.inference_mode()
 def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> list[Sampled]:
     """FP32 logits [sequences, vocab] -> one token for each sequence. `logits` is overwritten."""
-    finite = logits.amax(-1).isfinite()
-    logits[~finite] = 0.0
+    finite = logits.amax(-1).isfinite().tolist()
+    if broken := [row for row, good in enumerate(finite) if not good]:
+        logits[broken] = 0.0
     logprobs = _logprobs(logits, seqs)
-    logits = _penalised(logits, seqs)
+    _penalise(logits, seqs)
     _forbid_the_end(logits, seqs, eos_ids)
+    _forbid_other_forms(logits, seqs)
     tokens = logits.argmax(-1)
     if rows := _rows(seqs, lambda params: params.temperature > 0 and params.top_k != 1):
         tokens[rows] = _draw(logits[rows], [seqs[row] for row in rows])
     return [
         Sampled(token, take(token)) if good else Sampled(None)
-        for token, good, take in zip(tokens.tolist(), finite.tolist(), logprobs, strict=True)
+        for token, good, take in zip(tokens.tolist(), finite, logprobs, strict=True)
     ]
 
 
@@ -68,34 +70,32 @@ def _column(logits: Tensor, values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=logits.dtype, device=logits.device)[:, None]
 
 
-def _penalised(logits: Tensor, seqs: list[Sequence]) -> Tensor:
-    """Repetition (divides or multiplies what was seen), frequency (per occurrence) and presence penalties."""
-    rows = _rows(seqs, _has_penalty)
-    if not rows:
-        return logits
-    chosen, params = [seqs[row] for row in rows], [seqs[row].params for row in rows]
-    some = logits[rows]
-    seen = _counts(some, [seq.token_ids for seq in chosen]) > 0
-    generated = _counts(some, [seq.token_ids[seq.num_prompt :] for seq in chosen])
-    repetition = _column(some, [p.repetition_penalty for p in params])
-    some = torch.where(seen, torch.where(some > 0, some / repetition, some * repetition), some)
-    some = some - generated * _column(some, [p.frequency_penalty for p in params])
-    some = some - (generated > 0) * _column(some, [p.presence_penalty for p in params])
-    logits[rows] = some
-    return logits
+def _penalise(logits: Tensor, seqs: list[Sequence]) -> None:
+    """Repetition (divides or multiplies what was seen), frequency (per occurrence) and presence penalties, in place.
+
+    Works on pairs (row, token seen) only, each once.
+    """
+    pairs = [(row, *pair) for row in _rows(seqs, _has_penalty) for pair in _seen(seqs[row])]
+    if not pairs:
+        return
+    rows, tokens, counts = (torch.tensor(column, device=logits.device) for column in zip(*pairs, strict=True))
+    params = [seq.params for seq in seqs]
+    repetition = _column(logits, [p.repetition_penalty for p in params])[rows, 0]
+    frequency = _column(logits, [p.frequency_penalty for p in params])[rows, 0]
+    presence = _column(logits, [p.presence_penalty for p in params])[rows, 0]
+    values = logits[rows, tokens]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[rows, tokens] = values - counts * frequency - (counts > 0) * presence
+
+
+def _seen(seq: Sequence) -> list[tuple[int, int]]:
+    """Every token of prompt and answer, and how often the answer has it."""
+    generated = Counter(seq.token_ids[seq.num_prompt :])
+    return [(token, generated[token]) for token in dict.fromkeys(seq.token_ids)]
 
 
 def _has_penalty(params: SamplingParams) -> bool:
     return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
-
-
-def _counts(logits: Tensor, token_ids: list[list[int]]) -> Tensor:
-    """How often each token occurs: [rows, vocab]."""
-    lengths = torch.tensor([len(ids) for ids in token_ids])
-    rows = torch.repeat_interleave(torch.arange(len(token_ids)), lengths).to(logits.device)
-    columns = torch.tensor([token for ids in token_ids for token in ids], dtype=torch.long).to(logits.device)
-    counts = torch.zeros_like(logits)
-    return counts.index_put_((rows, columns), torch.ones_like(columns, dtype=logits.dtype), accumulate=True)
 
 
 def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> None:
@@ -104,6 +104,15 @@ def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ..
         if seq.num_generated < seq.params.min_tokens:
             ends = seq.params.stop_token_ids + (() if seq.params.ignore_eos else eos_ids)
             logits[row, list(ends)] = -torch.inf
+
+
+def _forbid_other_forms(logits: Tensor, seqs: list[Sequence]) -> None:
+    """Only what the grammar allows, where a request has one."""
+    for row, seq in enumerate(seqs):
+        if seq.constraint is not None:
+            bits = np.frombuffer(seq.constraint.allowed(), dtype=np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[-1]]
+            logits[row].masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
 
 
 def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -123,31 +132,24 @@ def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:
 def _filtered(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     """`probs` [rows, vocab] with zero for every token outside top_k, top_p and min_p."""
     vocab = probs.shape[-1]
-    top_k = torch.tensor([p.top_k or vocab for p in params], device=probs.device).clamp(max=vocab)[:, None]
+    top_k = torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=probs.device)[:, None]
     top_p, min_p = _column(probs, [p.top_p for p in params]), _column(probs, [p.min_p for p in params])
-    ordered = probs.topk(min(CANDIDATES, vocab), -1).values
-    count = _kept(ordered, top_k, top_p, min_p)
+    ordered = _descending(probs)
+    mass = ordered.cumsum(-1)
+    kept = torch.arange(vocab, device=probs.device) < top_k
+    kept &= mass - ordered < top_p * mass.gather(-1, top_k - 1)  # of what top_k left
+    kept &= ordered >= min_p * ordered[:, :1]
+    count = kept.sum(-1, keepdim=True)  # at least 1
     threshold = ordered.gather(-1, count - 1)
-    wide = ((count == ordered.shape[-1]) & (top_k > count))[:, 0]
-    if wide.any():
-        everything = probs[wide].sort(-1, descending=True).values
-        count[wide] = _kept(everything, top_k[wide], top_p[wide], min_p[wide])
-        threshold[wide] = everything.gather(-1, count[wide] - 1)
-    tied = probs == threshold
-    above = probs > threshold
+    above, tied = probs > threshold, probs == threshold
     room = count - above.sum(-1, keepdim=True)
     return probs * (above | (tied & (tied.cumsum(-1) <= room)))
 
 
-def _kept(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """How many of the `ordered` probabilities [rows, candidates] pass all filters: [rows, 1], at least 1."""
-    candidates = ordered.shape[-1]
-    mass = ordered.cumsum(-1)
-    # top_p is of what top_k left: all of it, when top_k is beyond the candidates
-    total = torch.where(top_k <= candidates, mass.gather(-1, top_k.clamp(max=candidates) - 1), 1.0)
-    ranked = torch.arange(candidates, device=ordered.device) < top_k
-    kept = ranked & (mass - ordered < top_p * total) & (ordered >= min_p * ordered[:, :1])
-    return kept.sum(-1, keepdim=True)
+def _descending(probs: Tensor) -> Tensor:
+    if probs.is_cuda:
+        return probs.sort(-1, descending=True).values
+    return torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
 
 
 def _logprobs(logits: Tensor, seqs: list[Sequence]) -> list[Callable[[int], TokenLogprob | None]]:

@@ -11,7 +11,7 @@ and waits, first in line, to be computed again (its published blocks are usually
 proceeds, so every request ends; one that could not run even alone is refused before it gets here (`Limits.check`).
 
 Admission is in turn over tenants and first come, first served within one. The head of the line is never overtaken
-because it is large: small requests cannot starve it.
+because it is large: small requests cannot starve it. It also waits while another sequence computes its prefix.
 """
 
 from collections import OrderedDict, deque
@@ -161,8 +161,10 @@ class Scheduler:
     def _admit_next(self) -> Sequence | None:
         """The head of the line, now running; None when it must wait."""
         seq = self.waiting.head()
+        if seq is None or len(self.running) >= self.max_num_seqs or self.pool.is_coming(seq):
+            return None
         # a block for each running sequence to grow into, or it would be preempted as soon as it is admitted
-        if seq is None or len(self.running) >= self.max_num_seqs or not self.pool.admit(seq, reserve=len(self.running)):
+        if not self.pool.admit(seq, reserve=len(self.running)):
             return None
         self.waiting.pop()
         self.running.append(seq)

@@ -30,7 +30,7 @@ from torch.autograd import Variable
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.distributed import reduce_staged
-from fp8serve.fp8.ops import DTYPES
+from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.reference import FP8_MAX
 from fp8serve.fp8.scaling import Entry, Scaled, update
@@ -94,9 +94,22 @@ class _Local(threading.local):
 
 
 _LOCAL = _Local()
+_RULES: dict[int, Rule] = {}  # by id, so that a compiled graph can carry it; the newest MAX_RULES
+MAX_RULES = 1024
 _ORDER = count()
 _MODULES: WeakValueDictionary[int, Scaled] = WeakValueDictionary()
 _BACKWARD: WeakValueDictionary[int, Session] = WeakValueDictionary()
+
+
+def rule_id(rule: Rule) -> int:
+    """A number that stands for the rule: the same for an equal rule."""
+    for known, other in _RULES.items():
+        if other == rule:
+            return known
+    number = max(_RULES, default=-1) + 1
+    _RULES[number] = rule
+    _RULES.pop(number - MAX_RULES, None)
+    return number
 
 
 def enroll(module: Scaled) -> int:
@@ -139,11 +152,12 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         if calibrating and not isinstance(self.recipe, DelayedScaling):
             kind = type(self.recipe).__name__
             raise RecipeError(f"calibrating records amax histories, and {kind} has none; use DelayedScaling.")
+        self.rule = rule_id(Rule(self.recipe, self.group)) if isinstance(self.recipe, DelayedScaling) else None
 
     def __enter__(self) -> "autocast":
         _LOCAL.stack.append(self)
-        if self.group is not None and isinstance(self.recipe, DelayedScaling):
-            _LOCAL.session.open(Rule(self.recipe, self.group))
+        if self.group is not None and self.rule is not None:
+            _LOCAL.session.open(_RULES[self.rule])
         return self
 
     def __exit__(
@@ -166,19 +180,42 @@ def current() -> autocast | None:
     return context if context is not None and (context.enabled or context.calibrating) else None
 
 
-def stage_forward(module: Scaled, rule: Rule, name: str, amax: Tensor) -> None:
-    """Record the amax of a forward tensor; the end of the outermost context makes a scale of it."""
-    module.delayed_states(rule.recipe)[name].stage(amax)
-    _LOCAL.session.add(module, rule)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def prepare(module: int, length: int) -> bool:
+    """Create or resize the states of a module (by key); torch.compile runs this while it traces, not in the graph."""
+    _MODULES[module].prepare(length)
+    return True
 
 
-def stage_backward(module: Scaled, rule: Rule, amax: Tensor) -> None:
-    """Record the amax of a gradient; the end of the running backward pass makes a scale of it."""
-    module.delayed_states(rule.recipe)["grad_output"].stage(amax)
+def record(direction: Direction, history: Tensor, amax: Tensor, module: int, rule: int) -> None:
+    """Raise the staging slot of a history to `amax` and note that the module (by key) ran by the rule (by id).
+
+    Inside torch.compile it becomes a node of the graph, which does the same when the graph runs.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.fp8serve.record_amax(history, amax, module, rule, direction)
+    else:
+        _record(history, amax, module, rule, direction)
+
+
+def _record(history: Tensor, amax: Tensor, module: int, rule: int, direction: str) -> None:
+    slot = history[0]
+    slot.copy_(torch.maximum(slot, amax))
+    session = _LOCAL.session if direction == "forward" else _backward_session()
+    owner = _MODULES.get(module)
+    if owner is not None:  # a module may be gone before its backward pass runs
+        session.add(owner, _RULES[rule])
+
+
+def _backward_session() -> Session:
+    """The session of the running backward pass; the engine finishes it when the pass ends."""
     task = torch._C._current_graph_task_id()
     session = _BACKWARD.get(task)
     if session is None:
         session = _BACKWARD[task] = Session("backward")
         # The engine keeps the bound method, and with it the session, until this backward pass ends or fails.
         Variable._execution_engine.queue_callback(session.finish)
-    session.add(module, rule)
+    return session
+
+
+implement("record_amax", _record)

@@ -178,8 +178,44 @@ def _write_cases() -> list[Case]:
     return [*plain, Case("e4m3, scale 4.5", partial(_write_case, torch.float8_e4m3fn, 4.5))]
 
 
+def _normal(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _fused_rows(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
+    grid = product((torch.bfloat16, torch.float32), ((3, 64), (5, 70), (0, 16)))
+    return [Case(f"{dtype} {shape}", partial(case, dtype, *shape)) for dtype, shape in grid]
+
+
+def _norm_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    weight = _normal(1, cols, dtype, 1)[0]
+    return _normal(rows, cols, dtype), weight, 1e-5, torch.tensor(20.0), torch.float8_e4m3fn
+
+
+def _silu_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    return *_normal(rows, 2 * cols, dtype).chunk(2, 1), torch.tensor(20.0), torch.float8_e4m3fn
+
+
+def _mm_bf16_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    return _normal(rows, cols, torch.bfloat16), _normal(9, cols, torch.bfloat16, 1), _normal(1, 9, dtype)[0], dtype
+
+
+def _add_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    args = _mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
+    return *args[:5], _normal(rows, 11, dtype)
+
+
+def _rotary_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    dim = cols // 2 * 2
+    q, k, v = (_normal(rows, heads * dim, dtype, heads).view(rows, heads, dim) for heads in (4, 2, 2))
+    angle = _normal(rows, dim // 2, torch.float32).repeat(1, 2).unsqueeze(1)
+    caches = [torch.zeros(2, 4, 2, dim, dtype=dtype) for _ in range(2)]
+    return q, k, v, angle.cos().to(dtype), angle.sin().to(dtype), *caches, torch.arange(rows), None, None
+
+
 CASES: dict[str, list[Case]] = {
     "quantize": _given_scale_cases(),
+    "quantize_transpose": _given_scale_cases(),
     "quantize_current": _cast_cases((False,), (True,)),
     "quantize_rowwise": _cast_cases((False,), (True,)),
     "quantize_block": _cast_cases((1, False), (128, False), (1, True)),
@@ -187,4 +223,9 @@ CASES: dict[str, list[Case]] = {
     "delayed_update": _update_cases(),
     "paged_attention": _paged_cases(),
     "write_kv": _write_cases(),
+    "scaled_mm_add": _fused_rows(_add_case),
+    "mm": _fused_rows(_mm_bf16_case),
+    "rms_norm_quantize": _fused_rows(_norm_case),
+    "silu_mul_quantize": _fused_rows(_silu_case),
+    "rotary_write_kv": _fused_rows(_rotary_case),
 }

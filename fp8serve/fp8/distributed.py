@@ -41,7 +41,7 @@ def reduce_staged(modules: Sequence[Scaled], names: Sequence[str], recipe: Delay
     if strangers:  # only these need a look at the values, which costs a synchronisation on a GPU
         ran = rows[strangers].any(1).tolist()
         for i in (i for i, yes in zip(strangers, ran, strict=True) if yes):
-            modules[i].delayed_states(recipe)
+            modules[i].prepare(recipe.amax_history_len)
     present = [i for i, m in enumerate(modules) if m.scaling]
     for i in present:
         for name, value in zip(names, rows[i], strict=True):

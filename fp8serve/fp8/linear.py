@@ -5,10 +5,10 @@
     wgrad     dW [N, K] = dY^T X
 
 Every GEMM wants both operands quantized along the dimension it contracts. Under per-tensor scaling one set of codes
-serves all: the backward pass transposes the saved FP8 codes. Under row-wise and block scaling an activation is
-quantized twice in the forward pass, along K for the forward GEMM and, transposed, along M for wgrad. Either way a layer
-keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128 blocks of a weight
-serve both directions; a row-wise weight is quantized twice.
+serves all, transposed for the backward pass as the device needs it (devices.py). Under row-wise and block scaling an
+activation is quantized twice in the forward pass, along K for the forward GEMM and, transposed, along M for wgrad.
+Either way a layer keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128
+blocks of a weight serve both directions; a row-wise weight is quantized twice.
 
 The delayed states live outside of the module's parameters and buffers: `.to(bfloat16)` must not round them and DDP must
 not broadcast them. `state_dict` stores them as plain tensors under the names of a scaling checkpoint
@@ -20,7 +20,7 @@ weight element between two microbatches.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any, cast
 
@@ -31,10 +31,11 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import reference
-from fp8serve.fp8.autocast import Rule, autocast, current, enroll, stage_backward, stage_forward
+from fp8serve.fp8.autocast import Direction, autocast, current, enroll, prepare, record
 from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
+from fp8serve.fp8.recompute import recall, refuse_reentrant, regions, remember
 from fp8serve.fp8.scaling import FIELDS, ScalingState
 
 NAMES = ("input", "weight", "grad_output")
@@ -44,9 +45,10 @@ NAMES = ("input", "weight", "grad_output")
 class Call:
     """What one forward call fixes for its backward pass."""
 
-    module: "Linear"
+    module: int  # by key, as `record` wants it
     recipe: Recipe
-    rule: Rule | None  # how delayed states are updated; None for recipes without state
+    rule: int | None  # how delayed states are updated, by id; None for recipes without state
+    states: dict[str, ScalingState]  # empty for recipes without state
     hp: Precisions  # which of fprop, dgrad, wgrad run in high precision
     recording: bool  # stage amaxes in the forward pass
     observing: bool  # calibrating: stage the amax of operands that stay in high precision, too
@@ -62,23 +64,34 @@ class Call:
         if self.rule is None:
             pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols)
         else:
-            pair, amax = cast_delayed(x, dtype, self.module.delayed_states(self.rule.recipe)[name].scale)
+            pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
     def _stage(self, name: str, amax: Tensor) -> None:
-        if self.rule is None:
-            return
-        if name == "grad_output":
-            stage_backward(self.module, self.rule, amax)
-        elif self.recording:
-            stage_forward(self.module, self.rule, name, amax)
+        direction: Direction = "backward" if name == "grad_output" else "forward"
+        if self.rule is not None and (self.recording or direction == "backward"):
+            record(direction, self.states[name].amax_history, amax, self.module, self.rule)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one forward call runs, and how it runs again if its activations are recomputed."""
+
+    call: Call
+    input_rows: bool  # which codes of the input its GEMMs read
+    input_cols: bool
+    weight_codes: Pair
+
+    def repeated(self) -> "Plan":
+        """The plan of the second run: the scale as it is now, nothing recorded."""
+        states = {name: replace(s, scale=s.scale.clone()) for name, s in self.call.states.items() if name == "input"}
+        return replace(self, call=replace(self.call, states=states, recording=False))
 
 
 def _mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """[M, K] x [N, K] -> [M, N]; kernels read both operands with the contracted dimension contiguous."""
-    codes = (a.q.contiguous(), b.q.contiguous(), a.scale_inv.contiguous(), b.scale_inv.contiguous())
-    return cast(Tensor, torch.ops.fp8serve.scaled_mm(*codes, bias, out_dtype))
+    """[M, K] x [N, K] -> [M, N]."""
+    return cast(Tensor, torch.ops.fp8serve.scaled_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
 
 
 class _Matmul(torch.autograd.Function):
@@ -135,6 +148,8 @@ class _WeightCodes:
         return _WeightCodes, ()
 
     def get(self, weight: Tensor, recipe: Recipe, rows: bool, cols: bool, make: Callable[[], Pair]) -> Pair:
+        if torch.compiler.is_compiling():  # a graph cannot ask whether the weight has changed
+            return make()
         key = (weight._version, weight.data_ptr(), recipe)
         usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
         if weight.grad is None or not usable:
@@ -167,6 +182,7 @@ class Linear(nn.Linear):
         self.key = enroll(self)
         self.scaling = {}
         self._weight_codes = _WeightCodes()
+        self._ran_frozen = False  # the last call ran in FP8 without gradients
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> "Linear":
@@ -180,12 +196,16 @@ class Linear(nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.key = enroll(self)
 
-    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
-        """The states by tensor name, created or resized to the recipe's history length (the newest rows stay)."""
+    def prepare(self, length: int) -> None:
+        """Create the delayed states, or resize them to this history length (the newest rows stay)."""
         for name in NAMES:
             if name not in self.scaling:
-                self.scaling[name] = ScalingState.create(recipe.amax_history_len, self.weight.device)
-            self.scaling[name].resize(recipe.amax_history_len)
+                self.scaling[name] = ScalingState.create(length, self.weight.device)
+            self.scaling[name].resize(length)
+
+    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
+        """The states by tensor name, as this recipe wants them."""
+        self.prepare(recipe.amax_history_len)
         return self.scaling
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,39 +213,53 @@ class Linear(nn.Linear):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        context = current()
-        if context is None:
+        running = regions()
+        again, plan = recall(running, self.key)
+        if not again:
+            plan = self._plan(x)
+            remember(running, self.key, plan and plan.repeated() if running else None)
+        if plan is None:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        return self._quantized(x.reshape(-1, self.in_features), context).view(*x.shape[:-1], self.out_features)
+        return self._quantized(x.reshape(-1, self.in_features), plan).view(*x.shape[:-1], self.out_features)
+
+    def _plan(self, x: Tensor) -> Plan | None:
+        """How this call runs: the recipe in force and the codes of the weight. None: in high precision."""
+        context, graph = current(), torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            if context is None:
+                refuse_reentrant(self._ran_frozen)
+            if self._ran_frozen != (context is not None and not graph):  # setting a module's attribute is slow
+                self._ran_frozen = not self._ran_frozen
+        if context is None:
+            return None
+        call = self._call(context)
+        fprop_hp, dgrad_hp, wgrad_hp = call.hp
+        rows, cols = not fprop_hp, graph and x.requires_grad and not dgrad_hp
+        with torch.no_grad():
+            weight_codes = self._weight_codes.get(
+                self.weight, call.recipe, rows, cols, lambda: call.cast("weight", self.weight, rows, cols)
+            )
+        return Plan(call, rows, graph and self.weight.requires_grad and not wgrad_hp, weight_codes)
 
     def _call(self, context: autocast) -> Call:
         recipe = context.recipe
-        delayed = isinstance(recipe, DelayedScaling)
+        if isinstance(recipe, DelayedScaling):
+            prepare(self.key, recipe.amax_history_len)
         return Call(
-            module=self,
+            module=self.key,
             recipe=recipe,
-            rule=Rule(recipe, context.group) if isinstance(recipe, DelayedScaling) else None,
+            rule=context.rule,
+            states=self.scaling if isinstance(recipe, DelayedScaling) else {},
             hp=recipe.override_linear_precision if context.enabled else (True, True, True),
-            recording=delayed and (torch.is_grad_enabled() or context.calibrating),
+            recording=torch.is_grad_enabled() or context.calibrating,
             observing=context.calibrating,
         )
 
-    def _quantized(self, x: Tensor, context: autocast) -> Tensor:
-        call = self._call(context)
-        fprop_hp, dgrad_hp, wgrad_hp = call.hp
-        graph = torch.is_grad_enabled()
+    def _quantized(self, x: Tensor, plan: Plan) -> Tensor:
         with torch.no_grad():
-            x_cols = graph and self.weight.requires_grad and not wgrad_hp
-            w_cols = graph and x.requires_grad and not dgrad_hp
-            x_codes = call.cast("input", x, not fprop_hp, x_cols)
-            w_codes = self._weight_codes.get(
-                self.weight,
-                call.recipe,
-                not fprop_hp,
-                w_cols,
-                lambda: call.cast("weight", self.weight, not fprop_hp, w_cols),
-            )
-        return cast(Tensor, _Matmul.apply(x, self.weight, self.bias, call, x_codes, w_codes))  # type: ignore[no-untyped-call]
+            x_codes = plan.call.cast("input", x, plan.input_rows, plan.input_cols)
+        args = (x, self.weight, self.bias, plan.call, x_codes, plan.weight_codes)
+        return cast(Tensor, _Matmul.apply(*args))  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

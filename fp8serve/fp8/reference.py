@@ -60,6 +60,12 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
     return saturate(x.float() * scale, dtype), amax(x)
 
 
+def quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize x [M, K] by a given scale []: (q [M, K], its transpose [K, M], amax of x), all in one read of x."""
+    q, largest = quantize(x, scale, dtype)
+    return q, q.t().clone(memory_format=torch.contiguous_format), largest
+
+
 def quantize_current(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
     """Quantize by the tensor's own amax: (q, scale_inv [])."""
     scale = scale_from_amax(amax(x), FP8_MAX[dtype], power_2)
@@ -92,19 +98,25 @@ def _is_block(scale_inv: Tensor, rows: int, cols: int) -> bool:
     return scale_inv.dim() == 2 and tuple(scale_inv.shape) not in {(rows, 1), (1, 1)}
 
 
+def _padded(a: Tensor) -> Tensor:
+    return F.pad(a, (0, 0, 0, -a.shape[0] % 8))
+
+
 def scaled_mm(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """[M, K] x [N, K] -> [M, N], accumulated in FP32; the scales multiply the FP32 sums, bias is added before rounding.
 
     With block scales the operands are dequantized first, one FP32 rounding per element: as accurate as scaling the
-    partial sum of every block, and one matmul instead of K/128.
+    partial sum of every block, and one matmul instead of K/128. Rows are padded to a multiple of 8, because a BLAS adds
+    in another order for few rows: so a row's result does not depend on the rows beside it.
     """
+    rows = a.shape[0]
     with torch.autocast(a.device.type, enabled=False):  # a surrounding torch.autocast would make the matmul BF16
         if _is_block(a_scale_inv, *a.shape) or _is_block(b_scale_inv, *b.shape):
-            out = dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()
+            out = (_padded(dequantize(a, a_scale_inv)) @ dequantize(b, b_scale_inv).t())[:rows]
         else:
-            out = (a.float() @ b.float().t()) * a_scale_inv * b_scale_inv.t()
+            out = (_padded(a.float()) @ b.float().t())[:rows] * a_scale_inv * b_scale_inv.t()
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

@@ -74,8 +74,8 @@ class Scaled(Protocol):
     key: int
     scaling: dict[str, ScalingState]
 
-    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
-        """The states, created or resized to the recipe's history length."""
+    def prepare(self, length: int) -> None:
+        """Create the states, or resize them to this history length."""
         ...
 
 

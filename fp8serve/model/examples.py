@@ -69,7 +69,7 @@ def _read(path: Path) -> list[Example]:
     if suffix in TEXT_SUFFIXES:
         found: list[Example] = list(_passages(text, path))
     elif suffix in JSON_LINES_SUFFIXES:
-        found = [_example(line, f"{path}:{n}") for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        found = [_example(line, f"{path}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     else:
         raise DataError(f"{path} is neither text (.txt, .md) nor JSON lines (.jsonl); convert it to one of them.")
     if not found:

@@ -111,7 +111,7 @@ def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantiz
         return None
     found = config.get("quant_method") if isinstance(config, dict) else config
     reader = _READERS.get(str(found))
-    if reader is None:
+    if reader is None or not isinstance(config, dict):
         raise ModelError(f"{model_dir} is quantized by {found!r}; supported are {', '.join(_READERS)}.")
     return reader(config)
 

@@ -22,17 +22,19 @@ from fp8serve.server.house import House
 from fp8serve.server.models import Launch
 from fp8serve.server.settings import Settings
 from fp8serve.server.streams import ClientGoneError
+from fp8serve.server.training import WORKER
 
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."
 CLIENT_CLOSED = 499
 
 
-def create_app(settings: Settings, start_engine: Launch | None = None) -> FastAPI:
+def create_app(settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> FastAPI:
     """The application. Loading starts when its lifespan does, and `/health/ready` says when it is done.
 
-    `start_engine` replaces the engine process, for tests. Raises MachineError when the data directory cannot be used.
+    `start_engine` and `worker` replace the engine's and the trainer's process, for tests. Raises MachineError when the
+    data directory cannot be used.
     """
-    house = House(settings, start_engine)
+    house = House(settings, start_engine, worker)
     app = FastAPI(
         title="fp8serve",
         version=fp8serve.__version__,

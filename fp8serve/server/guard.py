@@ -89,7 +89,8 @@ class Envelope:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self.metrics.responses.labels(route, method, str(status or 499)).inc()
         self.metrics.http_seconds.labels(route).observe(seconds)
-        log.info("%s %s %s %.1f ms %s", method, route, status or 499, seconds * 1e3, scope["request_id"])
+        level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO  # probes come every few seconds
+        log.log(level, "%s %s %s %.1f ms %s", method, route, status or 499, seconds * 1e3, scope["request_id"])
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -98,6 +99,8 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 def _route(scope: Scope) -> str:
     """The route's template; a client cannot make labels or log text by asking for odd paths."""
     route = scope.get("route")
+    if scope["path"] == "/openapi.json":
+        return "/openapi.json"
     return (
         getattr(route, "path_format", None)
         or getattr(route, "path", None)
@@ -180,7 +183,8 @@ class Intake:
             await self.app(scope, receive, send)
             return
         try:
-            body = await asyncio.wait_for(self._read(scope, receive), self.seconds)
+            async with asyncio.timeout(self.seconds):
+                body = await self._read(scope, receive)
         except TimeoutError:
             fault = Fault(Code.REQUEST_TIMEOUT, f"The request body did not arrive within {self.seconds:g} seconds.")
             await refuse(fault, scope, receive, send, close=True)

@@ -7,8 +7,10 @@ ends the processes. Handlers get the house by the `HouseDep` dependency; there i
 import asyncio
 import logging
 import math
+import shutil
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -23,8 +25,8 @@ from fp8serve.server.generation import Generation, build_requests
 from fp8serve.server.jobs import JobStore
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.models import BASE, Launch, Models, Served, Source, launch
-from fp8serve.server.settings import Settings, prepare_data_dir
-from fp8serve.server.training import Trainer
+from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
+from fp8serve.server.training import WORKER, Trainer
 
 log = logging.getLogger("fp8serve.server")
 
@@ -32,18 +34,20 @@ log = logging.getLogger("fp8serve.server")
 class House:
     """One server's parts. `failed` is set when the model could not be loaded, with the reason in `models.problem`."""
 
-    def __init__(self, settings: Settings, start_engine: Launch | None = None) -> None:
+    def __init__(self, settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> None:
         limits = settings.limits
         self.settings = settings
         self.data_dir = prepare_data_dir(settings)
-        self.metrics = Metrics(settings.vllm_metrics)
+        self._lock = lock_data_dir(self.data_dir)
+        self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
         self.models = Models(settings.model_name, start_engine or launch, self.metrics)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
         )
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
-        self.trainer = Trainer(self.jobs, self.data_dir, wait_idle=self._wait_before_training)
+        self.trainer = Trainer(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.started_at = int(time.time())
+        self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.draining = asyncio.Event()
         self._drain_deadline = math.inf
@@ -60,6 +64,7 @@ class House:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
+        await asyncio.to_thread(self._sweep)
         self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self.models.watch())]
 
     async def _load(self) -> None:
@@ -70,8 +75,22 @@ class House:
             self.failed.set()
             return
         log.info("%s", kernels_line(served))
-        log.info("serving %s (%s) as %s", served.source.model_id, served.weight_version, self.models.name)
+        log.info(
+            "serving %s (%s) as %s on %s", served.source.model_id, served.weight_version, self.models.name, self.address
+        )
+        if self.settings.api_key is None and not is_loopback(self.settings.host):
+            log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
         self.trainer.start()
+
+    def _sweep(self) -> None:
+        """Removes what a crash left half-made: job directories and uploads that no row names."""
+        jobs, uploads = self.jobs.ids("jobs"), self.jobs.ids("files")
+        for path in self.trainer.root.iterdir():
+            if path.name not in jobs:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.data_dir.glob("files/*"):
+            if path.stem not in uploads:
+                path.unlink()
 
     async def _first_source(self) -> Served:
         """What was activated last for this model, if that still loads; else the model itself."""
@@ -111,6 +130,7 @@ class House:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.models.close()
         self.jobs.close()
+        self._lock.close()
 
     # -- how it is -----------------------------------------------------------------------------------------------------
 

@@ -50,9 +50,7 @@ def run(settings: Settings, start_engine: Launch | None = None) -> None:
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         _configure_logging()
-        if settings.api_key is None:
-            log.warning("no API key is set: whoever reaches %s:%d may use this server", *listener.getsockname()[:2])
-        log.info("listening on http://%s:%d", *listener.getsockname()[:2])
+        house.address = address(listener)
         DrainingServer(config, house).run([listener])
     if house.models.problem is not None and house.failed.is_set():
         raise house.models.problem
@@ -71,6 +69,12 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise MachineError(_why_not(host, port, error)) from None
     return listener
+
+
+def address(listener: socket.socket) -> str:
+    """Where a browser finds the server."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _why_not(host: str, port: int, error: OSError) -> str:

@@ -15,8 +15,8 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.files import page
 from fp8serve.server.finetune import Limit, checkpoint_metrics, written_checkpoints
 from fp8serve.server.house import House, HouseDep
-from fp8serve.server.jobs import Event, Job
 from fp8serve.server.protocol import Body, Metadata, Strict
+from fp8serve.server.records import Event, Job
 from fp8serve.server.submission import FileId, FinetuneBody, Suffix, submit
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI"])
@@ -79,7 +79,7 @@ class JobBody(Body):
 async def create(
     body: JobBody, house: HouseDep, idempotency_key: Annotated[str | None, Header(max_length=255)] = None
 ) -> dict[str, Any]:
-    job, made = await asyncio.to_thread(submit, house, body.native(), idempotency_key)
+    job, made = await asyncio.to_thread(submit, house, body.native(), idempotency_key, False)
     if made:
         house.trainer.submitted()
     return view(house, job)
@@ -141,7 +141,7 @@ def view(house: House, job: Job) -> dict[str, Any]:
     shown = {
         "n_epochs": config["epochs"],
         "batch_size": config["batch_size"],
-        "learning_rate_multiplier": config["lr"] / LEARNING_RATE,
+        "learning_rate_multiplier": config["learning_rate"] / LEARNING_RATE,
     }
     times = {"created_at": job.created_at, "finished_at": job.finished_at, "estimated_finish": None}
     return times | {

@@ -141,7 +141,7 @@ class GenerateBody(Body):
 
 
 class Message(Strict):
-    """One turn of a conversation. `weight` 0 keeps an assistant turn out of the loss (fine-tuning rows only)."""
+    """One turn of a conversation; `content` is a text or a list of text parts."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list["TextPart"], Field(min_length=1, max_length=256)] | str

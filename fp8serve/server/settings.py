@@ -4,20 +4,24 @@ The command line fills it; `create_app` and `run` read it; nothing here comes fr
 times are seconds. `Limits` bounds everything that a request can multiply and is shown by `GET /info`.
 """
 
+import fcntl
+import hashlib
 import ipaddress
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from fp8serve.errors import MachineError, RequestError
 
 TrainOn = Literal["refuse", "share", "pause"]
 
 
-def default_data_dir() -> Path:
-    """Where jobs, uploads and checkpoints live unless told otherwise: the user's data directory."""
-    return Path.home() / ".local" / "share" / "fp8serve"
+def default_data_dir(model: Path) -> Path:
+    """Where jobs, uploads and checkpoints live unless told otherwise: a place of its own for each model."""
+    path = model.resolve()
+    mark = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return Path.home() / ".local" / "share" / "fp8serve" / f"{path.name}-{mark}"
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,6 @@ class Limits:
     n: int = 16
     prompts: int = 64
     chat_messages: int = 1024
-    logprobs: int = 20
     streams: int = 512
     keep_alive_seconds: float = 15.0
     jobs_queued: int = 32
@@ -68,7 +71,7 @@ class Settings:
     kv_cache_dtype: Literal["bf16", "fp8"] = "bf16"
     max_num_seqs: int = 16
     max_model_len: int | None = None
-    data_dir: Path = field(default_factory=default_data_dir)
+    data_dir: Path | None = None
     train_on: TrainOn = "refuse"
     train_device: str | None = None
     drain_seconds: float = 30.0
@@ -137,12 +140,26 @@ def is_loopback(host: str) -> bool:
 
 def prepare_data_dir(settings: Settings) -> Path:
     """Make the data directory, private to this user. Raises MachineError when it cannot be written."""
+    path = settings.data_dir or default_data_dir(settings.model)
     try:
-        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(
-            f"Cannot make the data directory {settings.data_dir} ({error.strerror}); choose another with --data-dir."
+            f"Cannot make the data directory {path} ({error.strerror}); choose another with --data-dir."
         ) from None
-    if not os.access(settings.data_dir, os.W_OK | os.X_OK):
-        raise MachineError(f"The data directory {settings.data_dir} is not writable; choose another with --data-dir.")
-    return settings.data_dir
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise MachineError(f"The data directory {path} is not writable; choose another with --data-dir.")
+    return path
+
+
+def lock_data_dir(path: Path) -> IO[str]:
+    """Held while a server lives: two servers would run each other's jobs. Raises MachineError when another holds it."""
+    lock = (path / "server.lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise MachineError(
+            f"Another server uses the data directory {path}; stop it, or give this one its own with --data-dir."
+        ) from None
+    return lock

@@ -108,6 +108,7 @@ PAGES = {
     "/docs": ("docs.html", "text/html; charset=utf-8"),
     "/console/style.css": ("style.css", "text/css; charset=utf-8"),
     "/console/console.js": ("console.js", "text/javascript; charset=utf-8"),
+    "/console/icon.svg": ("icon.svg", "image/svg+xml"),
     "/console/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
 }
 

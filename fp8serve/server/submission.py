@@ -22,16 +22,19 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.errors import DataError, Fp8ServeError
+from fp8serve.model.config import read_config
 from fp8serve.model.examples import read_examples
 from fp8serve.model.files import fsync
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.house import House
-from fp8serve.server.jobs import Job, NewJob, new_job_id
 from fp8serve.server.models import Source
 from fp8serve.server.protocol import Body, Metadata
+from fp8serve.server.records import Job, NewJob, new_job_id
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import check_length
 from fp8serve.train.validate import ValidationReport, validate
 
+SEQ_LEN = 256
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Rows = Annotated[list[dict[str, Any]], Field(min_length=1)]
 FileId = Annotated[str, Field(max_length=64)]
@@ -39,7 +42,10 @@ Suffix = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
 
 
 class FinetuneBody(Body):
-    """`POST /finetune`: rows in `data`, or an uploaded `file_id`; every other field has the trainer's own default."""
+    """`POST /finetune`: rows in `data`, or an uploaded `file_id`; every other field has the trainer's own default.
+
+    `seq_len` left out is SEQ_LEN, or the model's whole context where that is shorter.
+    """
 
     data: Rows | None = None
     file_id: FileId | None = None
@@ -54,7 +60,7 @@ class FinetuneBody(Body):
     max_steps: Count | None = None
     batch_size: Annotated[int, Field(ge=1, le=65536)] = 8
     accumulate: Annotated[int, Field(ge=1, le=65536)] = 1
-    seq_len: Annotated[int, Field(ge=2, le=1 << 20)] = 256
+    seq_len: Annotated[int, Field(ge=2, le=1 << 20)] | None = None
     packing: Literal["rows", "tokens"] = "rows"
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-5
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
@@ -130,9 +136,10 @@ def training_source(house: House, model: str | None) -> Source:
     raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
 
 
-def submit(house: House, body: FinetuneBody, key: str | None) -> tuple[Job, bool]:
-    """Makes a queued job; False when the idempotency `key` had made it before. Blocks: call it in a thread. Raises
-    Fault.
+def submit(house: House, body: FinetuneBody, key: str | None, check_files: bool = True) -> tuple[Job, bool]:
+    """Makes a queued job; False when the idempotency `key` had made it before. Blocks: call it in a thread.
+
+    Raises Fault. `check_files=False` leaves bad rows of an uploaded file to the job, which then fails with them.
     """
     refuse_if_not_allowed(house)
     source = training_source(house, body.model)
@@ -140,7 +147,7 @@ def submit(house: House, body: FinetuneBody, key: str | None) -> tuple[Job, bool
     directory = house.trainer.dir_of(job_id)
     directory.mkdir(mode=0o700)
     try:
-        config = _fill(house, directory, body, source)
+        config = _fill(house, directory, body, source, check_files)
         new = NewJob(
             base=source.model_id, source=source.key, config=_public(config), suffix=body.suffix,
             training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
@@ -162,11 +169,13 @@ def request_hash(body: Body) -> str:
     return hashlib.sha256(body.model_dump_json().encode()).hexdigest()
 
 
-def _fill(house: House, directory: Path, body: FinetuneBody, source: Source) -> TrainConfig:
+def _fill(house: House, directory: Path, body: FinetuneBody, source: Source, check_files: bool) -> TrainConfig:
     data = place(house, directory / "data", body.data, body.file_id)
     held_out = place(house, directory / "validation", body.validation_data, body.validation_file_id)
     config = make_config(house, directory, body, source, data, held_out)
-    for path in (*data, *held_out):
+    if body.data is not None:
+        check_inline(config)
+    for path in (*(data if body.data is None and check_files else ()), *(held_out if check_files else ())):
         check_rows(path, "data" if path in data else "validation_data")
     (directory / "job.json").write_text(config.to_json(), encoding="utf-8")
     for path in (directory / "job.json", directory, directory.parent):
@@ -178,19 +187,15 @@ def make_config(
     house: House, directory: Path, body: FinetuneBody, source: Source, data: Sequence[Path], held_out: Sequence[Path]
 ) -> TrainConfig:
     """Fault when the trainer would refuse the numbers."""
-    places = {
-        "model": str(source.directory.resolve()),
-        "data": [str(p) for p in data],
-        "eval_data": [str(p) for p in held_out],
-    }
     try:
+        model = read_config(source.directory)
+        seq_len = body.seq_len or min(SEQ_LEN, model.max_full_attention_len)
+        check_length(seq_len, model)
         return TrainConfig.from_dict(
-            {
-                **body.hyper_parameters(),
-                **places,
-                "out": str(directory / "out"),
-                "device": house.settings.training_device,
-            }
+            body.hyper_parameters()
+            | {"model": str(source.directory.resolve()), "out": str(directory / "out"), "seq_len": seq_len}
+            | {"data": [str(p) for p in data], "eval_data": [str(p) for p in held_out]}
+            | {"device": house.settings.training_device}
         )
     except Fp8ServeError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error)) from None
@@ -198,7 +203,8 @@ def make_config(
 
 def _public(config: TrainConfig) -> dict[str, Any]:
     """What a job shows of its configuration: no place on our disk."""
-    return {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+    shown = {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+    return shown | {"learning_rate": shown.pop("lr")}
 
 
 def place(house: House, stem: Path, rows: Rows | None, file_id: str | None) -> list[Path]:
@@ -255,6 +261,15 @@ def check_rows(path: Path, param: str) -> None:
         read_examples([path])
     except DataError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
+
+
+def check_inline(config: TrainConfig) -> None:
+    """Fault 4xx naming the first row of `data` that cannot be trained on; tokenises them all."""
+    report = validate(config)
+    if report.bad_lines:
+        raise Fault(Code.INVALID_PARAMETER, report.bad_lines[0]["message"], param="data")
+    if not report.ok:
+        raise Fault(Code.INVALID_PARAMETER, "No row of data has a token to learn within seq_len.", param="data")
 
 
 # -- the dry run -------------------------------------------------------------------------------------------------------

@@ -16,28 +16,38 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fp8serve.server.faults import safe_text
-from fp8serve.server.jobs import Job, JobStore
+from fp8serve.server.jobs import JobStore
+from fp8serve.server.records import Job
 from fp8serve.server.streams import cancel
 
 log = logging.getLogger("fp8serve.server")
 
+# -P: a file in the current directory must not become a module of the worker
+WORKER = (sys.executable, "-P", "-m", "fp8serve.train.worker")
 POLL_SECONDS = 0.1
 CANCEL_SECONDS = 60.0
 ERROR_SECONDS = 5.0
 MAX_CRASHES = 3
+NICE = 10
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 3
 
 
 class Trainer:
-    """Takes jobs from the table and sees them through. `wait_idle` is awaited before a job starts."""
+    """Takes jobs from the table and sees them through. `wait_idle` is awaited before a job starts.
 
-    def __init__(self, store: JobStore, data_dir: Path, wait_idle: Callable[[], Awaitable[None]]) -> None:
+    `command` is the worker's, to which the job's directory is added.
+    """
+
+    def __init__(
+        self, store: JobStore, data_dir: Path, wait_idle: Callable[[], Awaitable[None]], command: Sequence[str] = WORKER
+    ) -> None:
         self.store = store
+        self.command = tuple(command)
         self.root = data_dir / "jobs"
         self.root.mkdir(mode=0o700, exist_ok=True)
         self.busy = False
@@ -73,8 +83,8 @@ class Trainer:
         while not self.closing:
             waiting = await asyncio.to_thread(self.store.unfinished)
             if not waiting:
-                self._wake.clear()
                 await self._wake.wait()
+                self._wake.clear()
                 continue
             self.busy = True
             try:
@@ -96,8 +106,7 @@ class Trainer:
         if self._worker is not None:
             await self._worker.stop(seconds)
         if self._task is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._task), 1.0)
+            await asyncio.wait({self._task}, timeout=1.0)
             await cancel(self._task)
         self.closed = True
 
@@ -108,7 +117,7 @@ class Trainer:
             return
         if self.closing:
             return
-        self._worker = worker = await Worker.start(job.id, self.dir_of(job.id))
+        self._worker = worker = await Worker.start(job.id, self.dir_of(job.id), self.command)
         await self._follow(worker)
         self._worker = None
         await asyncio.to_thread(self._settle, worker)
@@ -132,7 +141,8 @@ class Trainer:
                 await worker.stop(CANCEL_SECONDS)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), POLL_SECONDS)
+                async with asyncio.timeout(POLL_SECONDS):
+                    await self._wake.wait()
             self._wake.clear()
 
     def _take_in(self, worker: "Worker") -> bool:
@@ -196,16 +206,22 @@ class Worker:
         self._last: dict[str, Any] = {}
 
     @classmethod
-    async def start(cls, job_id: str, directory: Path) -> "Worker":
+    async def start(cls, job_id: str, directory: Path, command: Sequence[str]) -> "Worker":
         """Starts the process, in a session of its own so that a Ctrl-C meant for the server does not reach it."""
         if lock_is_held(directory / "worker.lock"):
             log.info("job %s is still running from before; following it", job_id)
             return cls(job_id, directory, None)
         with (directory / "worker.log").open("ab") as output:
-            command = (sys.executable, "-m", "fp8serve.train.worker", str(directory))
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                *command,
+                str(directory),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
+        with contextlib.suppress(OSError):  # serving comes first where they share a CPU
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         return cls(job_id, directory, process)
 
     def ended(self) -> bool:

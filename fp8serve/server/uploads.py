@@ -133,7 +133,8 @@ async def _feed(request: Request, parser: MultipartParser, max_bytes: int, secon
     stream = request.stream()
     while True:
         try:
-            chunk = await asyncio.wait_for(anext(stream, None), seconds)
+            async with asyncio.timeout(seconds):
+                chunk = await anext(stream, None)
         except TimeoutError:
             raise Fault(Code.REQUEST_TIMEOUT, f"The upload stood still for {seconds:g} seconds.") from None
         except ClientDisconnect:

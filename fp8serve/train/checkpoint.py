@@ -3,7 +3,7 @@
     model.safetensors       FP32 master weights under their Hugging Face names; with the files of the next line
     config.json, tokenizer  (carried over, quantization removed) the directory is itself a model directory
     optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`
-    scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite}`
+    scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`
     random.safetensors      torch's generator state
     trainer.json            step, cursor, token counts, the configuration and what it was run with
     manifest.json           size and SHA-256 of every other file, written last

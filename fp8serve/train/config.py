@@ -181,6 +181,7 @@ def _check_words(config: TrainConfig) -> None:
 
 
 def _check_recipe(config: TrainConfig) -> None:
+    recipe.from_name(config.recipe)  # an unknown name first
     if not isinstance(config.recipe_options, Mapping):
         raise JobError(f"recipe_options must be an object, found {config.recipe_options!r}.")
     if config.amax_history_len is not None and config.recipe != "delayed":
@@ -189,6 +190,10 @@ def _check_recipe(config: TrainConfig) -> None:
         raise RecipeError(f"recipe_options make another recipe than {config.recipe!r}; name that one in `recipe`.")
     if getattr(made, "fp8_dpa", False) or getattr(made, "fp8_mha", False):
         raise RecipeError("Training runs attention in BF16; leave fp8_dpa and fp8_mha off.")
+    if getattr(
+        made, "power_2_scale", False
+    ):  # no file format says so: the result would not be served as it was trained
+        raise RecipeError("Served models compute their scales unrounded; leave power_2_scale off in training.")
 
 
 def _is_real(value: Any) -> bool:

@@ -2,10 +2,11 @@
 
 Every event has `type`, `level` ("info", "warn" or "error") and `message` (one sentence for a person). By type:
 
-    message      `code` says which: data, resumed, sweep, rows_dropped, step_skipped, machine_changed, stopped,
-    exported, error metrics      step, total_steps, epoch, train_loss, train_mean_token_accuracy, learning_rate,
-                 grad_norm, tokens_per_second, trained_tokens; after a validation pass also valid_loss,
-                 valid_mean_token_accuracy
+    message      `code` says which: data, rows_dropped, seeded, scales_observed, resumed, sweep, checkpoint_broken,
+                 machine_changed, step_skipped, stopped, exported, error
+    metrics      step, total_steps, epoch, train_loss, train_mean_token_accuracy, learning_rate, grad_norm,
+                 tokens_per_second, trained_tokens; after a validation pass also valid_loss,
+                 valid_mean_token_accuracy; a value that is not finite is null
     checkpoint   step, path, and the latest metrics of that step (train_loss, ...)
 
 `level`, `message` and `type` are those of an OpenAI fine-tuning job event; the rest is its `data`. The worker adds `id`
@@ -24,10 +25,14 @@ def message(code: str, text: str, *, level: str = "info", **data: Any) -> Event:
 
 
 def metrics(values: dict[str, Any]) -> Event:
-    text = f"Step {values['step']}/{values['total_steps']}: training loss={values['train_loss']:.4f}"
+    text = f"Step {values['step']}/{values['total_steps']}: training loss={_number(values['train_loss'])}"
     if "valid_loss" in values:
-        text += f", validation loss={values['valid_loss']:.4f}"
+        text += f", validation loss={_number(values['valid_loss'])}"
     return {"type": "metrics", "level": "info", "message": text, **values}
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def checkpoint(path: str, values: dict[str, Any]) -> Event:

@@ -45,9 +45,22 @@ class Forward:
 
     def logits(self, batch: Batch) -> Tensor:
         """FP32 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is."""
-        weights = {n: p if n in self._as_is else p.to(torch.bfloat16) for n, p in self.network.named_parameters()}
         with autocast(enabled=self.recipe is not None, recipe=self.recipe):
-            return torch.func.functional_call(self.network, weights, (batch,))  # type: ignore[no-any-return]
+            return self._logits(batch)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        weights = {n: p if n in self._as_is else p.to(torch.bfloat16) for n, p in self.network.named_parameters()}
+        return torch.func.functional_call(self.network, weights, (batch,))  # type: ignore[no-any-return]
+
+    def observe(self, batch: Batch, targets: int) -> None:
+        """Forward and backward in high precision that only record amaxes, of gradients too, into the delayed states.
+
+        `targets`: of the whole step, so that gradients have the size they will have. Leaves no gradient behind.
+        """
+        with autocast(enabled=False, recipe=self.recipe, calibrating=True):
+            loss, _ = summed_loss(self._logits(batch), batch.targets)
+        (loss / targets).backward()  # type: ignore[no-untyped-call]
+        self.network.zero_grad(set_to_none=True)
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

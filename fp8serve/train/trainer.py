@@ -9,15 +9,16 @@ kernels; a resume on a different machine works and says that the bits may differ
     out/model/                the result: FP8, servable, its scales those that training kept
 
 The loss of a step is the mean over all targets of all its microbatches, so neither packing nor accumulation changes
-what is minimised. A gradient that is not finite is never applied: the step is skipped with an event, the moments stay,
-and ten in a row end the job.
+what is minimised. With delayed scaling, a base model that brings no histories is first observed for one microbatch in
+high precision: no step is taken at scale 1. A gradient that is not finite is never applied: the step is skipped with an
+event, the moments stay, and ten in a row end the job.
 """
 
 import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from typing import Any, Literal
 import torch
 
 from fp8serve.errors import JobError
+from fp8serve.fp8.scaling import ScalingState
 from fp8serve.train import checkpoint, events, state
 from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
@@ -109,6 +111,8 @@ class _Run:
         self.lengths = [row.tokens for row in self.setup.rows]
         if self.latest is not None:
             self._resume(self.latest)
+        else:
+            self._warm_scales()
 
     def _sweep(self) -> Path | None:
         for root in (self.root, self.out):
@@ -127,6 +131,23 @@ class _Run:
         values = dict(saved.meta["progress"])
         self.progress = Progress(**{**values, "cursor": Cursor(**values["cursor"])})
         self.on_event(events.message("resumed", f"Resumed from step {self.progress.step}", step=self.progress.step))
+
+    def _warm_scales(self) -> None:
+        """Before the first step, fill the histories that the base model does not bring with one observed microbatch.
+
+        A gradient quantized at scale 1 is mostly below E5M2's smallest number, and zero gradients teach the layers
+        before them no scale either: without this, scales would become right one layer a step.
+        """
+        if not any(entry.amax_history.count_nonzero() == 0 for _, entry in self._states()):
+            return
+        step, _ = next(walk(self.lengths, self.config, self.progress.cursor, 1))
+        targets = sum(self.setup.rows[i].trainable for rows in step for i in rows)
+        self.setup.forward.observe(collate([self.setup.rows[i] for i in step[0]], self.config.device), targets)
+        text = "Scales start from the amaxes of one pass in high precision"
+        self.on_event(events.message("scales_observed", text))
+
+    def _states(self) -> Iterator[tuple[str, ScalingState]]:
+        return state.states(self.setup.decoder, self.setup.forward.recipe)
 
     def _check_same_job(self, meta: dict[str, Any], path: Path) -> None:
         now, then = self._identity(), meta["identity"]
@@ -218,9 +239,9 @@ class _Run:
         }
         if self.setup.eval_rows and (self._due(self.config.eval_every) or self.progress.step == self.setup.total_steps):
             values |= evaluate(self.setup.forward, self.setup.eval_rows, self.config.batch_size, self.config.device)
-        self.progress.metrics = values
+        self.progress.metrics = {k: v if math.isfinite(v) else None for k, v in values.items()}
         if self._due(self.config.log_every) or "valid_loss" in values or self.progress.step == self.setup.total_steps:
-            self.on_event(events.metrics({**values, "tokens_per_second": speed}))
+            self.on_event(events.metrics({**self.progress.metrics, "tokens_per_second": speed}))
 
     def _save(self) -> None:
         if self.latest is not None and self.latest.name == f"step-{self.progress.step}":

@@ -1,8 +1,8 @@
 """The process a job runs in: `python -m fp8serve.train.worker JOB_DIR`.
 
     JOB_DIR/job.json      in   the TrainConfig
-    JOB_DIR/events.jsonl  out  one event a line (`train.events`) with `id` (rising by one, across restarts) and
-    `created_at` JOB_DIR/result.json   out  the TrainResult, written whole when the job has succeeded
+    JOB_DIR/events.jsonl  out  one event a line (`train.events`), `id` rising by one across restarts, and `created_at`
+    JOB_DIR/result.json   out  the TrainResult, written whole when the job has succeeded
     JOB_DIR/worker.lock   a file lock held while the process lives: who can take it knows that no worker runs
 
 Exit status: 0 the job is done, 1 it failed (the last event is the one-sentence error), 2 wrong usage, 3 it was told to

@@ -162,6 +162,17 @@ def test_a_batch_that_fails_fails_alone(engine: Engine, monkeypatch: pytest.Monk
     assert len(greedy(engine).token_ids) == 24
 
 
+def test_an_interrupted_call_leaves_nothing_running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(work: list[Work]) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.loaded.runner, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(engine)
+    assert not engine.has_work()
+    assert engine.step() == []
+
+
 def test_numbers_that_are_none_end_their_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run = engine.loaded.runner.run
 
@@ -182,9 +193,10 @@ def test_what_it_says_about_itself(model_dir: Path) -> None:
     engine.generate([PROMPT], temperature=0.0, max_new_tokens=4)
     stats = engine.stats()
     assert (stats["running"], stats["waiting"], stats["kv_usage"]) == (0, 0, 0)
-    assert stats["prompt_tokens_total"] == 17 + 17 + 1
+    assert stats["prompt_tokens_total"] == 17 * 3
+    assert stats["computed_tokens_total"] == (17 + 3) + (1 + 3) * 2
     assert stats["generated_tokens_total"] == 12
-    assert stats["prefix_hit_tokens_total"] == 16
+    assert stats["prefix_hit_tokens_total"] == 16 * 2
     assert stats["finished_total"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
     info = engine.info()
     assert (info["architecture"], info["num_blocks"], info["max_model_len"]) == ("LlamaForCausalLM", 20, 128)
@@ -224,7 +236,7 @@ def test_without_a_tokenizer_token_ids_still_work(model_dir: Path, tmp_path: Pat
     assert (done.text, len(done.token_ids)) == ("", 24)
     with pytest.raises(RequestError, match="no tokenizer"):
         engine.generate(["text"])
-    with pytest.raises(RequestError, match="stop_token_ids"):
+    with pytest.raises(RequestError, match="Stop strings and grammars need a tokenizer"):
         greedy(engine, stop="x")
 
 

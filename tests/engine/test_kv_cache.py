@@ -106,6 +106,7 @@ def test_no_block_is_leaked_or_wrongly_shared(
     for seq in live.values():
         pool.release(seq)
     assert pool.num_free == num_blocks
+    assert not pool._coming
 
 
 def apply(pool: BlockPool, live: dict[int, Sequence], contents: dict[int, tuple[str, tuple[int, ...]]],

@@ -94,6 +94,25 @@ def test_the_youngest_is_preempted_and_resumes_first() -> None:
     assert scheduler.pool.num_used == 0
 
 
+def test_answers_to_one_prompt_compute_it_once() -> None:
+    scheduler = make(tokens=32)
+    for name in "abc":
+        scheduler.add(sequence(name, 38, new=3, fill=1))
+    assert counts(run_step(scheduler)) == {"a": 32}
+    assert counts(run_step(scheduler)) == {"a": 6}
+    assert counts(run_step(scheduler)) == {"a": 1, "b": 2, "c": 2}
+
+
+def test_who_waits_for_a_prefix_computes_it_when_its_owner_goes() -> None:
+    scheduler = make(tokens=32)
+    owner, heir = sequence("owner", 38, fill=1), sequence("heir", 38, fill=1)
+    scheduler.add(owner)
+    scheduler.add(heir)
+    run_step(scheduler)
+    scheduler.finish(owner, "abort")
+    assert counts(run_step(scheduler)) == {"heir": 6}  # what the owner had computed is still there
+
+
 def test_prefix_hits_are_counted() -> None:
     scheduler = make()
     scheduler.add(sequence("a", 9, fill=1))
@@ -139,6 +158,7 @@ def test_every_request_ends_and_every_block_returns(seed: int, blocks: int, size
         steps += 1
         assert steps < 20_000
     assert scheduler.pool.num_used == 0
+    assert not scheduler.pool._coming
     assert all(seq.status is Status.FINISHED for seq in added)
 
 

@@ -1,5 +1,7 @@
 """The ops' registration and fake kernels, which kernel serves them, and the public wrappers."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -17,8 +19,8 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_op_has_cases_and_a_reference() -> None:
-    assert set(CASES) == set(ops.OPS) == set(ops.backends())
-    for op in ops.OPS:
+    assert set(CASES) == {*ops.OPS, *ops.COMPOSED} == set(ops.backends())
+    for op in CASES:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", "CompositeExplicitAutograd")
 
 
@@ -31,7 +33,7 @@ def test_backends_name_the_kernel_that_answers() -> None:
     named = f"cpu kernel ({ops.cpu_isa()})" if has_library else "reference"
     assert ops.backends()["quantize"] == ops.backends()["scaled_mm"] == named
     if ops.LIBRARIES["cuda"] is None:
-        assert set(ops.backends("cuda").values()) == {"reference"}
+        assert set(ops.backends("cuda").values()) == {"reference", "composed"}
 
 
 @pytest.mark.parametrize(("op", "case"), A_FEW, ids=[f"{op}: {case.name}" for op, case in A_FEW])
@@ -44,7 +46,7 @@ def test_opcheck(op: str, case: Case) -> None:
     torch.library.opcheck(getattr(torch.ops.fp8serve, op).default, args, test_utils=checks)
 
 
-@pytest.mark.parametrize("op", [op for op in ops.OPS if op not in ("delayed_update", "write_kv")])
+@pytest.mark.parametrize("op", [op for op in ops.OPS if op not in ("delayed_update", "write_kv", "rotary_write_kv")])
 def test_inputs_stay_as_they_were(op: str) -> None:
     for case in CASES[op]:
         args, before = case.make(), case.make()
@@ -74,6 +76,17 @@ def test_a_nan_spoils_its_row_only() -> None:
     y = fp8serve.scaled_mm(a, torch.ones(3, 2).to(torch.float8_e4m3fn), one, one, out_dtype=torch.float32)
     assert y[0].isnan().all()
     assert y[1].tolist() == [5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("kernel", [reference.scaled_mm, torch.ops.fp8serve.scaled_mm], ids=["reference", "op"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(kernel: Callable[..., torch.Tensor]) -> None:
+    """Row G4: decoding alone or in a batch gives the same bits."""
+    noise = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 2048, generator=noise).to(torch.float8_e4m3fn) for n in (40, 600))
+    one = torch.tensor(1.0)
+    together = kernel(a, b, one, one, None, torch.float32)
+    for rows in (1, 2, 3, 5, 7, 17, 33):
+        assert torch.equal(kernel(a[:rows], b, one, one, None, torch.float32), together[:rows])
 
 
 def test_scaled_mm_is_not_rounded_by_a_surrounding_autocast() -> None:

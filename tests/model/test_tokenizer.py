@@ -1,6 +1,8 @@
 """Ids as transformers', chats included, and streams whose pieces add up to the whole on any ids."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +195,9 @@ def test_flush_gives_what_was_held_and_starts_anew() -> None:
     assert stream.push(subject.encode("😀", add_special_tokens=False)[0]) == ""
     assert stream.flush() == "\ufffd"
     assert stream.push(subject.encode("a", add_special_tokens=False)[0]) == "a"
+
+
+def test_a_front_process_tokenizes_without_torch() -> None:
+    modules = "fp8serve.model.config, fp8serve.model.examples, fp8serve.model.tokenizer"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

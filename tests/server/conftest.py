@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from fp8serve.server.app import create_app
 from fp8serve.server.house import House
 from fp8serve.server.settings import Settings
 from tests.server.fakes import Launcher, model_dir
+
+STUB = (sys.executable, str(Path(__file__).with_name("stub_worker.py")))
 
 
 class Server:
@@ -43,9 +46,11 @@ def start(settings: Settings) -> Start:
     """`async with start() as server`; keyword arguments change the settings, `launcher` the engines."""
 
     @contextlib.asynccontextmanager
-    async def started(launcher: Launcher | None = None, wait: bool = True, **changes: Any) -> AsyncIterator[Server]:
+    async def started(
+        launcher: Launcher | None = None, wait: bool = True, worker: Sequence[str] = STUB, **changes: Any
+    ) -> AsyncIterator[Server]:
         launcher = launcher or Launcher()
-        app = create_app(replace(settings, **changes), launcher)
+        app = create_app(replace(settings, **changes), launcher, worker)
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),

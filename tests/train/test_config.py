@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fp8serve.errors import JobError
+from fp8serve.errors import JobError, RecipeError
+from fp8serve.fp8.recipe import DelayedScaling, Format
 from fp8serve.train.config import TrainConfig
 
 REQUIRED: dict[str, Any] = {"model": "m", "data": ["d.jsonl"], "out": "o"}
@@ -47,6 +48,31 @@ def test_a_value_that_cannot_be_used_is_named(field: str, value: Any) -> None:
 def test_history_length_needs_the_recipe_that_has_one() -> None:
     with pytest.raises(JobError, match="'block' keeps no history"):
         TrainConfig.from_dict({**REQUIRED, "recipe": "block", "amax_history_len": 16})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "says"),
+    [
+        ("int4", {}, "no recipe 'int4'"),
+        ("delayed", {"margins": 1}, "no parameter 'margins'"),
+        ("bf16", {"margin": 1}, "no parameters"),
+        ("current", {"granularity": "row"}, "another recipe than 'current'"),
+        ("current", {"power_2_scale": True}, "leave power_2_scale off"),
+        ("delayed", {"fp8_dpa": True}, "attention in BF16"),
+    ],
+)
+def test_a_recipe_that_training_does_not_run_is_refused(recipe: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        TrainConfig.from_dict({**REQUIRED, "recipe": recipe, "recipe_options": options})
+
+
+def test_recipe_options_make_the_recipe() -> None:
+    options = {"fp8_format": "E4M3", "override_linear_precision": [False, True, True]}
+    config = TrainConfig.from_dict({**REQUIRED, "recipe_options": options, "amax_history_len": 16})
+    assert config.fp8_recipe == DelayedScaling(
+        fp8_format=Format.E4M3, override_linear_precision=(False, True, True), amax_history_len=16
+    )
+    assert TrainConfig.from_dict({**REQUIRED, "recipe": "bf16"}).fp8_recipe is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,293 @@
+// Paged attention for BF16 queries with AVX-512 BF16: both products are `vdpbf16ps`, an FP8 cache becomes
+// BF16 on the way.
+//
+// Scores are the GEMM tile of gemm.h with 16 keys as its columns. For the second product two keys at a time
+// are interleaved, so that a pair of weights multiplies a pair of values; weights are rounded to BF16 and
+// summed as rounded, which keeps a uniform attention's mean exact. Tiles of 64 keys: one maximum and one
+// rescaling for 64 scores.
+//
+// A tile of 64 keys and 64 dimensions is unpacked in about 300 cycles and costs a query row 130, so that four
+// rows (heads of a group, or tokens of a prompt) already hide it.
+#include "cpu/attention.h"
+#include "cpu/isa.h"
+
+#if FP8_X86
+#include <immintrin.h>
+
+#include <cmath>
+
+#include "cpu/gemm.h"
+#include "cpu/tensors.h"
+
+#define FP8_TARGET FP8_TARGET_AVX512BF16
+
+namespace fp8serve::attention {
+namespace {
+
+constexpr int64_t kKeys = 64;   // a tile
+constexpr int64_t kPiece = 64;  // dimensions handled at once
+constexpr int64_t kMost = 512;  // dimensions of a head
+
+// One task's working memory. `width` is dim rounded up to 64.
+struct State {
+  uint16_t* q;        // [rows][width]
+  float* out;         // [rows][width], unscaled
+  float* scores;      // [4 groups of 16 keys][rows][16]
+  uint16_t* weights;  // [rows][64]
+  float* maximum;     // [rows]
+  float* correction;  // [rows]
+  float* sums;        // [rows][16]
+  uint16_t* k;        // 4 panels of 16 keys (gemm.h)
+  uint16_t* v_rows;   // [64][width]
+  uint16_t* v;        // [32 pairs of keys][width][2]
+  int64_t rows, width;
+};
+
+State allocate(int64_t rows, int64_t width) {
+  thread_local Scratch scratch[10];
+  return {.q = scratch[0].get<uint16_t>(rows * width),
+          .out = scratch[1].get<float>(rows * width),
+          .scores = scratch[2].get<float>(rows * kKeys),
+          .weights = scratch[3].get<uint16_t>(rows * kKeys),
+          .maximum = scratch[4].get<float>(rows),
+          .correction = scratch[5].get<float>(rows),
+          .sums = scratch[6].get<float>(rows * 16),
+          .k = scratch[7].get<uint16_t>(kKeys * width),
+          .v_rows = scratch[8].get<uint16_t>(kKeys * width),
+          .v = scratch[9].get<uint16_t>(kKeys * width),
+          .rows = rows,
+          .width = width};
+}
+
+// e^x for x <= 0, 0 far below, NaN for NaN: 2^n * p(r), |r| <= ln 2 / 2.
+FP8_TARGET FP8_INLINE __m512 exp16(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-110.0f), x);  // in this order NaN stays
+  const __m512 n =
+      _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.3981999507e-3f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+// --- tiles
+// ------------------------------------------------------------------------------------------------------
+
+struct Tile {
+  int64_t begin;  // its first position
+  int64_t count;  // of its keys that the sequence has
+};
+
+gemm::Kind kind_of(ScalarType cache) {
+  if (cache == ScalarType::BFloat16) return gemm::Kind::bf16;
+  return cache == ScalarType::Float8_e5m2 ? gemm::Kind::e5m2 : gemm::Kind::e4m3;
+}
+
+// Pointers to each key of a tile; after the sequence's end the last one again, whose scores are masked.
+void locate(const Work& w, const void* cache, Tile tile, const void** key) {
+  const int64_t bytes = gemm::bytes_of(kind_of(w.cache));
+  for (int64_t i = 0; i < kKeys; ++i) {
+    const int64_t slot = w.slot(tile.begin + std::min(i, tile.count - 1));
+    key[i] = static_cast<const char*>(cache) + slot * w.token_stride * bytes;
+  }
+}
+
+// Up to 32 BF16, zeros after the end.
+FP8_TARGET FP8_INLINE __m512i load32(const uint16_t* p, int64_t left) {
+  return left >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << left) - 1, p);
+}
+
+// Two BF16 rows -> pairs; the order of dimensions is in_order()'s.
+FP8_TARGET void interleave(const uint16_t* even, const uint16_t* odd, int64_t dim, int64_t width,
+                           uint16_t* out) {
+  for (int64_t d = 0; d < width; d += 32) {
+    const int64_t left = dim - d;
+    const __m512i a = left > 0 ? load32(even + d, left) : _mm512_setzero_si512();
+    const __m512i b = left > 0 && odd != nullptr ? load32(odd + d, left) : _mm512_setzero_si512();
+    _mm512_storeu_si512(out + 2 * d, _mm512_unpacklo_epi16(a, b));
+    _mm512_storeu_si512(out + 2 * d + 32, _mm512_unpackhi_epi16(a, b));
+  }
+}
+// Two vectors of sums as the interleaving ordered them -> 32 dimensions in order.
+FP8_TARGET FP8_INLINE void in_order(__m512 low, __m512 high, float* out) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  _mm512_storeu_ps(out, _mm512_permutex2var_ps(low, first, high));
+  _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(low, second, high));
+}
+
+// A tile's keys into panels of 16, its values into pairs. FP8 values become BF16 rows first.
+void unpack(const Work& w, Tile tile, const State& s) {
+  const gemm::Level& level = gemm::avx512bf16();
+  const gemm::Kind kind = kind_of(w.cache);
+  const void* key[kKeys];
+  locate(w, w.k, tile, key);
+  for (int64_t g = 0; g < tile.count; g += 16) level.unpack_columns(key + g, w.dim, kind, s.k + g * s.width);
+  locate(w, w.v, tile, key);
+  for (int64_t i = 0; i < tile.count && kind != gemm::Kind::bf16; ++i) {
+    level.unpack_row(key[i], w.dim, kind, s.v_rows + i * s.width);
+    key[i] = s.v_rows + i * s.width;
+  }
+  for (int64_t i = 0; i < tile.count; i += 2) {
+    interleave(static_cast<const uint16_t*>(key[i]),
+               i + 1 < tile.count ? static_cast<const uint16_t*>(key[i + 1]) : nullptr, w.dim, s.width,
+               s.v + i * s.width);
+  }
+}
+
+// --- one tile onto every row
+// ----------------------------------------------------------------------------------------
+
+void score(const Work& w, Tile tile, const State& s, int64_t first) {
+  const gemm::Level& level = gemm::avx512bf16();
+  for (int64_t g = 0; g < tile.count; g += 16) {
+    for (int64_t r = first; r < s.rows; r += gemm::kMaxRows) {
+      level.tile({.a = s.q + r * s.width,
+                  .b = s.k + g * s.width,
+                  .a_stride = s.width,
+                  .k = w.dim,
+                  .rows = static_cast<int>(std::min(gemm::kMaxRows, s.rows - r)),
+                  .out = s.scores + (g / 16 * s.rows + r) * 16});
+    }
+  }
+}
+
+// Scores of a row -> weights in BF16, its maximum, its sums, and by what earlier output shrinks.
+FP8_TARGET void soften(const State& s, int64_t row, int64_t seen, float scale) {
+  const uint64_t mask = seen >= kKeys ? ~0ull : (1ull << seen) - 1;
+  const __m512 nothing = _mm512_set1_ps(-INFINITY);
+  __m512 score[4];
+  __m512 top = _mm512_set1_ps(s.maximum[row]);
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) {
+    const auto lanes = static_cast<__mmask16>(mask >> (16 * g));
+    const __m512 raw = _mm512_maskz_loadu_ps(lanes, s.scores + (g * s.rows + row) * 16);
+    score[g] = _mm512_mask_mul_ps(nothing, lanes, raw, _mm512_set1_ps(scale));
+    top = _mm512_max_ps(score[g], top);
+  }
+  const float maximum = _mm512_reduce_max_ps(top);
+  const __m512 highest = _mm512_set1_ps(maximum);
+  const __m512 shrink = exp16(_mm512_sub_ps(_mm512_set1_ps(s.maximum[row]), highest));
+  __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(s.sums + row * 16), shrink);
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) {
+    const auto lanes = static_cast<__mmask16>(mask >> (16 * g));
+    const __m512 weight = _mm512_maskz_mov_ps(lanes, exp16(_mm512_sub_ps(score[g], highest)));
+    const __m256i rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.weights + row * kKeys + g * 16), rounded);
+    sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16)));
+  }
+  _mm512_storeu_ps(s.sums + row * 16, sum);
+  s.maximum[row] = maximum;
+  s.correction[row] = _mm512_cvtss_f32(shrink);
+}
+
+FP8_TARGET FP8_INLINE __m512 dot(__m512 sum, __m512i weights, __m512i values) {
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(values));
+}
+
+// R rows from `row` that see the same `seen` keys: out = out * correction + weights * values, 64 dimensions
+// at a time.
+template <int R>
+FP8_TARGET void mix(const State& s, int64_t row, int64_t seen) {
+  const __m512i even_only = _mm512_set1_epi32(0xffff);
+  for (int64_t d = 0; d < s.width; d += kPiece) {
+    __m512 sum[R][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m512 correction = _mm512_set1_ps(s.correction[row + r]);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        sum[r][i] = _mm512_mul_ps(_mm512_loadu_ps(s.out + (row + r) * s.width + d + 16 * i), correction);
+      }
+    }
+    for (int64_t j = 0; j < seen; j += 2) {
+      const uint16_t* pair = s.v + j * s.width + 2 * d;
+      __m512i value[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        value[i] = _mm512_loadu_si512(pair + 32 * i);
+        if (j + 1 == seen)
+          value[i] = _mm512_and_si512(value[i], even_only);  // 0 * NaN of an unseen key is not 0
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        int32_t two;
+        std::memcpy(&two, s.weights + (row + r) * kKeys + j, sizeof(two));
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) sum[r][i] = dot(sum[r][i], _mm512_set1_epi32(two), value[i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) _mm512_storeu_ps(s.out + (row + r) * s.width + d + 16 * i, sum[r][i]);
+    }
+  }
+}
+
+int64_t position(const Work& w, int64_t row) { return w.context - w.tokens + row / w.group; }
+
+void attend_tile(const Work& w, Tile tile, const State& s) {
+  const auto seen = [&](int64_t row) { return std::min(position(w, row) - tile.begin + 1, kKeys); };
+  int64_t row = 0;
+  while (row < s.rows && seen(row) <= 0) ++row;
+  score(w, tile, s, row);
+  while (row < s.rows) {
+    int64_t same = 1;
+    while (same < 4 && row + same < s.rows && seen(row + same) == seen(row)) ++same;
+    const int64_t together = same == 4 ? 4 : 1;
+    for (int64_t r = row; r < row + together; ++r) soften(s, r, seen(r), w.score_scale);
+    together == 4 ? mix<4>(s, row, seen(row)) : mix<1>(s, row, seen(row));
+    row += together;
+  }
+}
+
+// --- a task
+// -----------------------------------------------------------------------------------------------------
+
+void begin(const Work& w, const State& s) {
+  std::fill_n(s.out, s.rows * s.width, 0.0f);
+  std::fill_n(s.sums, s.rows * 16, 0.0f);
+  std::fill_n(s.maximum, s.rows, -INFINITY);
+  for (int64_t r = 0; r < s.rows; ++r) {
+    const auto* from = static_cast<const uint16_t*>(w.q) + (r / w.group * w.heads + r % w.group) * w.dim;
+    std::fill(std::copy_n(from, w.dim, s.q + r * s.width), s.q + (r + 1) * s.width, uint16_t{0});
+  }
+}
+
+FP8_TARGET void end(const Work& w, const State& s) {
+  for (int64_t r = 0; r < s.rows; ++r) {
+    alignas(64) float ordered[kMost];
+    const __m512 scale =
+        _mm512_set1_ps(w.value_scale / _mm512_reduce_add_ps(_mm512_loadu_ps(s.sums + r * 16)));
+    for (int64_t d = 0; d < s.width; d += 32) {
+      const float* sums = s.out + r * s.width + d;
+      in_order(_mm512_mul_ps(_mm512_loadu_ps(sums), scale), _mm512_mul_ps(_mm512_loadu_ps(sums + 16), scale),
+               ordered + d);
+    }
+    auto* out = static_cast<BF16*>(w.out) + (r / w.group * w.heads + r % w.group) * w.dim;
+    for (int64_t d = 0; d < w.dim; ++d) store(ordered[d], out + d);
+  }
+}
+
+}  // namespace
+
+void attend_bf16(const Work& w) {
+  const State s = allocate(w.tokens * w.group, (w.dim + kPiece - 1) / kPiece * kPiece);
+  begin(w, s);
+  for (int64_t first = 0; first < w.context; first += kKeys) {
+    const Tile tile{first, std::min(kKeys, w.context - first)};
+    unpack(w, tile, s);
+    attend_tile(w, tile, s);
+  }
+  end(w, s);
+}
+
+}  // namespace fp8serve::attention
+#endif

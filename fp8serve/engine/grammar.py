@@ -1,0 +1,82 @@
+"""Answers of a given form: a JSON schema or a regular expression decides which tokens may come next.
+
+llguidance parses what was generated and gives, for every step, a bit per token; the sampler rules out the rest. It
+limits its own effort (`LLParserLimits`), so a hostile schema is refused instead of stalling the engine. Compiling is
+quick for ordinary schemas (well under 10 ms); the tokenizer's tables are made once, when the first such request comes.
+
+An answer is complete when its grammar can go no further or end-of-text is drawn where the grammar allows it; one that
+is cut off by max_new_tokens says "length" and need not conform. No torch.
+"""
+
+from pathlib import Path
+
+import llguidance
+
+from fp8serve.engine.request import SamplingParams
+from fp8serve.errors import RequestError
+
+MAX_COMPLAINT = 200  # characters of the library's message that are shown
+
+
+class Matcher:
+    """One request's place in its grammar."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> bytes:
+        """One bit per token of the vocabulary, least significant first: 1 may come next."""
+        return self._matcher.compute_bitmask()
+
+    def accept(self, token_id: int) -> bool:
+        """Goes on by a token; False when the grammar does not allow it, or is too complex."""
+        return self._matcher.consume_token(token_id)
+
+    @property
+    def complete(self) -> bool:
+        """Nothing more can come."""
+        return self._matcher.is_stopped()
+
+
+class Grammars:
+    """Makes matchers for one model."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        self._file, self._vocab_size, self._eos_ids = tokenizer_file, vocab_size, eos_ids
+        self._tokenizer: llguidance.LLTokenizer | None = None
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """None when `params` ask for no form."""
+        text = _grammar(params)
+        if text is None:
+            return None
+        matcher = llguidance.LLMatcher(self._llg(), text, log_level=0)
+        if matcher.is_error():
+            raise _refusal(params, matcher.get_error())
+        return Matcher(matcher)
+
+    def _llg(self) -> llguidance.LLTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = llguidance.LLTokenizer(
+                self._file.read_text(), n_vocab=self._vocab_size, eos_token=list(self._eos_ids) or None
+            )
+        return self._tokenizer
+
+
+def validate(params: SamplingParams) -> None:
+    """RequestError when the form that `params` ask for cannot be used; needs no tokenizer."""
+    text = _grammar(params)
+    if text is not None and (complaint := llguidance.LLMatcher.validate_grammar(text)):
+        raise _refusal(params, complaint)
+
+
+def _grammar(params: SamplingParams) -> str | None:
+    if params.json_schema is not None:
+        return llguidance.LLMatcher.grammar_from_json_schema(params.json_schema)
+    return None if params.regex is None else llguidance.LLMatcher.grammar_from_regex(params.regex)
+
+
+def _refusal(params: SamplingParams, complaint: str) -> RequestError:
+    what = "regex" if params.json_schema is None else "JSON schema"
+    reason = " ".join(complaint.split())[:MAX_COMPLAINT].rstrip(".")
+    return RequestError(f"The {what} cannot be used: {reason}.")

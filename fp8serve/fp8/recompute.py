@@ -1,0 +1,96 @@
+"""Activation recomputation: the second forward pass runs by what the first one wrote down.
+
+`torch.utils.checkpoint(..., use_reentrant=False)` drops the activations of a region and, in the backward pass, runs the
+region again. By then the autocast context has ended and the scales have moved on; run as it comes, the region would
+compute other numbers than those whose gradient is wanted. So every call of a layer inside such a region is logged: the
+recipe, the input's scale and the codes of the weight (which the layer keeps anyway). The second run replays the log in
+order, and stages no amax.
+
+The log belongs to the region's frame, which torch keeps exactly as long as its graph. torch has no public name for it:
+we find it in the closure of the saved-tensor hooks that are in force. Should that ever change, nothing is computed
+silently wrong: the second run would save other tensors than the first, which torch refuses. The reentrant variant hides
+its first run under no_grad and cannot be followed; a layer that notices it refuses.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.utils.checkpoint import _CheckpointFrame
+
+
+@dataclass(frozen=True)
+class Region:
+    """A checkpointed region that is running: its frame, and for a second run the hook that is new in every run."""
+
+    frame: Any
+    second_run: Callable[..., Any] | None
+
+
+_LOGS: WeakKeyDictionary[Any, list[tuple[int, Any]]] = WeakKeyDictionary()
+_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def _region(hook: Callable[..., Any]) -> Region | None:
+    """The region whose pack hook this is; None for anyone else's hook."""
+    inner = inspect.unwrap(hook)
+    for cell in inner.__closure__ or ():
+        found = cell.cell_contents
+        frame = found() if isinstance(found, ref) else found
+        if isinstance(frame, _CheckpointFrame):
+            return Region(frame, hook if inner.__qualname__.startswith("_recomputation_hook") else None)
+    return None
+
+
+def _regions() -> list[Region]:
+    """The regions that are running, innermost first. Looking below the top hook means taking hooks off and back on."""
+    autograd: Any = torch._C._autograd
+    taken = []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        taken.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(taken):
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return [region for pack, _ in taken if (region := _region(pack)) is not None]
+
+
+def regions() -> list[Region]:
+    """The checkpointed regions that are running, innermost first; cheap where there is none."""
+    autograd: Any = torch._C._autograd
+    if torch.compiler.is_compiling() or autograd._top_saved_tensors_default_hooks(True) is None:
+        return []
+    return _regions()
+
+
+def remember(running: list[Region], layer: int, memory: Any) -> None:
+    """Log a call of a layer (by key) for the second run of every region that is in its first."""
+    for region in running:
+        if region.second_run is None:
+            _LOGS.setdefault(region.frame, []).append((layer, memory))
+
+
+def recall(running: list[Region], layer: int) -> tuple[bool, Any]:
+    """In a second run: (True, what the first run remembered of this call); else (False, None)."""
+    region = next((r for r in running if r.second_run is not None), None)
+    if region is None:
+        return False, None
+    position = _POSITIONS.get(region.second_run, 0)
+    _POSITIONS[region.second_run] = position + 1
+    log = _LOGS.get(region.frame, [])
+    if position >= len(log) or log[position][0] != layer:
+        raise RuntimeError(
+            "A checkpointed region ran its layers in another order the second time; it must be repeatable."
+        )
+    return True, log[position][1]
+
+
+def refuse_reentrant(ran_frozen: bool) -> None:
+    """Raise if a layer that last ran in FP8 without gradients is now asked for them inside a backward pass."""
+    if ran_frozen and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "A checkpointed region cannot be recomputed with its FP8 scales in the reentrant variant;"
+            " call torch.utils.checkpoint.checkpoint with use_reentrant=False."
+        )

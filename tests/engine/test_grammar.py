@@ -1,0 +1,87 @@
+"""Answers of a given form have it, even from a model that knows nothing."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.grammar import validate
+from fp8serve.engine.request import SamplingParams
+from fp8serve.errors import RequestError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path) -> Engine:
+    return Engine(model_dir, recipe="bf16", num_blocks=12, max_num_seqs=4)
+
+
+def test_json_follows_its_schema(engine: Engine) -> None:
+    text = json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
+    prompts = [[256, *f"{i}".encode()] for i in range(8)]
+    done = engine.generate(prompts, max_new_tokens=100, json_schema=text, seed=1)
+    assert [item.finish_reason for item in done] == ["stop"] * 8
+    for item in done:
+        found = json.loads(item.text)
+        assert set(found) == {"name", "age"}
+        assert len(found["name"]) <= 5
+        assert 0 <= found["age"] <= 99
+
+
+def test_a_regex_is_matched_to_its_end(engine: Engine) -> None:
+    done = engine.generate([[1], [2], [3]], max_new_tokens=30, regex=r"(ab|cde){2}-[0-9]{3}", seed=0)
+    assert all(re.fullmatch(r"(ab|cde){2}-[0-9]{3}", item.text) for item in done)
+    assert {item.finish_reason for item in done} == {"stop"}
+
+
+def test_what_is_cut_off_says_so(engine: Engine) -> None:
+    (done,) = engine.generate([[1]], max_new_tokens=3, regex="[0-9]{8}")
+    assert (done.finish_reason, len(done.text)) == ("length", 3)
+
+
+def test_logprobs_are_still_the_models_own(engine: Engine) -> None:
+    (free,) = engine.generate([[1]], max_new_tokens=1, temperature=0.0, logprobs=1)
+    (bound,) = engine.generate([[1]], max_new_tokens=1, temperature=0.0, logprobs=1, regex="#")
+    assert bound.text == "#"
+    assert free.logprobs is not None
+    assert bound.logprobs is not None
+    assert bound.logprobs[0].top == free.logprobs[0].top
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"json_schema": "{"}, "not valid JSON"),
+        ({"json_schema": "[]"}, "must be a JSON object"),
+        ({"json_schema": ""}, "1 to 65536"),
+        ({"json_schema": "[" * 60_000}, "not valid JSON"),
+        ({"json_schema": '{"type": "nothing"}'}, "The JSON schema cannot be used"),
+        ({"json_schema": "{}", "regex": "a"}, "not both"),
+        ({"regex": "("}, "The regex cannot be used"),
+        ({"regex": "a" * 70_000}, "1 to 65536"),
+        ({"regex": 5}, "regex must be a text"),
+        ({"regex": "a", "ignore_eos": True}, "cannot be used with"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(params: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence) as caught:
+        validate(SamplingParams(**params))
+    assert len(str(caught.value)) < 300
+
+
+def test_a_bomb_is_refused_or_harmless(engine: Engine) -> None:
+    """Whatever it costs, it must neither stop the engine nor last."""
+    try:
+        (done,) = engine.generate([[1]], max_new_tokens=5, regex="(((a{1,999}){1,999}){1,999}b|a*a*a*a*a*a*c){9}")
+    except RequestError:
+        return
+    assert done.finish_reason == "length"

@@ -1,0 +1,179 @@
+"""Files become examples, examples become ids and a mask; broken lines are named by number."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.errors import DataError
+from fp8serve.model.examples import (
+    PASSAGE_CHARS,
+    ChatExample,
+    PromptExample,
+    TextExample,
+    read_examples,
+    tokenize,
+    tokenize_whole,
+)
+from fp8serve.model.tokenizer import Tokenizer
+from tests.model.oracle import CHAT_TEMPLATE, write_tokenizer
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "and"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_tokenizer(tmp_path)
+    return Tokenizer.from_dir(tmp_path)
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_json_lines_of_all_kinds_in_order(tmp_path: Path) -> None:
+    rows = ({"text": "a", "id": 7}, "", {"prompt": "p", "completion": "c"}, {"messages": CHAT})
+    path = lines(tmp_path / "d.jsonl", *rows)
+    assert read_examples([path]) == [
+        TextExample("a", f"{path}:1"),
+        PromptExample("p", "c", f"{path}:3"),
+        ChatExample(tuple(CHAT), f"{path}:4"),
+    ]
+
+
+def test_only_newlines_end_a_line(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes('{"text": "a\u2028b\u0085c"}\r\n{"text": "d"}\r\n'.encode())
+    assert [e.text for e in read_examples([tmp_path / "d.jsonl"]) if isinstance(e, TextExample)] == [
+        "a\u2028b\u0085c",
+        "d",
+    ]
+
+
+def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
+    short, long = "word " * 100, "word " * (PASSAGE_CHARS // 4)
+    (tmp_path / "t.txt").write_text(f"\ufeff{short}\r\n\r\n{short}\n\n\n\n{long}\n\n{short}", encoding="utf-8")
+    found = [e.text for e in read_examples([tmp_path / "t.txt"]) if isinstance(e, TextExample)]
+    assert found == [f"{short}\n\n{short}", long, short]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"text": ', "d.jsonl:2 is not valid JSON"),
+        ("[1]", "d.jsonl:2 is a JSON list where an object"),
+        ({"text": "a", "messages": CHAT}, "d.jsonl:2 has both text and messages; give one of"),
+        ({"text": "a", "completion": "b"}, "has both text and prompt"),
+        ({"content": "a"}, r"has only \['content'\]; give one of"),
+        ({"prompt": "a"}, "`completion` is missing"),
+        ({"text": 3}, "`text` is a int, not text"),
+        ({"text": ""}, "`text` is empty"),
+        ({"text": "\ud800"}, "half of a surrogate pair"),
+        ({"messages": []}, "not a list of messages"),
+        ({"messages": [{"content": "x"}]}, "message 0 has no `role`"),
+        ({"messages": [{"role": "user"}]}, "message 0 has no text in `content`"),
+        ({"messages": CHAT[:1]}, "no message is the assistant's"),
+        ({"messages": [CHAT[1] | {"weight": 0.5}]}, "weight 0.5, which is neither 0 nor 1"),
+    ],
+)
+def test_broken_lines_are_named(row: Any, message: str, tmp_path: Path) -> None:
+    path = lines(tmp_path / "d.jsonl", {"text": "fine"}, row)
+    with pytest.raises(DataError, match=message) as caught:
+        read_examples([path])
+    assert "d.jsonl:2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "holds no examples; it is empty"),
+        ("a.txt", b" \n\n \n", "holds no examples"),
+        ("a.jsonl", b"\n\n", "holds no examples"),
+        ("a.csv", b"text\nx", "neither text .* nor JSON lines"),
+        ("a.txt", b"ab\xff", "not UTF-8 text: byte 2"),
+    ],
+)
+def test_unusable_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_examples([tmp_path / name])
+
+
+def test_missing_file_and_directory(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        read_examples([tmp_path / "none.txt"])
+    with pytest.raises(DataError, match="cannot be read"):
+        read_examples([tmp_path])
+
+
+def learnt(tokenizer: Tokenizer, example: Any) -> str:
+    tokenized = tokenize(example, tokenizer)
+    kept = [i for i, learn in zip(tokenized.ids, tokenized.loss_mask, strict=True) if learn]
+    return tokenizer.decode(kept, skip_special_tokens=False)
+
+
+def test_all_of_a_text_is_learnt_and_it_ends(tokenizer: Tokenizer) -> None:
+    tokenized = tokenize(TextExample("the inn"), tokenizer)
+    assert tokenized.ids == [*tokenizer.encode("the inn"), tokenizer.eos_id]
+    assert all(tokenized.loss_mask)
+
+
+def test_only_the_completion_is_learnt_after_the_prompt_as_served(tokenizer: Tokenizer) -> None:
+    example = PromptExample("2+2=", "4 the")
+    assert learnt(tokenizer, example) == "4 the</s>"
+    prompt = tokenizer.encode("2+2=")
+    assert tokenize(example, tokenizer).ids[: len(prompt)] == prompt
+
+
+def test_prompt_and_completion_that_would_fuse_stay_apart(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("th") + tokenizer.encode("e", False) != tokenizer.encode("the")
+    example = PromptExample("th", "e")
+    assert learnt(tokenizer, example) == "e</s>"
+    assert tokenize(example, tokenizer).ids[:2] == tokenizer.encode("th")
+
+
+def test_only_the_assistants_turns_are_learnt(tokenizer: Tokenizer) -> None:
+    assert learnt(tokenizer, ChatExample(tuple(CHAT))) == "yes</s>no</s>"
+    weighted: tuple[dict[str, Any], ...] = (CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:])
+    assert learnt(tokenizer, ChatExample(weighted)) == "no</s>"
+
+
+def test_chat_ids_are_those_of_serving(tokenizer: Tokenizer) -> None:
+    tokenized = tokenize(ChatExample(tuple(CHAT)), tokenizer)
+    assert tokenized.ids == tokenizer.encode_chat(CHAT, add_generation_prompt=False)
+    prompt = tokenizer.encode_chat(CHAT[:3])
+    assert tokenized.ids[: len(prompt)] == prompt
+
+
+def test_generation_blocks_decide_what_is_learnt(tmp_path: Path) -> None:
+    block = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
+    write_tokenizer(tmp_path, template="{% for m in messages %}<{{ m.role }}>" + block + "{% endfor %}")
+    assert learnt(Tokenizer.from_dir(tmp_path), ChatExample(tuple(CHAT))) == "yesno"
+
+
+def test_chat_without_template_names_the_line(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=None)
+    with pytest.raises(DataError, match=r"d.jsonl:3 cannot be tokenized: The model has no chat template"):
+        tokenize(ChatExample(tuple(CHAT), "d.jsonl:3"), Tokenizer.from_dir(tmp_path))
+
+
+def test_template_refusal_names_the_line(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template="{{ raise_exception('roles must alternate') }}" + CHAT_TEMPLATE)
+    with pytest.raises(DataError, match=r"d.jsonl:3 cannot be tokenized: .*roles must alternate"):
+        tokenize(ChatExample(tuple(CHAT), "d.jsonl:3"), Tokenizer.from_dir(tmp_path))
+
+
+def test_cutting(tokenizer: Tokenizer) -> None:
+    example = TextExample("abcdefghij")
+    whole = tokenize(example, tokenizer)
+    assert tokenize(example, tokenizer, 4).ids == whole.ids[:4]
+    pieces = tokenize_whole(example, tokenizer, 5)
+    assert [len(p.ids) for p in pieces] == [5, 5, 2]
+    assert [i for p in pieces for i in p.ids] == whole.ids
+    assert len(tokenize_whole(PromptExample("abc", "def"), tokenizer, 3)) == 1

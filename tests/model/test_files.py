@@ -1,0 +1,77 @@
+"""A directory is there whole or not at all, whatever happens in between."""
+
+from pathlib import Path
+
+import pytest
+
+from fp8serve.errors import DataError, MachineError, ModelError
+from fp8serve.model.files import read_json, whole_directory, write_json
+
+
+def test_directory_appears_complete(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    with whole_directory(out) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a").write_text("1")
+        assert not out.exists()
+    assert (out / "sub" / "a").read_text() == "1"
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("failure", [ValueError("x"), KeyboardInterrupt()])
+def test_nothing_stays_after_a_failure(failure: BaseException, tmp_path: Path) -> None:
+    def write() -> None:
+        with whole_directory(tmp_path / "out") as folder:
+            (folder / "a").write_text("1")
+            raise failure
+
+    with pytest.raises(type(failure)):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_empty_directory_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with whole_directory(tmp_path / "out") as folder:
+        (folder / "a").write_text("1")
+    assert (tmp_path / "out" / "a").exists()
+
+
+def test_directory_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    def write() -> None:
+        with whole_directory(tmp_path / "out"):
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "theirs").write_text("x")
+
+    with pytest.raises(ModelError, match="could not be put in place"):
+        write()
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+def test_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(ModelError, match="exists and is not a directory"), whole_directory(tmp_path / "out"):
+        pass
+    with pytest.raises(MachineError, match="cannot be written"), whole_directory(tmp_path / "out" / "below"):
+        pass
+
+
+def test_disk_errors_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="No space left"), whole_directory(tmp_path / "out"):
+        raise OSError(28, "No space left on device")
+
+
+def test_json_round_trip_and_errors_of_the_callers_kind(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"é": [1, None]})
+    assert read_json(tmp_path / "a.json") == {"é": [1, None]}
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(tmp_path / "b.json", {"x": float("nan")})
+    with pytest.raises(DataError, match="does not exist"):
+        read_json(tmp_path / "none.json", DataError)
+
+
+def test_huge_json_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "a.json").open("wb") as file:
+        file.truncate(100 * 2**20)
+    with pytest.raises(ModelError, match="larger than 64 MiB"):
+        read_json(tmp_path / "a.json")

@@ -1,0 +1,27 @@
+"""Runs a server as its own process: `python -m tests.server.serve JSON`, JSON being settings, `fake` and `delay`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fp8serve.errors import Fp8ServeError
+from fp8serve.server.launch import run
+from fp8serve.server.settings import Limits, Settings
+from tests.server.fakes import FakeEngine, Launcher
+
+
+def main(options: dict[str, Any]) -> int:
+    fake, delay = options.pop("fake", False), options.pop("delay", 0.0)
+    paths = {name: Path(options[name]) for name in ("model", "data_dir")}
+    limits = Limits(**options.pop("limits", {}))
+    try:
+        run(Settings(**options | paths, limits=limits), Launcher(lambda: FakeEngine(delay=delay)) if fake else None)
+    except Fp8ServeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,144 @@
+"""The console in a real browser, spoken to in WebDriver: a prompt streams, a job runs, a curve is drawn, scales show.
+
+Skipped where chromium and chromedriver are not installed. The screenshot lies in the test's temporary directory.
+"""
+
+import base64
+import contextlib
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.tiny import write_model
+from tests.server.process import Process, free_port, serving
+
+pytestmark = pytest.mark.browser
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,1400"]
+
+
+class Browser:
+    """One browser session."""
+
+    def __init__(self, port: int, profile: Path) -> None:
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        options = {"args": [*ARGUMENTS, f"--user-data-dir={profile}"]}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        self.session = f"/session/{self.ask('/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']}"
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        answer = self.client.get(path) if body is None else self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["value"]
+
+    def open(self, url: str) -> None:
+        self.ask(f"{self.session}/url", {"url": url})
+
+    def find(self, css: str) -> str:
+        element = self.ask(f"{self.session}/element", {"using": "css selector", "value": css})[ELEMENT]
+        return f"{self.session}/element/{element}"
+
+    def text(self, css: str) -> str:
+        return str(self.ask(f"{self.find(css)}/text"))
+
+    def click(self, css: str) -> None:
+        self.ask(f"{self.find(css)}/click", {})
+
+    def fill(self, css: str, text: str) -> None:
+        self.ask(f"{self.find(css)}/clear", {})
+        self.ask(f"{self.find(css)}/value", {"text": text})
+
+    def run(self, script: str) -> Any:
+        return self.ask(f"{self.session}/execute/sync", {"script": script, "args": []})
+
+    def complaints(self) -> list[Any]:
+        return [
+            entry for entry in self.ask(f"{self.session}/se/log", {"type": "browser"}) if entry["level"] == "SEVERE"
+        ]
+
+    def shoot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.ask(f"{self.session}/screenshot")))
+
+    def until(self, script: str, seconds: float = 30) -> None:
+        end = time.monotonic() + seconds
+        while not self.run("return " + script):
+            assert time.monotonic() < end, script
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    driver = shutil.which("chromedriver")
+    if driver is None or shutil.which("chromium") is None:
+        pytest.skip("chromium and chromedriver are not installed")
+    port = free_port()
+    process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"http://127.0.0.1:{port}/status")
+                break
+            time.sleep(0.1)
+        made = Browser(port, tmp_path_factory.mktemp("profile"))
+        yield made
+        made.client.delete(made.session)
+        made.client.close()
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    path = tmp_path_factory.mktemp("console")
+    write_model(path / "tiny")
+    options = {"model": str(path / "tiny"), "data_dir": str(path / "data"), "recipe": "current", "train_on": "share"}
+    with serving(path / "log", **options) as process:
+        yield process
+        assert process.stop() == 0
+
+
+def test_the_console_does_the_main_job(browser: Browser, server: Process, tmp_path: Path) -> None:
+    browser.open(server.url + "/")
+    browser.until("document.getElementById('state').textContent === 'ready'")
+    browser.fill("#tokens", "20")
+    browser.click("#go")
+    browser.until("document.getElementById('answer-facts').textContent.startsWith('20 tokens')")
+    assert browser.text("#answer").startswith("Once upon a time")
+    browser.fill("#rows", "one text\nanother text")
+    browser.click("#check")
+    browser.until("document.getElementById('tune-note').textContent.startsWith('2 rows')")
+    browser.fill("#rate", "0.003")
+    browser.click("#tune .row button:not([type])")
+    browser.until("document.querySelector('#jobs b')?.textContent === 'succeeded'", 60)
+    browser.until("document.querySelectorAll('#curve polyline').length === 1")
+    browser.run("[...document.querySelectorAll('#jobs button')].find((b) => b.textContent === 'Serve it').click()")
+    browser.until("document.querySelector('#jobs b').textContent === 'serving'", 60)
+    browser.until("document.querySelectorAll('#scales tbody tr').length === 14")
+    browser.click("#go")
+    browser.until("document.querySelector('#scales td:nth-child(2)').textContent !== '–'")
+    browser.shoot(tmp_path / "console.png")
+    assert browser.complaints() == []
+
+
+def test_an_error_is_shown_as_a_sentence(browser: Browser, server: Process) -> None:
+    browser.open(server.url + "/")
+    browser.until("document.getElementById('state').textContent === 'ready'")
+    browser.fill("#tokens", "100000")
+    browser.click("#go")
+    browser.until("document.getElementById('answer-facts').classList.contains('error')")
+    assert "context holds" in browser.text("#answer-facts")
+    assert all("422" in entry["message"] for entry in browser.complaints())  # the browser's own note on the refusal
+
+
+def test_the_reference_lists_every_route(browser: Browser, server: Process) -> None:
+    browser.open(server.url + "/docs")
+    browser.until("document.querySelectorAll('dl.routes dt').length > 30")
+    assert "/v1/chat/completions" in browser.text("#groups")
+    assert browser.complaints() == []

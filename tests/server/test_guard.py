@@ -1,0 +1,138 @@
+"""The gate: nothing but health answers without the key, whichever way the path is spelt."""
+
+import asyncio
+import base64
+import itertools
+import logging
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from fp8serve.errors import MachineError
+from fp8serve.server.guard import OPEN_PATHS, presented_key
+from fp8serve.server.settings import Settings
+from fp8serve.server.status import PAGES
+from tests.server.conftest import Start
+
+KEY = "a-secret-key-é"
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+ODD = ["/openapi.json", "/health/live/../../generate", "/nope", "/healthz", "/HEALTH", "/health/", "/v1/health"]
+CREDENTIALS: list[dict[str, str]] = [
+    {},
+    {"authorization": "Bearer wrong"},
+    {"host": "localhost"},
+    {"authorization": "Basic !!"},
+]
+
+
+def paths(app: FastAPI) -> list[str]:
+    """Every route, with its parameters' names as their values; those that /docs hides, too."""
+    listed = [path.replace("{", "").replace("}", "") for path in app.openapi()["paths"]]
+    return [*listed, *PAGES, "/ping", "/generate/stream"]
+
+
+def test_every_route_but_health_needs_the_key(start: Start) -> None:
+    async def body() -> None:
+        async with start(api_key=KEY) as server:
+            found = paths(server.app)
+            assert len(found) > 40
+            for path, method, headers in itertools.product([*found, *ODD], METHODS, CREDENTIALS):
+                answer = await server.client.request(method, path, headers=headers)
+                if path in OPEN_PATHS:
+                    assert answer.status_code in (200, 405)
+                else:
+                    assert answer.status_code == 401, (method, path)
+                    assert answer.headers["www-authenticate"].startswith("Basic")
+
+    asyncio.run(body())
+
+
+def test_the_key_is_taken_as_bearer_and_as_the_password_of_basic(start: Start) -> None:
+    async def body() -> None:
+        async with start(api_key=KEY) as server:
+            basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
+            for given in (b"Bearer " + KEY.encode(), b"bearer   " + KEY.encode(), f"Basic {basic}".encode()):
+                assert (await server.client.get("/info", headers={b"authorization": given})).status_code == 200
+            for given in (KEY.encode(), b"Bearer " + KEY.encode()[:-1], b"Bearer", b"Basic", b"Bearer \xff\xff"):
+                assert (await server.client.get("/info", headers={b"authorization": given})).status_code == 401
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        (b"Bearer k", b"k"),
+        (b"Basic " + base64.b64encode(b"u:a:b"), b"a:b"),
+        (b"Basic ===", b""),
+        (b"", b""),
+        (b"Digest k", b""),
+    ],
+)
+def test_presented_key(given: bytes, key: bytes) -> None:
+    assert presented_key(given) == key
+
+
+def test_a_page_of_another_site_changes_nothing(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            request = {"inputs": "x"}
+            for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+                answer = await server.client.post("/generate", json=request, headers={"sec-fetch-site": site})
+                assert answer.status_code == status
+
+    asyncio.run(body())
+
+
+def test_an_open_port_needs_a_key_or_a_word(settings: Settings) -> None:
+    values: dict[str, Any] = {"model": settings.model, "host": "0.0.0.0", "data_dir": settings.data_dir}
+    with pytest.raises(MachineError, match="--api-key"):
+        Settings(**values)
+    assert Settings(**values, api_key="k").api_key == "k"
+    assert Settings(**values, allow_unauthenticated=True).host == "0.0.0.0"
+    assert Settings(**values | {"host": "::1"}).host == "::1"
+
+
+def test_the_key_is_not_in_the_repr(settings: Settings) -> None:
+    assert KEY not in repr(Settings(model=settings.model, data_dir=settings.data_dir, api_key=KEY))
+
+
+def test_prompts_and_keys_stay_out_of_logs_and_metrics(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        caplog.set_level(logging.DEBUG)
+        async with start(api_key=KEY) as server:
+            server.client.headers["authorization"] = "Bearer wrong"
+            await server.client.post("/generate?canary-query", json={"inputs": "canary-prompt"})
+            server.client.headers = {b"authorization": f"Bearer {KEY}".encode()}
+            for path in ("/generate", "/v1/completions", "/canary-path"):
+                await server.client.post(
+                    path, json={"inputs": "canary-prompt", "prompt": "canary-prompt", "canary-field": 1}
+                )
+                await server.client.post(path, json={"inputs": "canary-prompt"})
+            ours = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("fp8serve"))
+            sinks = ours + (await server.client.get("/metrics")).text
+            assert "POST /generate" in sinks
+            assert 'route="unmatched"' in sinks
+            assert "canary" not in sinks
+            assert KEY not in sinks
+
+    asyncio.run(body())
+
+
+def test_request_ids_are_ours_unless_they_are_plain(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            assert (await server.client.get("/version", headers={"x-request-id": "abc-1"})).headers[
+                "x-request-id"
+            ] == "abc-1"
+            for odd in ("a b", "x" * 65, "a\tb", '"'):
+                assert (
+                    (await server.client.get("/version", headers={"x-request-id": odd}))
+                    .headers["x-request-id"]
+                    .startswith("req-")
+                )
+
+    asyncio.run(body())

@@ -1,0 +1,238 @@
+"""A server as a process: draining, disconnects, overload, half-sent requests, and one sentence when it cannot start."""
+
+import concurrent.futures
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fakes import model_dir
+from tests.server.process import Process, free_port, serving
+
+LONG = {"inputs": "abc", "parameters": {"max_new_tokens": 400}}
+
+
+def options(path: Path, **more: Any) -> dict[str, Any]:
+    base = {"model": str(model_dir(path / "tiny")), "data_dir": str(path / "data"), "fake": True, "train_on": "share"}
+    return base | more
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    path = tmp_path_factory.mktemp("server")
+    limits = {"queue": 4, "body_seconds": 1.5, "keep_alive_seconds": 0.2}
+    with serving(path / "log", **options(path, delay=0.01, max_num_seqs=4, limits=limits)) as process:
+        yield process
+        assert process.stop() == 0, process.log.read_text()
+        assert "Traceback" not in process.log.read_text()
+
+
+def until(condition: Any, seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def raw(port: int, data: bytes, wait: float = 5) -> bytes:
+    """What comes back until the server closes the connection or `wait` seconds pass."""
+    with socket.create_connection(("127.0.0.1", port), wait) as connection:
+        connection.sendall(data)
+        answer = b""
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            while piece := connection.recv(65536):
+                answer += piece
+        return answer
+
+
+def request(path: str, body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/completions"])
+def test_a_disconnect_ends_the_generation(server: Process, path: str, how: str) -> None:
+    before = server.metric('fp8serve_requests_finished_total{outcome="cancelled"}')
+    body = {"prompt": "abc", "max_tokens": 400} if path.startswith("/v1") else LONG
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(request(path, body))
+    until(lambda: server.metric("fp8serve_requests_in_flight") == 1)
+    if how == "reset":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    connection.close()
+    until(lambda: server.metric("fp8serve_requests_in_flight") == 0, 2)
+    until(lambda: server.metric("fp8serve_requests_running") == 0, 2)
+    assert server.metric('fp8serve_requests_finished_total{outcome="cancelled"}') == before + 1
+
+
+def test_overload_is_refused_at_once_and_the_books_balance(server: Process) -> None:
+    def ask(number: int) -> tuple[int, str | None]:
+        answer = client.post("/generate", json={"inputs": "abc", "parameters": {"max_new_tokens": 30}})
+        return answer.status_code, answer.headers.get("retry-after")
+
+    client = httpx.Client(base_url=server.url, timeout=30, limits=httpx.Limits(max_connections=100))
+    with client, concurrent.futures.ThreadPoolExecutor(60) as pool:
+        answers = list(pool.map(ask, range(120)))
+    assert {status for status, _ in answers} == {200, 429}
+    assert all(retry is not None for status, retry in answers if status == 429)
+    accepted, finished = (server.metric(f"fp8serve_requests_{name}_total") for name in ("accepted", "finished"))
+    assert accepted == finished + server.metric("fp8serve_requests_in_flight")
+    assert server.metric('fp8serve_requests_rejected_total{reason="requests"}') >= sum(s == 429 for s, _ in answers)
+
+
+def test_choices_are_admitted_together_or_not_at_all(server: Process) -> None:
+    answer = server.client.post("/v1/completions", json={"prompt": "abc", "n": 9})
+    assert answer.status_code == 429
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert server.metric("fp8serve_requests_in_flight") == 0
+    assert server.client.post("/v1/completions", json={"prompt": "abc", "n": 8}).status_code == 200
+
+
+def test_a_half_sent_body_is_given_up(server: Process) -> None:
+    started = time.monotonic()
+    answer = raw(
+        server.port,
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{",
+    )
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET //generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"TRACE /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET /finetune/%00%ff/events HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    ],
+)
+def test_broken_http_is_a_4xx_and_harms_nobody(server: Process, data: bytes) -> None:
+    answer = raw(server.port, data, 2)
+    assert answer.startswith(b"HTTP/1.1 4"), answer[:200]
+    assert server.client.get("/health/ready").status_code == 200
+
+
+def test_a_silent_stream_gets_keep_alive_comments(tmp_path: Path) -> None:
+    slow = options(tmp_path, delay=0.7, limits={"keep_alive_seconds": 0.2})
+    with serving(tmp_path / "log", **slow) as process:
+        answer = process.client.post("/generate_stream", json={"inputs": "a", "parameters": {"max_new_tokens": 1}})
+        assert answer.text.count(": keep-alive\n\n") >= 2
+        assert answer.text.split("\n\n")[-2].startswith("data: {")
+        assert process.stop() == 0
+
+
+def test_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", **options(tmp_path, delay=0.02, drain_seconds=30)) as process:
+        ask = {"inputs": "abc", "parameters": {"max_new_tokens": 60}}
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            asked = [
+                pool.submit(httpx.post, process.url + "/generate", json=ask | {"stream": i % 2 == 0}, timeout=30)
+                for i in range(8)
+            ]
+            until(lambda: process.metric("fp8serve_requests_in_flight") == 8)
+            process.popen.send_signal(signal.SIGTERM)
+            until(lambda: process.client.get("/health/ready").status_code == 503)
+            assert process.client.get("/health/ready").json()["state"] == "draining"
+            assert process.client.get("/health/live").status_code == 200
+            refused = process.client.post("/generate", json=ask)
+            assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+            answers = [future.result() for future in asked]
+        assert [a.status_code for a in answers] == [200] * 8
+        assert all(("abc" * 20) in a.text for a in answers)
+        assert process.popen.wait(5) == 0
+        assert "Traceback" not in process.log.read_text()
+
+
+def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", **options(tmp_path, delay=0.5, drain_seconds=1)) as process:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            plain = pool.submit(httpx.post, process.url + "/generate", json=LONG, timeout=30)
+            streamed = pool.submit(
+                httpx.post,
+                process.url + "/v1/completions",
+                json={"prompt": "a", "stream": True, "max_tokens": 400},
+                timeout=30,
+            )
+            until(lambda: process.metric("fp8serve_requests_in_flight") == 2)
+            started = time.monotonic()
+            assert process.stop() == 0
+            assert time.monotonic() - started < 3
+            assert (plain.result().status_code, plain.result().json()["code"]) == (503, "draining")
+            assert '"code":"draining"' in streamed.result().text
+            assert streamed.result().text.endswith("data: [DONE]\n\n")
+        assert "Traceback" not in process.log.read_text()
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", **options(tmp_path, delay=0.5, drain_seconds=60)) as process:
+        thread = threading.Thread(target=raw, args=(process.port, request("/generate", LONG)))
+        thread.start()
+        until(lambda: process.metric("fp8serve_requests_in_flight") == 1)
+        process.popen.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.stop(signal.SIGINT, 5) == 0
+        thread.join()
+
+
+def refusal(tmp_path: Path, **more: Any) -> tuple[int, list[str]]:
+    process = Process(tmp_path / "log", **options(tmp_path, **more))
+    try:
+        return process.popen.wait(30), (tmp_path / "log").read_text().strip().splitlines()
+    finally:
+        process.client.close()
+        process.popen.kill()
+        process.popen.wait()
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+    port = free_port()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        status, lines = refusal(tmp_path, port=port)
+    assert status == 1
+    assert lines == [
+        f"Port {port} on 127.0.0.1 is in use by another program; stop it or choose another port with --port."
+    ]
+
+
+def test_an_open_port_without_a_key_is_one_sentence(tmp_path: Path) -> None:
+    status, lines = refusal(tmp_path, host="0.0.0.0")
+    assert status == 1
+    assert len(lines) == 1
+    assert "--api-key" in lines[0]
+
+
+def test_a_data_directory_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, lines = refusal(tmp_path, data_dir=str(tmp_path / "file" / "data"))
+    assert status == 1
+    assert len(lines) == 1
+    assert "--data-dir" in lines[0]
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_sentence(tmp_path: Path) -> None:
+    status, lines = refusal(tmp_path, fake=False)
+    assert status == 1
+    assert "Traceback" not in "\n".join(lines)
+    assert lines[-1].endswith(".")

@@ -1,0 +1,189 @@
+"""What was trained is what is served, and what is served can be trained on."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from fp8serve.errors import JobError, ModelError
+from fp8serve.fp8.attention import causal_attention
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.model.checkpoint import load_scales, load_servable
+from fp8serve.model.decoder import Decoder
+from fp8serve.train import checkpoint, state
+from fp8serve.train.batch import Batch, collate
+from fp8serve.train.export import export
+from fp8serve.train.setup import Setup, prepare
+from fp8serve.train.trainer import Trainer, TrainResult
+
+from .conftest import Configure
+
+
+def trained(configure: Configure, **values: Any) -> tuple[TrainResult, Setup]:
+    """A short run, and the trainer's own view of its last checkpoint."""
+    config = configure(**values)
+    result = Trainer(config).run()
+    assert result.checkpoint is not None
+    path = Path(result.checkpoint)
+    setup = prepare(config, path, lambda event: None)
+    state.restore(setup.decoder, setup.forward.recipe, setup.optimizer, checkpoint.read_checkpoint(path))
+    return result, setup
+
+
+def served_logits(model: Decoder, batch: Batch) -> Tensor:
+    """FP32 [P, vocab] as serving computes them, over the same attention."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention(q, k, v, batch.lengths, model.config.softmax_scale)
+
+    return model.logits(model(batch.token_ids, batch.positions, attend)[batch.predict])
+
+
+@pytest.mark.parametrize("place", ["model", "optimizer"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
+@torch.no_grad()
+def test_trainer_and_server_compute_the_same_bits(configure: Configure, recipe: str, place: str) -> None:
+    with torch.enable_grad():
+        result, setup = trained(configure, recipe=recipe, master_weights=place, max_steps=3)
+    assert result.model is not None
+    model = load_servable(result.model)
+    assert sum(isinstance(m, FrozenLinear) for m in model.modules()) == 14
+    batch = collate(setup.rows, "cpu")
+    assert torch.equal(setup.forward.logits(batch), served_logits(model, batch))
+
+
+@torch.no_grad()
+def test_a_bf16_run_is_served_in_bf16(configure: Configure) -> None:
+    with torch.enable_grad():
+        result, setup = trained(configure, recipe="bf16", max_steps=3)
+    assert result.model is not None
+    model = load_servable(result.model, recipe="bf16")
+    batch = collate(setup.rows, "cpu")
+    assert torch.equal(setup.forward.logits(batch), served_logits(model, batch))
+
+
+def test_a_high_precision_forward_is_not_served_in_fp8(configure: Configure) -> None:
+    options = {"override_linear_precision": [True, False, False]}
+    result, _ = trained(configure, recipe_options=options, max_steps=2)
+    assert result.model is not None
+    assert "quantization_config" not in json.loads((Path(result.model) / "config.json").read_text())
+
+
+def test_serving_scales_are_the_training_histories(configure: Configure) -> None:
+    result, setup = trained(configure, max_steps=4)
+    assert result.model is not None
+    kept = load_scales(Path(result.model) / "scales.safetensors", result.model)
+    live = state.scaling_tensors(setup.decoder, setup.forward.recipe)
+    assert len(kept.tensors) == 14 * 3
+    for name, entry in kept.tensors.items():
+        assert torch.equal(entry.scale, live[f"{name}.scale"])
+        assert entry.amax_history is not None
+        assert torch.equal(entry.amax_history, live[f"{name}.amax_history"])
+    assert kept.recipe == setup.forward.recipe
+    assert kept.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 1 + 4  # observed once, then trained
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_shortest_histories_are_served_too(configure: Configure, length: int) -> None:
+    result, setup = trained(configure, amax_history_len=length, max_steps=2)
+    assert result.model is not None
+    batch = collate(setup.rows[:2], "cpu")
+    with torch.no_grad():
+        assert torch.equal(setup.forward.logits(batch), served_logits(load_servable(result.model), batch))
+
+
+def test_every_kept_checkpoint_is_servable(configure: Configure, tmp_path: Path) -> None:
+    trained(configure, max_steps=4, save_every=2, keep_last=2)
+    for path in checkpoint.list_checkpoints(tmp_path / "out" / "checkpoints"):
+        assert load_servable(export(path, tmp_path / path.name))
+    record = json.loads((tmp_path / "step-2" / "training.json").read_text())
+    assert record["step"] == 2
+    assert record["config"]["recipe"] == "delayed"
+
+
+def test_a_damaged_checkpoint_or_a_taken_directory_writes_nothing(configure: Configure, tmp_path: Path) -> None:
+    result, _ = trained(configure, max_steps=1)
+    assert result.checkpoint is not None
+    assert result.model is not None
+    with pytest.raises(ModelError, match="not empty"):
+        export(result.checkpoint, result.model)
+    (Path(result.checkpoint) / "scaling.safetensors").write_bytes(b"")
+    with pytest.raises(JobError, match="not a usable training checkpoint"):
+        export(result.checkpoint, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_training_goes_on_from_what_was_served(configure: Configure, tmp_path: Path) -> None:
+    """An FP8 directory as base: dequantized masters, and scales and histories that were kept, not scale 1."""
+    first, _ = trained(configure, max_steps=6)
+    assert first.model is not None
+    events: list[dict[str, Any]] = []
+    config = configure(model=first.model, out=str(tmp_path / "second"), max_steps=2, lr=1e-6)
+    setup = prepare(config, Path(first.model), events.append)
+    kept = load_scales(Path(first.model) / "scales.safetensors").tensors
+    for name, live in state.states(setup.decoder, setup.forward.recipe):
+        assert torch.equal(live.scale, kept[name].scale)
+    assert [e["seeded"] for e in events if e.get("code") == "seeded"] == [42]
+    second = Trainer(config).run()
+    assert second.metrics["train_loss"] == pytest.approx(first.metrics["train_loss"], rel=0.05)
+
+
+def test_a_format_that_cannot_hold_the_recipe_is_refused_before_training(configure: Configure, tmp_path: Path) -> None:
+    config = configure(recipe="rowwise", format="fp8")
+    with pytest.raises(ModelError):
+        Trainer(config).run()
+    assert checkpoint.list_checkpoints(tmp_path / "out" / "checkpoints") == []
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
+    """A sharded Qwen2 (biases on q, k and v, head not tied) as transformers writes it, FP32."""
+    config = Qwen2Config(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    out = tmp_path_factory.mktemp("foreign") / "qwen2"
+    model.save_pretrained(out, max_shard_size="100KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_dir / name, out)
+    return out
+
+
+@torch.no_grad()
+def test_a_model_that_transformers_wrote(configure: Configure, foreign: Path) -> None:
+    assert (foreign / "model.safetensors.index.json").exists()
+    with torch.enable_grad():
+        result, setup = trained(configure, model=str(foreign), max_steps=12, lr=3e-3)
+    assert result.model is not None
+    batch = collate(setup.rows, "cpu")
+    logits = setup.forward.logits(batch)
+    assert torch.equal(logits, served_logits(load_servable(result.model), batch))
+    assert result.metrics["train_loss"] < 5.0  # ln(320) = 5.77 at the start
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("delayed", {"margin": 2, "interval": 3, "amax_compute_algo": "most_recent"}),
+        ("delayed", {"override_linear_precision": [False, True, True]}),
+        ("delayed", {"fp8_format": "E4M3"}),
+        ("block", {"override_linear_precision": [False, False, True]}),
+    ],
+)
+def test_recipe_options_reach_training_and_serving(configure: Configure, recipe: str, options: dict[str, Any]) -> None:
+    with torch.enable_grad():
+        result, setup = trained(configure, recipe=recipe, recipe_options=options, max_steps=3)
+    assert result.model is not None
+    batch = collate(setup.rows, "cpu")
+    assert torch.equal(setup.forward.logits(batch), served_logits(load_servable(result.model), batch))

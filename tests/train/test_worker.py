@@ -1,0 +1,190 @@
+"""A job's process: its files, its exit status, and that no kill changes a bit of the result."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.train import checkpoint, worker
+from fp8serve.train.worker import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, EventLog
+
+from .conftest import Configure
+from .test_trainer import hashes, same_scales
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def job(tmp_path: Path, configure: Configure) -> Path:
+    return make_job(tmp_path / "job", configure)
+
+
+def make_job(directory: Path, configure: Configure, **values: Any) -> Path:
+    directory.mkdir()
+    config = configure(**{"out": str(directory / "out"), "max_steps": 4, "save_every": 2, "keep_last": 1, **values})
+    (directory / "job.json").write_text(config.to_json())
+    return directory
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def start(directory: Path, *command: str) -> "subprocess.Popen[str]":
+    arguments = command or ("-m", "fp8serve.train.worker", str(directory))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Any:
+    """The worker installs its own; running it inside the test process must not leave them."""
+    saved = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in saved.items():
+        signal.signal(number, handler)
+
+
+def test_a_job_leaves_events_and_a_result(job: Path) -> None:
+    assert worker.main([str(job)]) == EXIT_DONE
+    log = events(job)
+    assert [e["id"] for e in log] == list(range(1, len(log) + 1))
+    assert all({"type", "level", "message", "created_at"} <= e.keys() for e in log)
+    assert [e["step"] for e in log if e["type"] == "metrics"] == [1, 2, 3, 4]
+    assert [e["step"] for e in log if e["type"] == "checkpoint"] == [2, 4]
+    result = json.loads((job / "result.json").read_text())
+    assert result["status"] == "succeeded"
+    assert result["model"] == str(job / "out" / "model")
+    assert worker.main([str(job)]) == EXIT_DONE
+    assert len(events(job)) == len(log)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "/no/such/model"}, "does not exist"),
+        ({"data": ["/no/such/data.jsonl"]}, "does not exist"),
+        ({"lr": -1}, "lr must be a positive number"),
+        ({"colour": 1}, "Unknown training option 'colour'"),
+        ({"recipe": "int4"}, "no recipe 'int4'"),
+        ({"seq_len": 4096}, "longer than the 128 tokens"),
+        ({"device": "warp"}, "device 'warp' cannot be used"),
+    ],
+)
+def test_bad_input_is_one_event_and_status_1(job: Path, change: dict[str, Any], says: str) -> None:
+    (job / "job.json").write_text(json.dumps({**json.loads((job / "job.json").read_text()), **change}))
+    assert worker.main([str(job)]) == EXIT_FAILED
+    (error,) = [e for e in events(job) if e["level"] == "error"]
+    assert says in error["message"]
+    assert "\n" not in error["message"]
+    assert not (job / "result.json").exists()
+
+
+def test_a_fault_of_ours_is_one_sentence_too(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8serve.train import trainer
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(trainer, "prepare", fail)
+    assert worker.main([str(job)]) == EXIT_FAILED
+    assert events(job)[-1]["message"] == "The trainer failed: RuntimeError: first line"
+
+
+def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert worker.main([]) == worker.main([str(tmp_path / "none")]) == EXIT_USAGE
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_two_workers_never_run_one_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (job / "worker.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert worker.main([str(job)]) == EXIT_FAILED
+    assert "Another worker is running" in capsys.readouterr().err
+    assert not (job / "events.jsonl").exists()
+
+
+def test_the_log_goes_on_after_a_line_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log({"type": "metrics", "step": 3})
+    log.close()
+    with path.open("a") as file:
+        file.write('{"id": 2, "type": "me')
+    log = EventLog(path)
+    for event in ({"type": "metrics", "step": 3}, {"type": "message", "step": 3}, {"type": "metrics", "step": 4}):
+        log(event)
+    log.close()
+    assert [(e["id"], e["type"], e["step"]) for e in events(tmp_path)] == [
+        (1, "metrics", 3),
+        (2, "message", 3),
+        (3, "metrics", 4),
+    ]
+
+
+def test_sigterm_checkpoints_and_starting_again_goes_on(tmp_path: Path, configure: Configure) -> None:
+    job = make_job(tmp_path / "job", configure, max_steps=100_000, save_every=None)
+    process = start(job)
+    while not (job / "events.jsonl").exists() or not any(e["type"] == "metrics" for e in events(job)[:-1]):
+        time.sleep(0.02)
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (EXIT_STOPPED, "", "")
+    assert events(job)[-1]["code"] == "stopped"
+    (path,) = checkpoint.list_checkpoints(job / "out" / "checkpoints")
+    assert checkpoint.verify(path) is None
+    assert not (job / "result.json").exists()
+
+
+def finish(directory: Path, mode: str, *more: str) -> int:
+    process = start(directory, "-m", "tests.train.killed_runs", mode, str(directory), *more)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return int(out)
+
+
+def same_result(one: Path, two: Path) -> bool:
+    """Every tensor of the last checkpoint and of the served model, by SHA-256."""
+    a, b = (checkpoint.list_checkpoints(d / "out" / "checkpoints")[-1] for d in (one, two))
+    models = one / "out" / "model", two / "out" / "model"
+    served = [hashes(m, "del.safetensors") for m in models]
+    return hashes(a, ".safetensors") == hashes(b, ".safetensors") and served[0] == served[1] and same_scales(*models)
+
+
+def test_killed_at_random_is_the_same_bits(tmp_path: Path, configure: Configure) -> None:
+    long = {"max_steps": 12, "save_every": 2, "accumulate": 2, "keep_last": 2}
+    whole = make_job(tmp_path / "whole", configure, **long)
+    killed = make_job(tmp_path / "killed", configure, **long)
+    assert worker.main([str(whole)]) == EXIT_DONE
+    assert finish(killed, "random", "1") >= 2
+    assert same_result(whole, killed)
+    log = events(killed)
+    assert [e["id"] for e in log] == list(range(1, len(log) + 1))
+    losses = [[(e["step"], e["train_loss"]) for e in events(d) if e["type"] == "metrics"] for d in (whole, killed)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_every_fsync_and_rename_is_the_same_bits(tmp_path: Path, configure: Configure) -> None:
+    short = {"max_steps": 2, "save_every": 1}
+    whole, job = (make_job(tmp_path / name, configure, **short) for name in ("whole", "job"))
+    assert worker.main([str(whole)]) == EXIT_DONE
+    points = finish(job, "points")
+    assert points > 40
+    assert all(same_result(whole, job.with_name(f"job-{k}")) for k in range(1, points + 1))
