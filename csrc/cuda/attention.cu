@@ -1,11 +1,13 @@
-// paged_attention: causal attention of new tokens over paged caches of FP32, BF16, FP16 or FP8, heads in groups.
+// paged_attention: causal attention of new tokens over paged caches of FP32, BF16, FP16 or FP8, heads in
+// groups.
 //
-// A row is one query token of one head. A block takes 16 neighbouring rows of a sequence that share a kv head (row r is
-// token r / group, so the heads of a group read their keys once) and walks keys in tiles, converted to FP32 in shared
-// memory. Keys are cut into segments of 512 at absolute positions. Every segment starts its softmax afresh and is merged
-// into the rows' result in order; whether one block walks all segments (prefill) or each segment has a block of its own
-// and `merge_segments` does the merging (decoding, few rows), the same operations happen in the same order. So a row's
-// result depends, to the last bit, on its own query and context alone: not on the batch, not on how a prompt was cut.
+// A row is one query token of one head. A block takes 16 neighbouring rows of a sequence that share a kv head
+// (row r is token r / group, so the heads of a group read their keys once) and walks keys in tiles, converted
+// to FP32 in shared memory. Keys are cut into segments of 512 at absolute positions. Every segment starts its
+// softmax afresh and is merged into the rows' result in order; whether one block walks all segments (prefill)
+// or each segment has a block of its own and `merge_segments` does the merging (decoding, few rows), the same
+// operations happen in the same order. So a row's result depends, to the last bit, on its own query and
+// context alone: not on the batch, not on how a prompt was cut.
 //
 // FP32 arithmetic without tensor cores: decoding is bound by memory and does not miss them; long prefills do.
 #include <torch/csrc/stable/library.h>
@@ -18,7 +20,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = 16;
 constexpr int kSegment = 512;
-constexpr int kColumns = 128;               // threads across head_dim when values are summed
+constexpr int kColumns = 128;                       // threads across head_dim when values are summed
 constexpr int kHalf = kRows * kColumns / kThreads;  // rows a thread sums: 8
 constexpr int kMaxDim = 512;
 
@@ -36,20 +38,24 @@ struct Work {
   const float *k_scale, *v_scale;  // null for 1
   float softmax_scale;
   int sequences, max_blocks, block_size, heads, kv_heads, dim, segments;
-  float *maxima = nullptr, *sums = nullptr, *values = nullptr;  // [segments][rows], [segments][rows], [segments][rows][dim]; null: one block does all
+  float *maxima = nullptr, *sums = nullptr,
+        *values =
+            nullptr;  // [segments][rows], [segments][rows], [segments][rows][dim]; null: one block does all
 };
 
 __device__ __forceinline__ float factor(const float* scale) { return scale == nullptr ? 1.0f : *scale; }
 
-// --- which rows ---------------------------------------------------------------------------------------------------
+// --- which rows
+// ---------------------------------------------------------------------------------------------------
 
 struct Rows {
-  int sequence, first, count;  // rows [first, first + count) of the sequence's tokens x group; count 0: nothing to do
-  int start, tokens, length;   // of the sequence: its first token in q, its new tokens, its context
+  int sequence, first,
+      count;  // rows [first, first + count) of the sequence's tokens x group; count 0: nothing to do
+  int start, tokens, length;  // of the sequence: its first token in q, its new tokens, its context
 };
 
-// Sequence s begins at tile starts[s] * group / 16 + s: room enough for its rows, found by bisection, and known without
-// asking the device how many tokens each sequence has.
+// Sequence s begins at tile starts[s] * group / 16 + s: room enough for its rows, found by bisection, and
+// known without asking the device how many tokens each sequence has.
 __device__ __forceinline__ int tile_of(const Work& w, int s) {
   return static_cast<int>(static_cast<int64_t>(w.starts[s]) * (w.heads / w.kv_heads) / kRows) + s;
 }
@@ -75,7 +81,8 @@ __device__ __forceinline__ int position_of(const Work& w, const Rows& rows, int 
   return rows.length - rows.tokens + (rows.first + r) / (w.heads / w.kv_heads);
 }
 
-// --- shared memory ------------------------------------------------------------------------------------------------
+// --- shared memory
+// ------------------------------------------------------------------------------------------------
 
 template <int kWide>  // head_dim in units of 128: 1, 2 or 4
 struct Shared {
@@ -96,7 +103,8 @@ __device__ __forceinline__ float decoded(Code<F> x) {
   return half_to_float(static_cast<uint16_t>(decode_pair<is_e5m2<F>>(x.bits) & 0xffff));
 }
 
-// Keys [begin, begin + kKeys) of one of the caches; zeros past `end`. Eight elements a thread where rows allow it.
+// Keys [begin, begin + kKeys) of one of the caches; zeros past `end`. Eight elements a thread where rows
+// allow it.
 template <class C, int kKeys, int kPitch>
 __device__ __forceinline__ void gather(const Work& w, const void* cache, const Rows& rows, int begin, int end,
                                        float (*tile)[kPitch]) {
@@ -121,7 +129,8 @@ __device__ __forceinline__ void gather(const Work& w, const void* cache, const R
   }
 }
 
-// --- one tile of keys -----------------------------------------------------------------------------------------------
+// --- one tile of keys
+// -----------------------------------------------------------------------------------------------
 
 // weight[r][key] = q[r] . k[key], minus infinity where the row may not look.
 template <int kWide>
@@ -185,10 +194,12 @@ __device__ __forceinline__ void soften(Shared<kWide>& shared) {
 template <int kWide>
 using Sums = float[kWide][kHalf];
 
-// sums = sums * correction + weight x v. A weight of 0 adds nothing, not even 0 * NaN of a key behind the row.
+// sums = sums * correction + weight x v. A weight of 0 adds nothing, not even 0 * NaN of a key behind the
+// row.
 template <int kWide>
 __device__ __forceinline__ void gather_values(Sums<kWide>& sums, const Shared<kWide>& shared) {
-  const int column = static_cast<int>(threadIdx.x) % kColumns, top = static_cast<int>(threadIdx.x) / kColumns * kHalf;
+  const int column = static_cast<int>(threadIdx.x) % kColumns,
+            top = static_cast<int>(threadIdx.x) / kColumns * kHalf;
 #pragma unroll
   for (int r = 0; r < kHalf; ++r) {
 #pragma unroll
@@ -200,12 +211,14 @@ __device__ __forceinline__ void gather_values(Sums<kWide>& sums, const Shared<kW
       const float weight = shared.weight[top + r][key];
       if (weight == 0.0f) continue;
 #pragma unroll
-      for (int i = 0; i < kWide; ++i) sums[i][r] = fmaf(weight, shared.v[key][column + i * kColumns], sums[i][r]);
+      for (int i = 0; i < kWide; ++i)
+        sums[i][r] = fmaf(weight, shared.v[key][column + i * kColumns], sums[i][r]);
     }
   }
 }
 
-// --- segments -------------------------------------------------------------------------------------------------------
+// --- segments
+// -------------------------------------------------------------------------------------------------------
 
 // How two parts of a softmax become one.
 struct Merge {
@@ -257,7 +270,8 @@ __device__ __forceinline__ void load_queries(const Work& w, const Rows& rows, Sh
 // f(row of the tile, row of the thread, dimension, unit of 128) for the thread's sums that are real.
 template <int kWide, class F>
 __device__ __forceinline__ void for_sums(const Work& w, const Rows& rows, const F& f) {
-  const int column = static_cast<int>(threadIdx.x) % kColumns, top = static_cast<int>(threadIdx.x) / kColumns * kHalf;
+  const int column = static_cast<int>(threadIdx.x) % kColumns,
+            top = static_cast<int>(threadIdx.x) / kColumns * kHalf;
 #pragma unroll
   for (int r = 0; r < kHalf; ++r) {
 #pragma unroll
@@ -339,7 +353,8 @@ __global__ void __launch_bounds__(kColumns) merge_segments(const __grid_constant
   }
 }
 
-// --- op -----------------------------------------------------------------------------------------------------------
+// --- op
+// -----------------------------------------------------------------------------------------------------------
 
 template <class F>
 void with_cache(ScalarType dtype, const F& f) {
@@ -385,8 +400,8 @@ const float* scale_of(const DeviceContract& check, const char* name, const std::
   return data<const float>(*scale);
 }
 
-Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
-                       const Tensor& context_lens, const Tensor& query_starts,
+Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache,
+                       const Tensor& block_tables, const Tensor& context_lens, const Tensor& query_starts,
                        const std::optional<Tensor>& k_scale_inv, const std::optional<Tensor>& v_scale_inv,
                        double softmax_scale) {
   const DeviceContract check("paged_attention", q_in);
@@ -405,7 +420,8 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   const Size sequences{"S", context_lens.size(0)};
   check.tensor("context_lens", context_lens, {ScalarType::Int}, {sequences});
   check.rank("block_tables", block_tables, 2);
-  check.tensor("block_tables", block_tables, {ScalarType::Int}, {sequences, {"max_blocks", block_tables.size(1)}});
+  check.tensor("block_tables", block_tables, {ScalarType::Int},
+               {sequences, {"max_blocks", block_tables.size(1)}});
   check.tensor("query_starts", query_starts, {ScalarType::Int}, {{"S + 1", sequences.value() + 1}});
   const OnDevice device(q_in);
   const Tensor q = dense(q_in), k = dense(k_cache), v = dense(v_cache);

@@ -1,8 +1,8 @@
 // Eight elements at a time: the unit in which every cast kernel reads, scales, encodes and writes.
 //
-// A chunk of 8 BF16 or FP16 numbers is one 16-byte load (FP32: two) and one 8-byte store; neighbouring threads take
-// neighbouring chunks, so a warp's accesses are whole 128-byte lines. Where a row does not begin on such a boundary
-// the same kernels run with `kAligned` false, element by element.
+// A chunk of 8 BF16 or FP16 numbers is one 16-byte load (FP32: two) and one 8-byte store; neighbouring
+// threads take neighbouring chunks, so a warp's accesses are whole 128-byte lines. Where a row does not begin
+// on such a boundary the same kernels run with `kAligned` false, element by element.
 #pragma once
 
 #include "cuda/tensors.h"
@@ -98,7 +98,8 @@ __device__ __forceinline__ uint2 encode_chunk(const Chunk& x, float scale) {
   if (nan) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (isnan(x.value[2 * i])) pair[i] |= static_cast<uint16_t>(__float_as_uint(x.value[2 * i]) >> 24 & 0x80);
+      if (isnan(x.value[2 * i]))
+        pair[i] |= static_cast<uint16_t>(__float_as_uint(x.value[2 * i]) >> 24 & 0x80);
       if (isnan(x.value[2 * i + 1])) {
         pair[i] |= static_cast<uint16_t>(__float_as_uint(x.value[2 * i + 1]) >> 16 & 0x8000);
       }
@@ -120,7 +121,8 @@ __device__ __forceinline__ void store_chunk(uint2 codes, uint8_t* row, int64_t b
   }
 }
 
-// --- reductions -------------------------------------------------------------------------------------------------
+// --- reductions
+// -------------------------------------------------------------------------------------------------
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
@@ -128,7 +130,8 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 template <int kLanes>
 __device__ __forceinline__ float lanes_max(float value) {
 #pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
+  for (int step = kLanes / 2; step > 0; step /= 2)
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
   return value;
 }
 

@@ -40,8 +40,7 @@ class OnDevice {
   Stream stream() const { return stream_; }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int capability() const {  // 89, 90, 100, 120
-    return 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
-           attribute(cudaDevAttrComputeCapabilityMinor);
+    return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
   }
 
  private:
@@ -68,7 +67,8 @@ inline void set_zero(void* memory, size_t bytes, Stream stream) {
   check_cuda(cudaMemsetAsync(memory, 0, bytes, stream));
 }
 
-// --- instructions ---------------------------------------------------------------------------------------------
+// --- instructions
+// ---------------------------------------------------------------------------------------------
 
 #ifdef __CUDACC__
 
@@ -156,10 +156,10 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* shar
 }
 
 // c[16 x 8] += a[16 x 32] b[8 x 32]^T in FP8 with FP32 sums.
-#define FP8SERVE_MMA(A, B)                                                                              \
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." A "." B                                         \
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                   \
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                         \
+#define FP8SERVE_MMA(A, B)                                                            \
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." A "." B                       \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 template <bool kAE5M2, bool kBE5M2>
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

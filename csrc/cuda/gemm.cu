@@ -1,42 +1,49 @@
-// scaled_mm: FP8 [M, K] x FP8 [N, K] -> [M, N] in FP32, BF16 or FP16, any mix of formats and scale granularities.
+// scaled_mm: FP8 [M, K] x FP8 [N, K] -> [M, N] in FP32, BF16 or FP16, any mix of formats and scale
+// granularities.
 //
-// This file holds the contract and asks the kernels in order of speed; gemm.h says which there are. Who answers:
+// This file holds the contract and asks the kernels in order of speed; gemm.h says which there are. Who
+// answers:
 //
 //   rows                        Ada, sm_120              Hopper, sm_100
 //   1..16   (E4M3 x E4M3)       skinny                   skinny
 //   17..64  (E4M3 x E4M3)       skinny                   CUTLASS, else skinny
 //   more, or E5M2               sm_120: CUTLASS, else mma   CUTLASS, else mma
 //
-// CUTLASS says no to FP16 output, E5M2 x E5M2, rows of the output that are no multiple of 16 bytes, and pairs of scale
-// granularities that no recipe makes; the mma kernel says yes to everything.
-#include "cuda/gemm.h"
-
+// CUTLASS says no to FP16 output, E5M2 x E5M2, rows of the output that are no multiple of 16 bytes, and pairs
+// of scale granularities that no recipe makes; the mma kernel says yes to everything.
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
 
+#include "cuda/gemm.h"
 #include "cuda/layout.h"
 
 namespace fp8serve {
 namespace {
 
-#define FP8SERVE_PICK(arch)                                                                       \
-  if (g.out_type == Number::fp16 || (g.a_e5m2 && g.b_e5m2)) return false;                         \
-  const bool wide = g.out_type == Number::fp32;                                                   \
-  CutlassKernel* kernel = wide ? gemm_##arch##_e4m3_e4m3_fp32 : gemm_##arch##_e4m3_e4m3_bf16;     \
-  if (g.a_e5m2) kernel = wide ? gemm_##arch##_e5m2_e4m3_fp32 : gemm_##arch##_e5m2_e4m3_bf16;      \
-  if (g.b_e5m2) kernel = wide ? gemm_##arch##_e4m3_e5m2_fp32 : gemm_##arch##_e4m3_e5m2_bf16;      \
+#define FP8SERVE_PICK(arch)                                                                   \
+  if (g.out_type == Number::fp16 || (g.a_e5m2 && g.b_e5m2)) return false;                     \
+  const bool wide = g.out_type == Number::fp32;                                               \
+  CutlassKernel* kernel = wide ? gemm_##arch##_e4m3_e4m3_fp32 : gemm_##arch##_e4m3_e4m3_bf16; \
+  if (g.a_e5m2) kernel = wide ? gemm_##arch##_e5m2_e4m3_fp32 : gemm_##arch##_e5m2_e4m3_bf16;  \
+  if (g.b_e5m2) kernel = wide ? gemm_##arch##_e4m3_e5m2_fp32 : gemm_##arch##_e4m3_e5m2_bf16;  \
   return kernel(g, device, allocator)
 
 [[maybe_unused]] bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator, int chip) {
 #ifdef FP8SERVE_HAVE_sm90
-  if (chip == 90) { FP8SERVE_PICK(sm90); }
+  if (chip == 90) {
+    FP8SERVE_PICK(sm90);
+  }
 #endif
 #ifdef FP8SERVE_HAVE_sm100
-  if (chip == 100) { FP8SERVE_PICK(sm100); }
+  if (chip == 100) {
+    FP8SERVE_PICK(sm100);
+  }
 #endif
 #ifdef FP8SERVE_HAVE_sm120
-  if (chip == 120) { FP8SERVE_PICK(sm120); }
+  if (chip == 120) {
+    FP8SERVE_PICK(sm120);
+  }
 #endif
   (void)g, (void)device, (void)allocator, (void)chip;
   return false;
@@ -45,14 +52,16 @@ namespace {
 void run(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   const int chip = device.capability();
   const bool decoding = g.m <= kSkinnyRows && !g.a_e5m2 && !g.b_e5m2;
-  // Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: enough for few rows only.
+  // Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: enough for few
+  // rows only.
   const int always = chip == 90 || chip == 100 ? 16 : kSkinnyRows;
   if (decoding && g.m <= always) return gemm_skinny(g, device, allocator);
   if (gemm_cutlass(g, device, allocator, chip)) return;
   decoding ? gemm_skinny(g, device, allocator) : gemm_mma(g, device);
 }
 
-// --- contract ---------------------------------------------------------------------------------------------------
+// --- contract
+// ---------------------------------------------------------------------------------------------------
 
 Scale scale_of(const DeviceContract& check, const char* name, const Tensor& scale, Size rows, Size k) {
   check.here(name, scale);
@@ -72,8 +81,8 @@ Scale scale_of(const DeviceContract& check, const char* name, const Tensor& scal
 
 void check_sizes(const DeviceContract& check, std::initializer_list<Size> sizes) {
   for (const Size& size : sizes) {
-    check.require(size.value() < std::numeric_limits<int>::max() - kScaleBlock, size.name, "is ", size.value(),
-                  ", must fit 32 bits");
+    check.require(size.value() < std::numeric_limits<int>::max() - kScaleBlock, size.name, "is ",
+                  size.value(), ", must fit 32 bits");
   }
 }
 
@@ -93,7 +102,8 @@ Tensor scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& a_scale_i
   const OnDevice device(a_in);
   const Tensor a_scale = dense(a_scale_in), b_scale = dense(b_scale_in);
   const Tensor bias = bias_in ? dense(*bias_in) : a_scale;
-  const Scale a_by = scale_of(check, "a_scale_inv", a_scale, m, k), b_by = scale_of(check, "b_scale_inv", b_scale, n, k);
+  const Scale a_by = scale_of(check, "a_scale_inv", a_scale, m, k),
+              b_by = scale_of(check, "b_scale_inv", b_scale, n, k);
   Tensor out = empty(a_in, {m.value(), n.value()}, out_dtype);
   if (out.numel() == 0) return out;
   const Tensor a = k_contiguous(a_in, device), b = k_contiguous(b_in, device);

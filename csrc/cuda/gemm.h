@@ -2,8 +2,9 @@
 //
 //   out[m][n] = (sum over k of a[m][k] b[n][k], block scales inside) * a_scale[m] * b_scale[n] + bias[n]
 //
-// Kernels: gemm_sm89.cu answers everything on every chip (mma.sync); gemm_skinny.cu answers up to 64 rows (decoding);
-// gemm_sm90/100/120.cu answer what pays there and say no to the rest. gemm.cu asks them in order of speed.
+// Kernels: gemm_sm89.cu answers everything on every chip (mma.sync); gemm_skinny.cu answers up to 64 rows
+// (decoding); gemm_sm90/100/120.cu answer what pays there and say no to the rest. gemm.cu asks them in order
+// of speed.
 #pragma once
 
 #include "cuda/tensors.h"
@@ -43,7 +44,9 @@ struct Gemm {
 __device__ __forceinline__ float bias_at(const Gemm& g, int column) {
   return g.bias == nullptr ? 0.0f : load(g.bias, column, g.bias_type);
 }
-__device__ __forceinline__ void put(const Gemm& g, int64_t at, float value) { store(value, g.out, at, g.out_type); }
+__device__ __forceinline__ void put(const Gemm& g, int64_t at, float value) {
+  store(value, g.out, at, g.out_type);
+}
 
 constexpr int kSkinnyRows = 64;
 
@@ -53,10 +56,9 @@ void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator)
 
 // CUTLASS kernels: false when the problem is not theirs. Named <arch>_<a>_<b>_<out>.
 using CutlassKernel = bool(const Gemm& g, const OnDevice& device, const Tensor& allocator);
-#define FP8SERVE_CUTLASS_KERNELS(arch)                                                  \
-  CutlassKernel gemm_##arch##_e4m3_e4m3_bf16, gemm_##arch##_e4m3_e4m3_fp32,             \
-      gemm_##arch##_e4m3_e5m2_bf16, gemm_##arch##_e4m3_e5m2_fp32,                       \
-      gemm_##arch##_e5m2_e4m3_bf16, gemm_##arch##_e5m2_e4m3_fp32
+#define FP8SERVE_CUTLASS_KERNELS(arch)                                                                    \
+  CutlassKernel gemm_##arch##_e4m3_e4m3_bf16, gemm_##arch##_e4m3_e4m3_fp32, gemm_##arch##_e4m3_e5m2_bf16, \
+      gemm_##arch##_e4m3_e5m2_fp32, gemm_##arch##_e5m2_e4m3_bf16, gemm_##arch##_e5m2_e4m3_fp32
 FP8SERVE_CUTLASS_KERNELS(sm90);
 FP8SERVE_CUTLASS_KERNELS(sm100);
 FP8SERVE_CUTLASS_KERNELS(sm120);

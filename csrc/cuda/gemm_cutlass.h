@@ -1,19 +1,21 @@
 // One GEMM of the CUTLASS collective builders with our epilogue, for the three architectures that have them.
 //
-// The epilogue tree, on FP32 sums, in the order of reference.py: (sum * a_scale) * b_scale + bias, rounded once. A scale
-// is a number or a vector at run time (a stride that is true or false), so one kernel serves tensor and row scales.
-// Block scales act in the main loop, 128 of K at a time; the kernels for them take a per 1x128 and b per 128x128 or 1x128,
-// which is what the block recipe multiplies. A configuration (gemm_sm90.cu ...) names tiles, clusters and schedules.
+// The epilogue tree, on FP32 sums, in the order of reference.py: (sum * a_scale) * b_scale + bias, rounded
+// once. A scale is a number or a vector at run time (a stride that is true or false), so one kernel serves
+// tensor and row scales. Block scales act in the main loop, 128 of K at a time; the kernels for them take a
+// per 1x128 and b per 128x128 or 1x128, which is what the block recipe multiplies. A configuration
+// (gemm_sm90.cu ...) names tiles, clusters and schedules.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/cutlass.h>
+#include <cutlass/gemm/device/gemm_universal_adapter.h>
+
+#include <cute/tensor.hpp>
 #include <cutlass/detail/blockwise_scale_layout.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/epilogue/fusion/operations.hpp>
 #include <cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
-#include <cutlass/gemm/device/gemm_universal_adapter.h>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 #include <cutlass/util/packed_stride.hpp>
 
@@ -35,7 +37,8 @@ template <class CtaTile, class Out>
 struct Epilogue {
   static constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
   using ByRow = cutlass::epilogue::fusion::Sm90ColBroadcast<0, CtaTile, float, float, Stride<bool, _0, _0>>;
-  using ByColumn = cutlass::epilogue::fusion::Sm90RowBroadcast<0, CtaTile, float, float, Stride<_0, bool, _0>>;
+  using ByColumn =
+      cutlass::epilogue::fusion::Sm90RowBroadcast<0, CtaTile, float, float, Stride<_0, bool, _0>>;
   using Bias = cutlass::epilogue::fusion::Sm90RowBroadcast<0, CtaTile, Out, float>;
   using Times = cutlass::epilogue::fusion::Sm90Compute<cutlass::multiplies, float, float, kRound>;
   using Plus = cutlass::epilogue::fusion::Sm90Compute<cutlass::plus, Out, float, kRound>;
@@ -57,8 +60,8 @@ struct Epilogue {
 // kScaleRowsB: 0 for scales outside the sum; else a is scaled per 1x128 and b per kScaleRowsB x 128.
 template <class Config, class A, class B, class Out, int kScaleRowsB>
 struct Kernel {
-  using Scales = cutlass::detail::Sm1xxBlockwiseScaleConfig<1, kScaleRowsB == 0 ? 1 : kScaleRowsB, kScaleBlock,
-                                                            UMMA::Major::K, UMMA::Major::K>;
+  using Scales = cutlass::detail::Sm1xxBlockwiseScaleConfig<1, kScaleRowsB == 0 ? 1 : kScaleRowsB,
+                                                            kScaleBlock, UMMA::Major::K, UMMA::Major::K>;
   using ScaleLayoutA = decltype(Scales::deduce_layoutSFA());
   using ScaleLayoutB = decltype(Scales::deduce_layoutSFB());
   using RowMajor = cutlass::layout::RowMajor;
@@ -69,8 +72,8 @@ struct Kernel {
   using Fusion = Epilogue<typename Config::CtaTile, Out>;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       typename Config::Arch, cutlass::arch::OpClassTensorOp, typename Config::Tile, typename Config::Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor, kAlign, Out, RowMajor, kAlign,
-      typename Config::EpilogueSchedule, typename Fusion::Tree>::CollectiveOp;
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor, kAlign, Out, RowMajor,
+      kAlign, typename Config::EpilogueSchedule, typename Fusion::Tree>::CollectiveOp;
   using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       typename Config::Arch, cutlass::arch::OpClassTensorOp, A,
       std::conditional_t<kBlocked, cute::tuple<RowMajor, ScaleLayoutA>, RowMajor>, 16, B,
@@ -107,10 +110,11 @@ struct Kernel {
         cutlass::gemm::GemmUniversalMode::kGemm, {g.m, g.n, g.k, 1}, mainloop(g), epilogue, {}, {}};
     args.hw_info.sm_count = device.multiprocessors();
     const auto bytes = static_cast<int64_t>(Adapter::get_workspace_size(args));
-    const Tensor workspace = empty(allocator, {bytes}, ScalarType::Byte);
+    std::optional<Tensor> workspace;
+    if (bytes > 0) workspace = empty(allocator, {bytes}, ScalarType::Byte);
     Adapter adapter;
     check(adapter.can_implement(args));
-    check(adapter.run(args, workspace.data_ptr(), device.stream()));
+    check(adapter.run(args, workspace ? workspace->data_ptr() : nullptr, device.stream()));
   }
 
   static void check(cutlass::Status status) {
@@ -129,12 +133,14 @@ bool fits(const Gemm& g) {
          aligned(g.out, 16) && (g.bias == nullptr || (g.bias_type == kNumber<Out> && aligned(g.bias, 16)));
 }
 
-// Large and small tiles by whether the large ones would fill the device; false for scales nobody multiplies here.
+// Large and small tiles by whether the large ones would fill the device; false for scales nobody multiplies
+// here.
 template <class Large, class Small, class A, class B, class Out>
 bool answer(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   if (!fits<Out>(g)) return false;
   const auto pick = [&](auto rows) {
-    const int64_t tiles = ceil_over(g.m, size<0>(typename Large::Tile{})) * ceil_over(g.n, size<1>(typename Large::Tile{}));
+    const int64_t tiles =
+        ceil_over(g.m, size<0>(typename Large::Tile{})) * ceil_over(g.n, size<1>(typename Large::Tile{}));
     if (tiles >= device.multiprocessors()) {
       Kernel<Large, A, B, Out, rows.value>::run(g, device, allocator);
     } else {
@@ -153,9 +159,9 @@ bool answer(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
 // Defines gemm_<arch>_<a>_<b>_<out> for the operands this object was compiled for (CMakeLists.txt sets them).
 #define FP8SERVE_JOIN(arch, a, b, out) gemm_##arch##_##a##_##b##_##out
 #define FP8SERVE_NAME(arch, a, b, out) FP8SERVE_JOIN(arch, a, b, out)
-#define FP8SERVE_DEFINE_GEMM(arch, Large, Small)                                                            \
-  bool fp8serve::FP8SERVE_NAME(arch, FP8SERVE_A, FP8SERVE_B, FP8SERVE_OUT)(                                 \
-      const Gemm& g, const OnDevice& device, const Tensor& allocator) {                                     \
-    using namespace fp8serve::cutlass_gemm;                                                                 \
-    return answer<Large, Small, FP8SERVE_A, FP8SERVE_B, FP8SERVE_OUT>(g, device, allocator);                \
+#define FP8SERVE_DEFINE_GEMM(arch, Large, Small)                                             \
+  bool fp8serve::FP8SERVE_NAME(arch, FP8SERVE_A, FP8SERVE_B, FP8SERVE_OUT)(                  \
+      const Gemm& g, const OnDevice& device, const Tensor& allocator) {                      \
+    using namespace fp8serve::cutlass_gemm;                                                  \
+    return answer<Large, Small, FP8SERVE_A, FP8SERVE_B, FP8SERVE_OUT>(g, device, allocator); \
   }

@@ -1,12 +1,13 @@
 // Decoding: E4M3 activations of 1..64 rows times E4M3 weights. Bound by reading the weights once.
 //
-// The weights are the 16-row operand of mma.m16n8k32 and the activations its 8-column one, so 8 rows of activations
-// cost as much as 1. Nothing is staged: the order of K inside an mma is free as long as both operands agree, so a lane
-// takes 16 neighbouring bytes of its weight row straight into the registers of two mma's (with the same 16 bytes of its
-// activation row, from the first-level cache), four such loads ahead of their use. 8 warps of a block share 16 weight
-// rows and take every eighth block of 128 of K each; small matrices are also split over blocks along K. The sums are
-// added in a fixed order which depends on the weight's shape and the chip alone: a row's result is the same, bit for
-// bit, whatever rows are computed with it.
+// The weights are the 16-row operand of mma.m16n8k32 and the activations its 8-column one, so 8 rows of
+// activations cost as much as 1. Nothing is staged: the order of K inside an mma is free as long as both
+// operands agree, so a lane takes 16 neighbouring bytes of its weight row straight into the registers of two
+// mma's (with the same 16 bytes of its activation row, from the first-level cache), four such loads ahead of
+// their use. 8 warps of a block share 16 weight rows and take every eighth block of 128 of K each; small
+// matrices are also split over blocks along K. The sums are added in a fixed order which depends on the
+// weight's shape and the chip alone: a row's result is the same, bit for bit, whatever rows are computed with
+// it.
 #include "cuda/gemm.h"
 
 namespace fp8serve {
@@ -44,8 +45,8 @@ __device__ __forceinline__ Weights load_weights(const Gemm& g, int row, int at) 
 }
 
 // 16 weight rows x 8 tokens over 128 of K.
-__device__ __forceinline__ void multiply(float (&part)[4], const Weights& w, const uint8_t* token, int at, int k,
-                                         bool valid) {
+__device__ __forceinline__ void multiply(float (&part)[4], const Weights& w, const uint8_t* token, int at,
+                                         int k, bool valid) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint4 x = sixteen_cached(token + half * 64, valid && at + half * 64 < k);
@@ -60,8 +61,8 @@ __device__ __forceinline__ float finished(const Gemm& g, float sum, int token, i
 }
 
 template <int kGroups, bool kInside>  // kGroups: tokens in eights
-__global__ void __launch_bounds__(kThreads) gemm_stream(const __grid_constant__ Gemm g,
-                                                        const __grid_constant__ Split split) {
+__global__ void __launch_bounds__(kThreads)
+    gemm_stream(const __grid_constant__ Gemm g, const __grid_constant__ Split split) {
   __shared__ float sums[kWarps][8 * kGroups][kRows];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4, piece = lane % 4 * 16;
@@ -110,8 +111,8 @@ __global__ void __launch_bounds__(kThreads) gemm_stream(const __grid_constant__ 
   }
 }
 
-__global__ void __launch_bounds__(kThreads) add_splits(const __grid_constant__ Gemm g,
-                                                       const __grid_constant__ Split split) {
+__global__ void __launch_bounds__(kThreads)
+    add_splits(const __grid_constant__ Gemm g, const __grid_constant__ Split split) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t count = static_cast<int64_t>(g.m) * g.n;
   if (at >= count) return;
@@ -143,10 +144,11 @@ void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator)
   const Tensor partial = empty(allocator, {held}, ScalarType::Float);
   if (split.count > 1) split.partial = data<float>(partial);
   const dim3 grid(static_cast<unsigned>(ceil_over(g.n, kRows)), static_cast<unsigned>(split.count));
-  launch(inside ? kernel_for<true>(g.m) : kernel_for<false>(g.m), grid, kThreads, 0, device.stream(), g, split);
+  launch(inside ? kernel_for<true>(g.m) : kernel_for<false>(g.m), grid, kThreads, 0, device.stream(), g,
+         split);
   if (split.count > 1) {
-    launch(add_splits, static_cast<unsigned>(ceil_over(static_cast<int64_t>(g.m) * g.n, kThreads)), kThreads, 0,
-           device.stream(), g, split);
+    launch(add_splits, static_cast<unsigned>(ceil_over(static_cast<int64_t>(g.m) * g.n, kThreads)), kThreads,
+           0, device.stream(), g, split);
   }
 }
 

@@ -1,11 +1,12 @@
 // The GEMM that answers everything: any formats, any scales, any sizes, on every chip from Ada on.
 //
-// A block computes 128 x 128 of the output with 8 warps of 64 x 32, from 128-byte rows of both operands that three stages
-// of cp.async keep coming. Rows lie in shared memory with their 16-byte pieces xor-ed by the row number, so neither the
-// copies nor ldmatrix meet a bank conflict. 128 codes are also one scale block: partial sums live in registers of their
-// own for 128 of K, are scaled (block scales) and added to the total in FP32, which is what makes the sum accurate on
-// chips whose tensor cores keep few bits of it. Ada and sm_120 have the FP8 instruction (SASS: QMMA); Hopper and sm_100
-// convert to FP16 first, exactly, at half the rate or less: there this kernel is the fallback.
+// A block computes 128 x 128 of the output with 8 warps of 64 x 32, from 128-byte rows of both operands that
+// three stages of cp.async keep coming. Rows lie in shared memory with their 16-byte pieces xor-ed by the row
+// number, so neither the copies nor ldmatrix meet a bank conflict. 128 codes are also one scale block:
+// partial sums live in registers of their own for 128 of K, are scaled (block scales) and added to the total
+// in FP32, which is what makes the sum accurate on chips whose tensor cores keep few bits of it. Ada and
+// sm_120 have the FP8 instruction (SASS: QMMA); Hopper and sm_100 convert to FP16 first, exactly, at half the
+// rate or less: there this kernel is the fallback.
 #include "cuda/gemm.h"
 
 namespace fp8serve {
@@ -20,13 +21,16 @@ constexpr int kPanel = kTileM * kTileK;        // bytes of one operand in one st
 constexpr int kShared = kStages * 2 * kPanel;  // 96 KiB
 constexpr int kWarpM = 64, kWarpN = 32;
 constexpr int kFragsM = kWarpM / 16, kFragsN = kWarpN / 8;
-constexpr int kBand = 8;  // tile rows that run together, to meet each other's columns in the second-level cache
+constexpr int kBand =
+    8;  // tile rows that run together, to meet each other's columns in the second-level cache
 
-__device__ __forceinline__ int swizzled(int row, int piece) { return row * kTileK + ((piece ^ (row & 7)) * kPiece); }
+__device__ __forceinline__ int swizzled(int row, int piece) {
+  return row * kTileK + ((piece ^ (row & 7)) * kPiece);
+}
 
 // 128 rows x 128 codes into shared memory; zeros outside the matrix.
-__device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* codes, int first, int rows, int k0,
-                                           int k) {
+__device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* codes, int first, int rows,
+                                           int k0, int k) {
 #pragma unroll
   for (int i = 0; i < kTileM * kPieces / kThreads; ++i) {
     const int index = static_cast<int>(threadIdx.x) + i * kThreads;
@@ -38,7 +42,7 @@ __device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* 
 }
 
 struct Place {
-  int m0, n0;         // of the block
+  int m0, n0;          // of the block
   int warp_m, warp_n;  // of the warp in the block
   int lane;
 };
@@ -49,15 +53,15 @@ __device__ __forceinline__ Place place_of(const Gemm& g) {
   const int index = static_cast<int>(blockIdx.x), per_band = kBand * tiles_n, band = index / per_band;
   const int height = min(kBand, tiles_m - band * kBand);
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  return {(band * kBand + index % per_band % height) * kTileM, index % per_band / height * kTileN, warp % 2 * kWarpM,
-          warp / 2 * kWarpN, static_cast<int>(threadIdx.x) % 32};
+  return {(band * kBand + index % per_band % height) * kTileM, index % per_band / height * kTileN,
+          warp % 2 * kWarpM, warp / 2 * kWarpN, static_cast<int>(threadIdx.x) % 32};
 }
 
 using Sums = float[kFragsM][kFragsN][4];
 
 template <bool kAE5M2, bool kBE5M2>
-__device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_panel, const unsigned char* b_panel,
-                                         const Place& p) {
+__device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_panel,
+                                         const unsigned char* b_panel, const Place& p) {
   const int matrix = p.lane / 8, line = p.lane % 8;
 #pragma unroll
   for (int step = 0; step < kTileK / 32; ++step) {
@@ -80,7 +84,8 @@ __device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_pane
   }
 }
 
-// Row of the output of sum element e of fragment i, and column of fragment j (elements come in pairs of columns).
+// Row of the output of sum element e of fragment i, and column of fragment j (elements come in pairs of
+// columns).
 __device__ __forceinline__ int row_of(const Place& p, int i, int half) {
   return p.m0 + p.warp_m + i * 16 + half * 8 + p.lane / 4;
 }
@@ -89,7 +94,8 @@ __device__ __forceinline__ int column_of(const Place& p, int j) {
 }
 
 template <bool kInside>
-__device__ __forceinline__ void promote(Sums& total, const Sums& part, const Gemm& g, const Place& p, int block) {
+__device__ __forceinline__ void promote(Sums& total, const Sums& part, const Gemm& g, const Place& p,
+                                        int block) {
   float by_column[kFragsN][2];
   if constexpr (kInside) {
 #pragma unroll
@@ -181,8 +187,8 @@ template <bool kAE5M2, bool kBE5M2>
 void launch_gemm(const Gemm& g, const OnDevice& device) {
   const auto blocks = static_cast<unsigned>(ceil_over(g.m, kTileM) * ceil_over(g.n, kTileN));
   const bool inside = g.a_scale.inside() || g.b_scale.inside();
-  launch(inside ? gemm_tile<kAE5M2, kBE5M2, true> : gemm_tile<kAE5M2, kBE5M2, false>, blocks, kThreads, kShared,
-         device.stream(), g);
+  launch(inside ? gemm_tile<kAE5M2, kBE5M2, true> : gemm_tile<kAE5M2, kBE5M2, false>, blocks, kThreads,
+         kShared, device.stream(), g);
 }
 
 }  // namespace

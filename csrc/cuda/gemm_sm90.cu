@@ -1,9 +1,10 @@
 // Hopper: wgmma with TMA and warp specialisation (SASS: QGMMA).
 //
-// Hopper's tensor cores keep about 14 bits of an FP8 sum. These kernels move partial sums to FP32 registers every 128 of
-// K ("accurate"), always: the second set of accumulators is why a consumer warpgroup takes no more than 64 x 128. A fast
-// mode (larger tiles, sums left in the tensor core) is a known 5-10 % for forward passes and was left out: an op that
-// gradients and inference share must not need to be told which of them calls.
+// Hopper's tensor cores keep about 14 bits of an FP8 sum. These kernels move partial sums to FP32 registers
+// every 128 of K ("accurate"), always: the second set of accumulators is why a consumer warpgroup takes no
+// more than 64 x 128. A fast mode (larger tiles, sums left in the tensor core) is a known 5-10 % for forward
+// passes and was left out: an op that gradients and inference share must not need to be told which of them
+// calls.
 #include "cuda/gemm_cutlass.h"
 
 namespace {

@@ -1,4 +1,5 @@
-// Transposing and padding FP8 codes, one byte an element. Memory-bound: every byte is read once and written once.
+// Transposing and padding FP8 codes, one byte an element. Memory-bound: every byte is read once and written
+// once.
 #include "cuda/layout.h"
 
 namespace fp8serve {
@@ -7,14 +8,16 @@ namespace {
 constexpr int kTile = 128;
 constexpr int kThreads = 256;
 
-// from [k, rows] with `pitch` bytes between its rows -> to [rows, padded], zeros from k on. A block takes 128 x 128.
+// from [k, rows] with `pitch` bytes between its rows -> to [rows, padded], zeros from k on. A block takes 128
+// x 128.
 template <bool kAligned>
-__global__ void __launch_bounds__(kThreads) transpose(const uint8_t* from, int64_t pitch, uint8_t* to, int64_t rows,
-                                                      int64_t k, int64_t padded) {
+__global__ void __launch_bounds__(kThreads)
+    transpose(const uint8_t* from, int64_t pitch, uint8_t* to, int64_t rows, int64_t k, int64_t padded) {
   __shared__ __align__(16) uint8_t tile[kTile][kTile];
   const int64_t k0 = static_cast<int64_t>(blockIdx.x) * kTile, r0 = static_cast<int64_t>(blockIdx.y) * kTile;
   for (int i = 0; i < 4; ++i) {
-    const int line = static_cast<int>(threadIdx.x) / 8 + 32 * i, column = static_cast<int>(threadIdx.x) % 8 * 16;
+    const int line = static_cast<int>(threadIdx.x) / 8 + 32 * i,
+              column = static_cast<int>(threadIdx.x) % 8 * 16;
     const uint8_t* source = from + (k0 + line) * pitch + r0 + column;
     uint4 codes = {0, 0, 0, 0};
     if (k0 + line < k) {
@@ -62,9 +65,10 @@ Tensor k_contiguous(const Tensor& codes, const OnDevice& device) {
   const int64_t row_stride = codes.stride(0), k_stride = codes.stride(1);
   if (row_stride == 1 && k_stride >= rows) {
     const bool fast = aligned(codes.data_ptr(), 16) && k_stride % 16 == 0 && rows % 16 == 0;
-    const dim3 grid(static_cast<unsigned>(ceil_over(padded, kTile)), static_cast<unsigned>(ceil_over(rows, kTile)));
-    launch(fast ? transpose<true> : transpose<false>, grid, kThreads, 0, device.stream(), data<uint8_t>(codes),
-           k_stride, data<uint8_t>(out), rows, k, padded);
+    const dim3 grid(static_cast<unsigned>(ceil_over(padded, kTile)),
+                    static_cast<unsigned>(ceil_over(rows, kTile)));
+    launch(fast ? transpose<true> : transpose<false>, grid, kThreads, 0, device.stream(),
+           data<uint8_t>(codes), k_stride, data<uint8_t>(out), rows, k, padded);
   } else {
     launch(gather, static_cast<unsigned>(ceil_over(out.numel(), kThreads)), kThreads, 0, device.stream(),
            data<uint8_t>(codes), row_stride, k_stride, data<uint8_t>(out), out.numel(), k, padded);

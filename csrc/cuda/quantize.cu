@@ -1,11 +1,13 @@
 // quantize, quantize_current, quantize_rowwise, quantize_block: high precision in, FP8 and its scale out.
 //
-// All are bound by memory: per BF16 element 2 bytes read and 1 written. A given scale, rows (up to 32768 columns), 1x128
-// and 128x128 blocks read the tensor once: a row or a block waits in registers between its amax and its cast. Per-tensor
-// current scaling needs the amax of everything first and reads twice, the second time backwards, so that what the first
-// pass left in the second-level cache is met first. Nothing comes back to the host: a scale is computed where it is used.
+// All are bound by memory: per BF16 element 2 bytes read and 1 written. A given scale, rows (up to 32768
+// columns), 1x128 and 128x128 blocks read the tensor once: a row or a block waits in registers between its
+// amax and its cast. Per-tensor current scaling needs the amax of everything first and reads twice, the
+// second time backwards, so that what the first pass left in the second-level cache is met first. Nothing
+// comes back to the host: a scale is computed where it is used.
 //
-// Codes and scales equal those of reference.py bit for bit: true divisions, no fast-math, amax of magnitudes without NaN.
+// Codes and scales equal those of reference.py bit for bit: true divisions, no fast-math, amax of magnitudes
+// without NaN.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -19,13 +21,15 @@ using Pair = std::tuple<Tensor, Tensor>;
 
 constexpr int kBlock = 128;
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;                              // independent loads per thread
-constexpr int kTile = kThreads * kUnroll * kChunk;      // elements a block takes at a time
-constexpr int kSmall = 4 * kTile;                       // up to here one block does it all
+constexpr int kUnroll = 4;                          // independent loads per thread
+constexpr int kTile = kThreads * kUnroll * kChunk;  // elements a block takes at a time
+constexpr int kSmall = 4 * kTile;                   // up to here one block does it all
 
-// --- one scale for the whole tensor ---------------------------------------------------------------------------
+// --- one scale for the whole tensor
+// ---------------------------------------------------------------------------
 
-// f(element offset) for this thread's chunks of one tile; loads of a full tile are issued before the first use.
+// f(element offset) for this thread's chunks of one tile; loads of a full tile are issued before the first
+// use.
 template <bool kAligned, class T, class Use>
 __device__ __forceinline__ void for_tile(const T* x, int64_t tile, int64_t n, const Use& use) {
   const int64_t begin = tile * kTile + static_cast<int64_t>(threadIdx.x) * kChunk;
@@ -45,8 +49,8 @@ __device__ __forceinline__ void for_tile(const T* x, int64_t tile, int64_t n, co
 }
 
 template <class F, class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) cast_amax(const T* x, uint8_t* q, int64_t n, const float* scale_in,
-                                                      float* amax, bool alone) {
+__global__ void __launch_bounds__(kThreads)
+    cast_amax(const T* x, uint8_t* q, int64_t n, const float* scale_in, float* amax, bool alone) {
   __shared__ float memory[32];
   const float scale = *scale_in;
   float seen = 0.0f;
@@ -74,8 +78,8 @@ __global__ void __launch_bounds__(kThreads) find_amax(const T* x, int64_t n, flo
 }
 
 template <class F, class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) cast_by_amax(const T* x, uint8_t* q, int64_t n, const float* amax,
-                                                         float* scale_inv, bool power_2) {
+__global__ void __launch_bounds__(kThreads)
+    cast_by_amax(const T* x, uint8_t* q, int64_t n, const float* amax, float* scale_inv, bool power_2) {
   const float scale = scale_for(*amax, F::max(), power_2);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
   const int64_t tiles = (n + kTile - 1) / kTile;
@@ -86,12 +90,13 @@ __global__ void __launch_bounds__(kThreads) cast_by_amax(const T* x, uint8_t* q,
   }
 }
 
-// --- one scale per row ----------------------------------------------------------------------------------------
+// --- one scale per row
+// ----------------------------------------------------------------------------------------
 
 // A block per row, which stays in registers: kChunks per thread.
 template <class F, class T, bool kAligned, int kChunks>
-__global__ void __launch_bounds__(1024) quantize_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv,
-                                                     bool power_2) {
+__global__ void __launch_bounds__(1024)
+    quantize_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * cols;
   uint8_t* to = q + blockIdx.x * cols;
@@ -99,7 +104,8 @@ __global__ void __launch_bounds__(1024) quantize_row(const T* x, uint8_t* q, int
   float seen = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    chunk[i] = load_chunk<kAligned>(from, (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kChunk, cols);
+    chunk[i] =
+        load_chunk<kAligned>(from, (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kChunk, cols);
   }
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) seen = amax_of(chunk[i], seen);
@@ -114,12 +120,13 @@ __global__ void __launch_bounds__(1024) quantize_row(const T* x, uint8_t* q, int
 
 // Rows too long for registers: read twice.
 template <class F, class T, bool kAligned>
-__global__ void __launch_bounds__(1024) quantize_long_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv,
-                                                          bool power_2) {
+__global__ void __launch_bounds__(1024)
+    quantize_long_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * cols;
   uint8_t* to = q + blockIdx.x * cols;
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk, step = static_cast<int64_t>(blockDim.x) * kChunk;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk,
+                step = static_cast<int64_t>(blockDim.x) * kChunk;
   float seen = 0.0f;
   for (int64_t at = first; at < cols; at += step) seen = amax_of(load_chunk<kAligned>(from, at, cols), seen);
   const float scale = scale_for(block_max(seen, memory), F::max(), power_2);
@@ -129,12 +136,13 @@ __global__ void __launch_bounds__(1024) quantize_long_row(const T* x, uint8_t* q
   }
 }
 
-// --- one scale per block --------------------------------------------------------------------------------------
+// --- one scale per block
+// --------------------------------------------------------------------------------------
 
 // 16 lanes take a segment of 128 columns; each thread works on kUnroll segments at once.
 template <class F, class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) quantize_segments(const T* x, uint8_t* q, int64_t rows, int64_t cols,
-                                                              float* scale_inv, bool power_2) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_segments(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
   constexpr int kLanes = kBlock / kChunk, kGroups = kThreads / kLanes;
   const int64_t per_row = (cols + kBlock - 1) / kBlock, segments = rows * per_row;
   const int lane = threadIdx.x % kLanes;
@@ -159,8 +167,8 @@ __global__ void __launch_bounds__(kThreads) quantize_segments(const T* x, uint8_
 
 // A block per 128 x 128 square, which stays in registers: 8 chunks per thread.
 template <class F, class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) quantize_square(const T* x, uint8_t* q, int64_t rows, int64_t cols,
-                                                            float* scale_inv, bool power_2) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_square(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
   __shared__ float memory[32];
   constexpr int kLanes = kBlock / kChunk, kRows = kThreads / kLanes, kPasses = kBlock / kRows;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x % kLanes * kChunk;
@@ -183,7 +191,8 @@ __global__ void __launch_bounds__(kThreads) quantize_square(const T* x, uint8_t*
   }
 }
 
-// --- ops --------------------------------------------------------------------------------------------------------
+// --- ops
+// --------------------------------------------------------------------------------------------------------
 
 Tensor input(const DeviceContract& check, const Tensor& x, ScalarType dtype) {
   check.here("x", x);
@@ -198,9 +207,8 @@ template <class F>
 void with_types(ScalarType format, const Tensor& x, int64_t cols, const F& f) {
   const bool fast = aligned(x.data_ptr(), 16) && cols % kChunk == 0;
   with_format(format, [&](auto fmt) {
-    with_element(x.scalar_type(), [&](auto elem) {
-      fast ? f(fmt, elem, std::true_type{}) : f(fmt, elem, std::false_type{});
-    });
+    with_element(x.scalar_type(),
+                 [&](auto elem) { fast ? f(fmt, elem, std::true_type{}) : f(fmt, elem, std::false_type{}); });
   });
 }
 
@@ -246,8 +254,8 @@ Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
     using T = typename decltype(elem)::type;
     launch(find_amax<T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), n, data<float>(amax),
            blocks == 1);
-    launch(cast_by_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), n,
-           data<float>(amax), data<float>(scale_inv), power_2);
+    launch(cast_by_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q),
+           n, data<float>(amax), data<float>(scale_inv), power_2);
   });
   return {q, scale_inv};
 }
@@ -279,8 +287,8 @@ Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2) {
   Tensor q = quantized_like(x, dtype), scale_inv = empty(x, {x.size(0), 1}, ScalarType::Float);
   if (x.size(0) == 0) return {q, scale_inv};
   with_types(dtype, x, x.size(1), [&](auto fmt, auto elem, auto fast) {
-    quantize_rows<typename decltype(fmt)::type, typename decltype(elem)::type, fast.value>(x, q, scale_inv, power_2,
-                                                                                           device.stream());
+    quantize_rows<typename decltype(fmt)::type, typename decltype(elem)::type, fast.value>(
+        x, q, scale_inv, power_2, device.stream());
   });
   return {q, scale_inv};
 }
@@ -289,7 +297,8 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
   const DeviceContract check("quantize_block", x_in);
   const Tensor x = input(check, x_in, dtype);
   check.rank("x", x, 2);
-  check.require(block_rows == 1 || block_rows == kBlock, "block_rows", "is ", block_rows, ", must be 1 or 128");
+  check.require(block_rows == 1 || block_rows == kBlock, "block_rows", "is ", block_rows,
+                ", must be 1 or 128");
   const OnDevice device(x);
   const int64_t rows = x.size(0), cols = x.size(1), across = ceil_over(cols, kBlock);
   Tensor q = quantized_like(x, dtype);
@@ -304,7 +313,8 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
     };
     constexpr int kPerBlock = kThreads / (kBlock / kChunk) * kUnroll;
     if (block_rows == 1) {
-      run(quantize_segments<F, T, fast.value>, dim3(static_cast<unsigned>(ceil_over(rows * across, kPerBlock))));
+      run(quantize_segments<F, T, fast.value>,
+          dim3(static_cast<unsigned>(ceil_over(rows * across, kPerBlock))));
     } else {
       run(quantize_square<F, T, fast.value>,
           dim3(static_cast<unsigned>(across), static_cast<unsigned>(ceil_over(rows, kBlock))));

@@ -1,8 +1,9 @@
 // delayed_update: the delayed-scaling step of any number of tensors in one launch (SPEC 2.4, steps 3 to 6).
 //
-// State per tensor: scale FP32 [], amax_history FP32 [N] (0 staging, 1 oldest, N-1 newest), nonfinite and steps int64 [].
-// A block takes a state. The states are scattered over memory; their addresses travel as kernel arguments, up to 800 in
-// a launch (32 KB, what a kernel may take), so nothing is copied to the device and nothing waits for the host.
+// State per tensor: scale FP32 [], amax_history FP32 [N] (0 staging, 1 oldest, N-1 newest), nonfinite and
+// steps int64 []. A block takes a state. The states are scattered over memory; their addresses travel as
+// kernel arguments, up to 800 in a launch (32 KB, what a kernel may take), so nothing is copied to the device
+// and nothing waits for the host.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -55,7 +56,8 @@ __global__ void __launch_bounds__(kThreads) update(const __grid_constant__ State
   float amax = 0.0f;
   for (int i = static_cast<int>(threadIdx.x); i < s.length; i += kThreads) amax = fmaxf(amax, s.history[i]);
   amax = block_max(amax, memory);  // everybody has read what is written below
-  if (!isfinite(staged) || !(staged > 0.0f)) {  // steps 6 and 5: dropped and counted, or the module did not run
+  if (!isfinite(staged) ||
+      !(staged > 0.0f)) {  // steps 6 and 5: dropped and counted, or the module did not run
     if (first && !isfinite(staged)) *s.nonfinite += 1;
     if (first) s.history[0] = 0.0f;
     return;
@@ -71,8 +73,8 @@ __global__ void __launch_bounds__(kThreads) update(const __grid_constant__ State
 
 using Tensors = std::vector<Tensor>;
 
-void check_state(const DeviceContract& check, const Tensor& scale, const Tensor& history, const Tensor& nonfinite,
-                 const Tensor& steps) {
+void check_state(const DeviceContract& check, const Tensor& scale, const Tensor& history,
+                 const Tensor& nonfinite, const Tensor& steps) {
   check.tensor("scales", scale, {ScalarType::Float}, {});
   check.here("amax_histories", history);
   check.dtype("amax_histories", history, {ScalarType::Float});
@@ -84,8 +86,8 @@ void check_state(const DeviceContract& check, const Tensor& scale, const Tensor&
 }
 
 template <int kCapacity>
-void launch_update(const std::vector<State>& all, size_t begin, size_t count, int64_t interval, bool most_recent,
-                   Stream stream) {
+void launch_update(const std::vector<State>& all, size_t begin, size_t count, int64_t interval,
+                   bool most_recent, Stream stream) {
   States<kCapacity> states{};
   std::copy_n(all.begin() + static_cast<std::ptrdiff_t>(begin), count, states.state);
   states.interval = interval;
@@ -93,22 +95,25 @@ void launch_update(const std::vector<State>& all, size_t begin, size_t count, in
   launch(update<kCapacity>, static_cast<unsigned>(count), kThreads, 0, stream, states);
 }
 
-void delayed_update(const Tensors scales, const Tensors histories, const Tensors nonfinite, const Tensors steps,
-                    const std::vector<double> fp8_maxes, int64_t margin, int64_t interval, std::string algo) {
+void delayed_update(const Tensors scales, const Tensors histories, const Tensors nonfinite,
+                    const Tensors steps, const std::vector<double> fp8_maxes, int64_t margin,
+                    int64_t interval, std::string algo) {
   const size_t count = scales.size();
   if (count == 0) return;
   const DeviceContract check("delayed_update", scales[0]);
   const bool even = histories.size() == count && nonfinite.size() == count && steps.size() == count &&
                     fp8_maxes.size() == count;
   check.require(even, "scales", "holds ", count, " states, and every other list must hold as many");
-  check.require(algo == "max" || algo == "most_recent", "algo", "is '", algo, "', must be max or most_recent");
+  check.require(algo == "max" || algo == "most_recent", "algo", "is '", algo,
+                "', must be max or most_recent");
   check.require(interval > 0, "interval", "is ", interval, ", must be at least 1");
   std::vector<State> all;
   all.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     check_state(check, scales[i], histories[i], nonfinite[i], steps[i]);
     all.push_back({data<float>(scales[i]), data<float>(histories[i]), data<int64_t>(nonfinite[i]),
-                   data<int64_t>(steps[i]), static_cast<float>(std::ldexp(fp8_maxes[i], static_cast<int>(-margin))),
+                   data<int64_t>(steps[i]),
+                   static_cast<float>(std::ldexp(fp8_maxes[i], static_cast<int>(-margin))),
                    static_cast<int>(histories[i].size(0))});
   }
   const OnDevice device(scales[0]);

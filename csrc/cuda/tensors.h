@@ -13,7 +13,8 @@
 
 namespace fp8serve {
 
-// --- element types: loaded as FP32, stored rounded to nearest even ---------------------------------------------
+// --- element types: loaded as FP32, stored rounded to nearest even
+// ---------------------------------------------
 
 struct BF16 {
   uint16_t bits;
@@ -72,7 +73,8 @@ void with_format(ScalarType dtype, const F& f) {
 template <class F>
 inline constexpr bool is_e5m2 = F::mantissa == 2;
 
-// --- contracts ----------------------------------------------------------------------------------------------
+// --- contracts
+// ----------------------------------------------------------------------------------------------
 
 // Contract for tensors that must all lie on one device.
 class DeviceContract : public Contract {
@@ -104,7 +106,8 @@ inline bool is_fp8(ScalarType dtype) {
   return dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2;
 }
 
-// --- memory -------------------------------------------------------------------------------------------------
+// --- memory
+// -------------------------------------------------------------------------------------------------
 
 // Contiguous and uninitialised, on the device of `like`, from torch's caching allocator.
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {

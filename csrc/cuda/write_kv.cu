@@ -1,7 +1,9 @@
-// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are FP8.
+// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are
+// FP8.
 //
-// A block per token, keys and values in one launch. Slots live on the device, so they are judged there: a negative one
-// skips its token (padding), one beyond the cache is skipped too rather than written out of bounds.
+// A block per token, keys and values in one launch. Slots live on the device, so they are judged there: a
+// negative one skips its token (padding), one beyond the cache is skipped too rather than written out of
+// bounds.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/cast.h"
@@ -42,7 +44,8 @@ __global__ void __launch_bounds__(kThreads) write_rows(const __grid_constant__ W
   for (int64_t at = static_cast<int64_t>(threadIdx.x) * kChunk; at < w.row; at += kThreads * kChunk) {
     const Chunk x = load_chunk<kAligned>(from, at, w.row);
     if constexpr (kFp8) {
-      store_chunk<kAligned>(encode_chunk<U>(x, scale), static_cast<uint8_t*>(side.cache) + slot * w.row, at, w.row);
+      store_chunk<kAligned>(encode_chunk<U>(x, scale), static_cast<uint8_t*>(side.cache) + slot * w.row, at,
+                            w.row);
     } else {
       store_high<kAligned>(x, static_cast<U*>(side.cache) + slot * w.row, at, w.row);
     }
@@ -54,8 +57,8 @@ void run(const Write& w, ScalarType from, ScalarType to, int64_t tokens, bool fa
   const auto go = [&](auto elem, auto target, auto fp8) {
     using T = typename decltype(elem)::type;
     using U = typename decltype(target)::type;
-    launch(fast ? write_rows<T, U, fp8.value, true> : write_rows<T, U, fp8.value, false>, grid, kThreads, 0, stream,
-           w);
+    launch(fast ? write_rows<T, U, fp8.value, true> : write_rows<T, U, fp8.value, false>, grid, kThreads, 0,
+           stream, w);
   };
   with_element(from, [&](auto elem) {
     if (is_fp8(to)) {
@@ -73,7 +76,8 @@ const float* scale_of(const DeviceContract& check, const char* name, const std::
 }
 
 void write_kv(const Tensor& k_in, const Tensor& v_in, const Tensor& k_cache, const Tensor& v_cache,
-              const Tensor& slots_in, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+              const Tensor& slots_in, const std::optional<Tensor>& k_scale,
+              const std::optional<Tensor>& v_scale) {
   const DeviceContract check("write_kv", k_in);
   check.rank("k", k_in, 3);
   const Size t{"T", k_in.size(0)}, heads{"kv_heads", k_in.size(1)}, dim{"head_dim", k_in.size(2)};

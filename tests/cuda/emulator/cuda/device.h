@@ -1,10 +1,12 @@
-// A GPU made of C++: stands in for csrc/cuda/device.h so that the kernels run, unchanged, where there is no GPU.
+// A GPU made of C++: stands in for csrc/cuda/device.h so that the kernels run, unchanged, where there is no
+// GPU.
 //
-// A block's threads are coroutines on one processor: each runs until it meets a barrier or a warp-wide instruction and
-// goes on when the others have come. Blocks run one after the other. Asynchronous copies land when they are waited for
-// and not before, warp instructions have the register layouts of the PTX manual, and shared memory is poisoned before
-// each block, so that a missing wait, a wrong lane or an unwritten word shows. It cannot show data races between
-// barriers, nor anything about speed. It is slow: tens of milliseconds for a tile of a GEMM.
+// A block's threads are coroutines on one processor: each runs until it meets a barrier or a warp-wide
+// instruction and goes on when the others have come. Blocks run one after the other. Asynchronous copies land
+// when they are waited for and not before, warp instructions have the register layouts of the PTX manual, and
+// shared memory is poisoned before each block, so that a missing wait, a wrong lane or an unwritten word
+// shows. It cannot show data races between barriers, nor anything about speed. It is slow: tens of
+// milliseconds for a tile of a GEMM.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -62,7 +64,8 @@ class OnDevice {
   int capability() const { return 89; }
 };
 
-// --- threads ------------------------------------------------------------------------------------------------------
+// --- threads
+// ------------------------------------------------------------------------------------------------------
 
 namespace emulator {
 
@@ -155,7 +158,8 @@ inline void run_block() {
     for (int w = 0; w < machine.count; w += 32) {
       released |= release(w, std::min(w + 32, machine.count), State::at_warp_barrier);
     }
-    if (!ran && !released) throw std::runtime_error("emulator: threads of a block wait for each other for ever");
+    if (!ran && !released)
+      throw std::runtime_error("emulator: threads of a block wait for each other for ever");
   }
 }
 
@@ -186,7 +190,8 @@ auto exchange(const T& mine, const F& f) {
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
   using namespace emulator;
-  if (threads > 1024 || shared_bytes > 99 * 1024) throw std::runtime_error("emulator: Ada could not launch this");
+  if (threads > 1024 || shared_bytes > 99 * 1024)
+    throw std::runtime_error("emulator: Ada could not launch this");
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535) {
     throw std::runtime_error("emulator: this is no grid");
   }
@@ -206,7 +211,8 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stre
 
 inline void set_zero(void* memory, size_t bytes, Stream) { std::memset(memory, 0, bytes); }
 
-// --- instructions -------------------------------------------------------------------------------------------------
+// --- instructions
+// -------------------------------------------------------------------------------------------------
 
 inline void __syncthreads() { emulator::wait(emulator::State::at_block_barrier); }
 inline void __syncwarp() { emulator::wait(emulator::State::at_warp_barrier); }
@@ -304,7 +310,8 @@ inline void load_matrices(uint32_t (&r)[4], const void* shared_row) {
   std::memcpy(r, &words, sizeof(r));
 }
 
-// m16n8k32: lane 4g + t holds a: rows g, g + 8, columns 4t.. and 16 + 4t..; b: column g; c: rows g, g + 8, columns 2t..
+// m16n8k32: lane 4g + t holds a: rows g, g + 8, columns 4t.. and 16 + 4t..; b: column g; c: rows g, g + 8,
+// columns 2t..
 template <bool kAE5M2, bool kBE5M2>
 void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Operands {
