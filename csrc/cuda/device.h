@@ -34,7 +34,9 @@ class OnDevice {
  public:
   explicit OnDevice(const Tensor& t) : index_(t.get_device_index()), guard_(index_) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &stream));
+    if (aoti_torch_get_current_cuda_stream(index_, &stream) != 0) {
+      throw std::runtime_error("fp8serve: torch did not tell its current CUDA stream");
+    }
     stream_ = static_cast<Stream>(stream);
   }
   Stream stream() const { return stream_; }

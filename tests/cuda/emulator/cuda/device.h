@@ -238,6 +238,9 @@ template <class T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
+// As the GPU's: any NaN yields to a number, signalling ones (which C++ would propagate) included.
+inline float fmaxf(float a, float b) { return std::isnan(a) ? b : std::isnan(b) || b < a ? a : b; }
+inline float fminf(float a, float b) { return -fmaxf(-a, -b); }
 using std::isfinite;
 using std::isnan;
 
