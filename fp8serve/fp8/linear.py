@@ -179,7 +179,7 @@ class _WeightCodes:
             return make()
         key = (weight._version, weight.data_ptr(), recipe)
         usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
-        if weight.grad is None or not usable:
+        if not weight.is_leaf or weight.grad is None or not usable:
             self.key, self.pair = key, make()
         return self.pair
 
