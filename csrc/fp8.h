@@ -8,7 +8,11 @@
 #include <bit>
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define FP8_INLINE __host__ __device__ __forceinline__
+#else
 #define FP8_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace fp8serve {
 

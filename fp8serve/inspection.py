@@ -114,7 +114,7 @@ def _scale(
 
 
 def _oldest_first(history: Tensor) -> list[float]:
-    """The recorded amaxes of a history (SPEC 2.4): slot 0 stages the present step, 1 is the oldest; zeros are unused."""
+    """The recorded amaxes of a history: slot 0 stages the present step, 1 is the oldest; zeros are unused."""
     values: list[float] = history.tolist()
     return [amax for amax in (*values[1:], values[0]) if amax != 0]
 

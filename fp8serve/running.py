@@ -1,7 +1,8 @@
-"""A server of ours in a process of its own, and a small client for it: what the demonstration and the examples use.
+"""A server of ours in a process of its own, and a small client for it: what the demonstration uses.
 
-`with RunningServer(model, log=...) as server:` waits until the server is ready and ends it in every case, with its engine
-and its jobs. The client is the standard library's: no proxy, no retries, an error is one sentence with the server's words.
+`with RunningServer(model, log=...) as server:` waits until the server is ready, and ends it in every case together with
+its engine and its jobs. The client is the standard library's: no proxy, no retries; an error is one sentence with the
+server's own words.
 """
 
 import json
@@ -53,9 +54,7 @@ class RunningServer:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
     def stop(self) -> int:

@@ -69,7 +69,7 @@ def progress(what: str) -> Iterator[Advance]:
         task = bar.add_task(what, total=None)
 
         def advance(done: int, total: int, what: str | None = None) -> None:
-            bar.update(task, completed=done, total=total, **({"description": what} if what else {}))
+            bar.update(task, completed=done, total=total, description=what)
 
         yield advance
 

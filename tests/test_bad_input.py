@@ -53,7 +53,9 @@ def without_config(model: Path) -> None:
 
 def another_architecture(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+    (model / "config.json").write_text(
+        json.dumps(config | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+    )
 
 
 def without_tokenizer(model: Path) -> None:

@@ -43,7 +43,7 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     place = tmp_path_factory.mktemp("server")
     app = create_app(Settings(model=place, data_dir=place))
     app.state.house.jobs.close()
-    return {path for path in app.openapi()["paths"]}
+    return set(app.openapi()["paths"])
 
 
 def serve_options() -> set[str]:

@@ -20,6 +20,5 @@ def write_tiny_model(out: Path) -> Path:
     """A random Llama of 2 layers with a byte-pair tokenizer and a chat template; some 150,000 parameters."""
     from fp8serve.train.scratch import write_random_model
 
-    return write_random_model(
-        out, SENTENCES, vocab_size=320, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128, context=256
-    )
+    sizes = {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 128}
+    return write_random_model(out, SENTENCES, vocab_size=320, context=256, **sizes)

@@ -43,13 +43,6 @@ struct Rows {
   int64_t count, width;  // width: dim rounded up to 16
 };
 
-FP8_INLINE float lane_sum(const float* lanes) {
-  float half[8], quarter[4];
-  for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
-  for (int i = 0; i < 4; ++i) quarter[i] = half[i] + half[i + 4];
-  return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
-}
-
 FP8_INLINE float dot(const float* a, const float* b, int64_t width) {
   float lanes[16] = {};
   for (int64_t d = 0; d < width; d += 16) {

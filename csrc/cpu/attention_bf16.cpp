@@ -83,35 +83,23 @@ struct Tile {
   int64_t count;  // of its keys that the sequence has
 };
 
+gemm::Kind kind_of(ScalarType cache) {
+  if (cache == ScalarType::BFloat16) return gemm::Kind::bf16;
+  return cache == ScalarType::Float8_e5m2 ? gemm::Kind::e5m2 : gemm::Kind::e4m3;
+}
+
 // Pointers to each key of a tile; after the sequence's end the last one again, whose scores are masked.
-template <class C>
-void locate(const Work& w, const void* cache, Tile tile, const C** key) {
+void locate(const Work& w, const void* cache, Tile tile, const void** key) {
+  const int64_t bytes = gemm::bytes_of(kind_of(w.cache));
   for (int64_t i = 0; i < kKeys; ++i) {
     const int64_t slot = w.slot(tile.begin + std::min(i, tile.count - 1));
-    key[i] = static_cast<const C*>(cache) + slot * w.token_stride;
+    key[i] = static_cast<const char*>(cache) + slot * w.token_stride * bytes;
   }
 }
 
 // Up to 32 BF16, zeros after the end.
 FP8_TARGET FP8_INLINE __m512i load32(const uint16_t* p, int64_t left) {
   return left >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << left) - 1, p);
-}
-
-// 16 BF16 keys -> a panel of gemm.h: runs of 8 dimensions, vector i with keys i, i + 4, i + 8, i + 12.
-FP8_TARGET void pack_keys(const uint16_t* const* key, int64_t dim, uint16_t* panel) {
-  for (int64_t d = 0; d < dim; d += 32) {
-    for (int i = 0; i < 4; ++i) {
-      const __m512i a = load32(key[i] + d, dim - d), b = load32(key[i + 4] + d, dim - d);
-      const __m512i c = load32(key[i + 8] + d, dim - d), e = load32(key[i + 12] + d, dim - d);
-      const __m512i ab_low = _mm512_shuffle_i64x2(a, b, 0x44), ab_high = _mm512_shuffle_i64x2(a, b, 0xee);
-      const __m512i ce_low = _mm512_shuffle_i64x2(c, e, 0x44), ce_high = _mm512_shuffle_i64x2(c, e, 0xee);
-      uint16_t* out = panel + d * 16 + i * 32;
-      _mm512_storeu_si512(out, _mm512_shuffle_i64x2(ab_low, ce_low, 0x88));
-      _mm512_storeu_si512(out + 128, _mm512_shuffle_i64x2(ab_low, ce_low, 0xdd));
-      _mm512_storeu_si512(out + 256, _mm512_shuffle_i64x2(ab_high, ce_high, 0x88));
-      _mm512_storeu_si512(out + 384, _mm512_shuffle_i64x2(ab_high, ce_high, 0xdd));
-    }
-  }
 }
 
 // Two BF16 rows -> pairs; the order of dimensions is in_order()'s.
@@ -133,27 +121,22 @@ FP8_TARGET FP8_INLINE void in_order(__m512 low, __m512 high, float* out) {
   _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(low, second, high));
 }
 
-void unpack_bf16(const Work& w, Tile tile, const State& s) {
-  const uint16_t* key[kKeys];
-  locate(w, w.k, tile, key);
-  for (int64_t g = 0; g < tile.count; g += 16) pack_keys(key + g, w.dim, s.k + g * s.width);
-  locate(w, w.v, tile, key);
-  for (int64_t i = 0; i < tile.count; i += 2) {
-    interleave(key[i], i + 1 < tile.count ? key[i + 1] : nullptr, w.dim, s.width, s.v + i * s.width);
-  }
-}
-
-void unpack_fp8(const Work& w, Tile tile, const State& s) {
+// A tile's keys into panels of 16, its values into pairs. FP8 values become BF16 rows first.
+void unpack(const Work& w, Tile tile, const State& s) {
   const gemm::Level& level = gemm::avx512bf16();
-  const bool e5m2 = w.cache == ScalarType::Float8_e5m2;
-  const uint8_t* key[kKeys];
+  const gemm::Kind kind = kind_of(w.cache);
+  const void* key[kKeys];
   locate(w, w.k, tile, key);
-  for (int64_t g = 0; g < tile.count; g += 16) level.unpack_columns(key + g, w.dim, e5m2, s.k + g * s.width);
+  for (int64_t g = 0; g < tile.count; g += 16) level.unpack_columns(key + g, w.dim, kind, s.k + g * s.width);
   locate(w, w.v, tile, key);
-  for (int64_t i = 0; i < tile.count; ++i) level.unpack_row(key[i], w.dim, e5m2, s.v_rows + i * s.width);
+  for (int64_t i = 0; i < tile.count && kind != gemm::Kind::bf16; ++i) {
+    level.unpack_row(key[i], w.dim, kind, s.v_rows + i * s.width);
+    key[i] = s.v_rows + i * s.width;
+  }
   for (int64_t i = 0; i < tile.count; i += 2) {
-    const uint16_t* even = s.v_rows + i * s.width;
-    interleave(even, i + 1 < tile.count ? even + s.width : nullptr, w.dim, s.width, s.v + i * s.width);
+    interleave(static_cast<const uint16_t*>(key[i]),
+               i + 1 < tile.count ? static_cast<const uint16_t*>(key[i + 1]) : nullptr, w.dim, s.width,
+               s.v + i * s.width);
   }
 }
 
@@ -300,7 +283,7 @@ void attend_bf16(const Work& w) {
   begin(w, s);
   for (int64_t first = 0; first < w.context; first += kKeys) {
     const Tile tile{first, std::min(kKeys, w.context - first)};
-    w.cache == ScalarType::BFloat16 ? unpack_bf16(w, tile, s) : unpack_fp8(w, tile, s);
+    unpack(w, tile, s);
     attend_tile(w, tile, s);
   }
   end(w, s);

@@ -57,4 +57,18 @@ FP8_INLINE void cast_row(const T* x, uint8_t* q, int64_t n, float scale) {
   cast_row_plain<F>(x, q, n, scale);
 }
 
+// An amax that several threads raise.
+class SharedAmax {
+ public:
+  void raise(float value) {
+    float seen = amax_.load(std::memory_order_relaxed);
+    while (value > seen && !amax_.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+    }
+  }
+  float value() const { return amax_.load(); }
+
+ private:
+  std::atomic<float> amax_{0.0f};
+};
+
 }  // namespace fp8serve

@@ -36,12 +36,16 @@ constexpr int64_t kGroup = 16;      // columns of a tile
 constexpr int64_t kMaxRows = 4;     // rows of a tile
 constexpr int64_t kStreamRows = 2;  // up to which converting `b` in registers beats a panel
 
+// What a matrix holds.
+enum class Kind { e4m3, e5m2, bf16 };
+constexpr int64_t bytes_of(Kind kind) { return kind == Kind::bf16 ? 2 : 1; }
+
 // `rows` rows by 16 columns over one block of K.
 struct Tile {
   const void* a = nullptr;  // panel rows, `a_stride` elements apart
   const void* b = nullptr;  // panel of 16 columns
   int64_t a_stride = kBlock;
-  int64_t k = 0;  // codes in this block
+  int64_t k = 0;  // of this block
   int rows = 0;
   const float* const* a_scale = nullptr;  // per row: scale_inv of each 128 of K; null without block scales
   const float* b_scale = nullptr;         // [128 of K][16 columns]
@@ -52,13 +56,14 @@ struct Tile {
 // One level's building blocks.
 struct Level {
   int64_t element_size;
-  // k codes -> a panel row of k rounded up to 64 elements.
-  void (*unpack_row)(const uint8_t* codes, int64_t k, bool e5m2, void* row);
-  // 16 columns of k codes -> a panel of 16 times as many.
-  void (*unpack_columns)(const uint8_t* const* codes, int64_t k, bool e5m2, void* panel);
+  // k values -> a panel row of k rounded up to 64 elements.
+  void (*unpack_row)(const void* from, int64_t k, Kind kind, void* row);
+  // 16 columns of k values -> a panel of 16 times as many.
+  void (*unpack_columns)(const void* const* from, int64_t k, Kind kind, void* panel);
   void (*tile)(const Tile& tile);
-  // At most 2 rows straight from the codes of `b`, which are read once: no panel. Null if the level has none.
-  void (*stream)(const Tile& tile, const uint8_t* const* b_codes, bool e5m2);
+  // At most 2 rows, `b` straight from where it lies, as it is read once: no panel. Null if the level has
+  // none.
+  void (*stream)(const Tile& tile, const void* const* b, Kind kind);
 };
 
 const Level& portable();

@@ -26,20 +26,13 @@ FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
 
 #include "cpu/gemm_tile.h"
 
-FP8_TARGET void unpack_row(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
-  unpack_row_fp32(codes, k, e5m2, static_cast<float*>(row));
-}
-FP8_TARGET void unpack_columns(const uint8_t* const* codes, int64_t k, bool e5m2, void* panel) {
-  unpack_columns_fp32(codes, k, e5m2, static_cast<float*>(panel));
-}
-
 #undef FP8_TARGET
 
 }  // namespace avx512_level
 
 const Level& avx512() {
   using namespace avx512_level;
-  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, nullptr};
+  static constexpr Level level{sizeof(Element), unpack_row_fp32, unpack_columns_fp32, tile, nullptr};
   return level;
 }
 

@@ -147,13 +147,59 @@ FP8_TARGET void unpack_columns_of(const uint8_t* const* codes, int64_t k, uint16
   if (begin < k) unpack_chunk(t, codes, begin, k - begin, panel + begin * kGroup);
 }
 
-void unpack_row(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
-  auto* out = static_cast<uint16_t*>(row);
-  e5m2 ? unpack_row_of<E5M2>(codes, k, out) : unpack_row_of<E4M3>(codes, k, out);
+// --- BF16 as it is
+// --------------------------------------------------------------------------------------------------
+
+// Up to 32 values, zeros after the end.
+FP8_TARGET FP8_INLINE __m512i load_values(const uint16_t* p, int64_t left) {
+  return left >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << left) - 1, p);
 }
-void unpack_columns(const uint8_t* const* codes, int64_t k, bool e5m2, void* panel) {
+
+// 32 values of columns 0, 4, 8 and 12 of `columns`: part[g] is a run of each.
+FP8_TARGET FP8_INLINE Parts load_runs(const uint16_t* const* columns, int64_t k, int64_t left) {
+  const __m512i a = load_values(columns[0] + k, left), b = load_values(columns[4] + k, left);
+  const __m512i c = load_values(columns[8] + k, left), d = load_values(columns[12] + k, left);
+  const __m512i ab_low = _mm512_shuffle_i64x2(a, b, 0x44), ab_high = _mm512_shuffle_i64x2(a, b, 0xee);
+  const __m512i cd_low = _mm512_shuffle_i64x2(c, d, 0x44), cd_high = _mm512_shuffle_i64x2(c, d, 0xee);
+  return {{_mm512_shuffle_i64x2(ab_low, cd_low, 0x88), _mm512_shuffle_i64x2(ab_low, cd_low, 0xdd),
+           _mm512_shuffle_i64x2(ab_high, cd_high, 0x88), _mm512_shuffle_i64x2(ab_high, cd_high, 0xdd)}};
+}
+
+FP8_TARGET void copy_row(const uint16_t* from, int64_t k, uint16_t* row) {
+  for (int64_t begin = 0; begin < k; begin += 32)
+    _mm512_storeu_si512(row + begin, load_values(from + begin, k - begin));
+}
+
+FP8_TARGET void copy_columns(const uint16_t* const* from, int64_t k, uint16_t* panel) {
+  for (int64_t begin = 0; begin < k; begin += 32) {
+    for (int i = 0; i < 4; ++i) {
+      const Parts runs = load_runs(from + i, begin, k - begin);
+#pragma GCC unroll 4
+      for (int g = 0; g < 4; ++g)
+        _mm512_storeu_si512(panel + (begin + kRun * g) * kGroup + i * 32, runs.part[g]);
+    }
+  }
+}
+
+// --- dispatch by kind
+// -----------------------------------------------------------------------------------------------
+
+template <class T>
+const T* const* as(const void* const* columns) {
+  return reinterpret_cast<const T* const*>(columns);
+}
+
+void unpack_row(const void* from, int64_t k, Kind kind, void* row) {
+  auto* out = static_cast<uint16_t*>(row);
+  if (kind == Kind::bf16) return copy_row(static_cast<const uint16_t*>(from), k, out);
+  const auto* codes = static_cast<const uint8_t*>(from);
+  kind == Kind::e5m2 ? unpack_row_of<E5M2>(codes, k, out) : unpack_row_of<E4M3>(codes, k, out);
+}
+void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) {
   auto* out = static_cast<uint16_t*>(panel);
-  e5m2 ? unpack_columns_of<E5M2>(codes, k, out) : unpack_columns_of<E4M3>(codes, k, out);
+  if (kind == Kind::bf16) return copy_columns(as<uint16_t>(from), k, out);
+  const auto* codes = as<uint8_t>(from);
+  kind == Kind::e5m2 ? unpack_columns_of<E5M2>(codes, k, out) : unpack_columns_of<E4M3>(codes, k, out);
 }
 
 // --- weights read once: converted in registers, never stored
@@ -191,14 +237,37 @@ FP8_TARGET void stream_rows(const Tile& tile, const uint8_t* const* b) {
   finish_rows<R>(sums, tile.out, tile.add);
 }
 
-template <class F>
-void stream_of(const Tile& tile, const uint8_t* const* b) {
-  if (tile.rows == 2) return stream_rows<F, 2>(tile, b);
-  stream_rows<F, 1>(tile, b);
+template <int R>
+FP8_TARGET void stream_values(const Tile& tile, const uint16_t* const* b) {
+  const auto* a = static_cast<const uint16_t*>(tile.a);
+  Vector sums[R * 4];
+  zero_all<R>(sums);
+  for (int64_t k = 0; k < tile.k; k += 32) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const Parts runs = load_runs(b + i, k, tile.k - k);
+#pragma GCC unroll 4
+      for (int g = 0; g < 4; ++g) {
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+          sums[r * 4 + i] =
+              multiply_add(sums[r * 4 + i], load_a(a + r * tile.a_stride + k + kRun * g), runs.part[g]);
+        }
+      }
+    }
+  }
+  finish_rows<R>(sums, tile.out, tile.add);
 }
 
-void stream(const Tile& tile, const uint8_t* const* b, bool e5m2) {
-  e5m2 ? stream_of<E5M2>(tile, b) : stream_of<E4M3>(tile, b);
+template <int R>
+void stream_kind(const Tile& tile, const void* const* b, Kind kind) {
+  if (kind == Kind::bf16) return stream_values<R>(tile, as<uint16_t>(b));
+  kind == Kind::e5m2 ? stream_rows<E5M2, R>(tile, as<uint8_t>(b))
+                     : stream_rows<E4M3, R>(tile, as<uint8_t>(b));
+}
+
+void stream(const Tile& tile, const void* const* b, Kind kind) {
+  tile.rows == 2 ? stream_kind<2>(tile, b, kind) : stream_kind<1>(tile, b, kind);
 }
 
 #undef FP8_TARGET

@@ -1,4 +1,4 @@
-// FP8 codes -> FP32 panels in the order of gemm.h, for the levels without a BF16 dot product. A run has two
+// FP8 or BF16 -> FP32 panels in the order of gemm.h, for the levels without a BF16 dot product. A run has two
 // steps: its odd k, then its even k.
 #pragma once
 
@@ -9,29 +9,47 @@ namespace fp8serve::gemm {
 
 constexpr int kStepOrder[kRun] = {1, 3, 5, 7, 0, 2, 4, 6};
 
-FP8_INLINE const float* decode_table(bool e5m2) { return e5m2 ? kDecode<E5M2>.value : kDecode<E4M3>.value; }
-
-FP8_INLINE void unpack_row_fp32(const uint8_t* codes, int64_t k, bool e5m2, float* row) {
-  const float* table = decode_table(e5m2);
+// value(i): the i-th value of a row or column.
+template <class Value>
+FP8_INLINE void unpack_row_of(int64_t k, float* row, const Value& value) {
   for (int64_t begin = 0; begin < k; begin += kRun) {
     for (int i = 0; i < kRun; ++i) {
       const int64_t from = begin + kStepOrder[i];
-      row[begin + i] = from < k ? table[codes[from]] : 0.0f;
+      row[begin + i] = from < k ? value(from) : 0.0f;
+    }
+  }
+}
+// Column c goes to vector c % 4, quad c / 4.
+template <class Value>
+FP8_INLINE void unpack_column_of(int64_t c, int64_t k, float* panel, const Value& value) {
+  float* column = panel + c % 4 * 16 + c / 4 * 4;
+  for (int64_t begin = 0; begin < k; begin += kRun) {
+    for (int i = 0; i < kRun; ++i) {
+      const int64_t from = begin + kStepOrder[i];
+      column[begin * kGroup + i / 4 * 64 + i % 4] = from < k ? value(from) : 0.0f;
     }
   }
 }
 
-// Column c goes to vector c % 4, quad c / 4.
-FP8_INLINE void unpack_columns_fp32(const uint8_t* const* codes, int64_t k, bool e5m2, float* panel) {
-  const float* table = decode_table(e5m2);
-  for (int c = 0; c < kGroup; ++c) {
-    float* column = panel + c % 4 * 16 + c / 4 * 4;
-    for (int64_t begin = 0; begin < k; begin += kRun) {
-      for (int i = 0; i < kRun; ++i) {
-        const int64_t from = begin + kStepOrder[i];
-        column[begin * kGroup + i / 4 * 64 + i % 4] = from < k ? table[codes[c][from]] : 0.0f;
-      }
-    }
+// f(value): value(i) reads the i-th of the values at `from`.
+template <class F>
+FP8_INLINE void with_values(const void* from, Kind kind, const F& f) {
+  if (kind == Kind::bf16) {
+    const auto* bits = static_cast<const uint16_t*>(from);
+    return f([bits](int64_t i) { return std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16); });
+  }
+  const auto* codes = static_cast<const uint8_t*>(from);
+  const float* table = kind == Kind::e5m2 ? kDecode<E5M2>.value : kDecode<E4M3>.value;
+  f([codes, table](int64_t i) { return table[codes[i]]; });
+}
+
+inline void unpack_row_fp32(const void* from, int64_t k, Kind kind, void* row) {
+  with_values(from, kind, [&](const auto& value) { unpack_row_of(k, static_cast<float*>(row), value); });
+}
+inline void unpack_columns_fp32(const void* const* from, int64_t k, Kind kind, void* panel) {
+  for (int64_t c = 0; c < kGroup; ++c) {
+    with_values(from[c], kind,
+                [&](const auto& value) { unpack_column_of(c, k, static_cast<float*>(panel), value); });
   }
 }
 

@@ -40,20 +40,13 @@ FP8_INLINE void reduce(const Vector (&row)[4], float* out, bool add) {
 
 #include "cpu/gemm_tile.h"
 
-void unpack_row(const uint8_t* codes, int64_t k, bool e5m2, void* row) {
-  unpack_row_fp32(codes, k, e5m2, static_cast<float*>(row));
-}
-void unpack_columns(const uint8_t* const* codes, int64_t k, bool e5m2, void* panel) {
-  unpack_columns_fp32(codes, k, e5m2, static_cast<float*>(panel));
-}
-
 #undef FP8_TARGET
 
 }  // namespace portable_level
 
 const Level& portable() {
   using namespace portable_level;
-  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, nullptr};
+  static constexpr Level level{sizeof(Element), unpack_row_fp32, unpack_columns_fp32, tile, nullptr};
   return level;
 }
 

@@ -88,12 +88,6 @@ struct QuantizeStrip {
   }
 };
 
-void raise(std::atomic<float>& amax, float value) {
-  float seen = amax.load(std::memory_order_relaxed);
-  while (value > seen && !amax.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
-  }
-}
-
 // f(begin, count) over [0, n) in grains.
 template <class F>
 void parallel_grains(int64_t n, const F& f) {
@@ -103,13 +97,13 @@ void parallel_grains(int64_t n, const F& f) {
 
 template <class T>
 float amax_of(const T* x, int64_t n) {
-  std::atomic<float> amax{0.0f};
+  SharedAmax amax;
   parallel_grains(n, [&](int64_t begin, int64_t count) {
     float seen = 0.0f;
     dispatch<AmaxRow>(x + begin, count, &seen);
-    raise(amax, seen);
+    amax.raise(seen);
   });
-  return amax.load();
+  return amax.value();
 }
 
 Tensor quantized_like(const Tensor& x, ScalarType dtype) {
@@ -137,7 +131,7 @@ Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
   check.tensor("scale", scale, {ScalarType::Float}, {});
   Tensor q = quantized_like(x, dtype);
   const float s = *data<float>(scale);
-  std::atomic<float> amax{0.0f};
+  SharedAmax amax;
   with_types(dtype, x.scalar_type(), [&](auto fmt, auto elem) {
     using F = typename decltype(fmt)::type;
     const auto* in = data<typename decltype(elem)::type>(x);
@@ -145,10 +139,10 @@ Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
     parallel_grains(x.numel(), [&](int64_t begin, int64_t count) {
       float seen = 0.0f;
       dispatch<CastAmaxRow<F>>(in + begin, out + begin, count, s, &seen);
-      raise(amax, seen);
+      amax.raise(seen);
     });
   });
-  return {q, scalar(amax.load())};
+  return {q, scalar(amax.value())};
 }
 
 Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {

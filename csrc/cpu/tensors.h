@@ -82,7 +82,7 @@ inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype) {
     stride *= std::max<int64_t>(sizes.begin()[d], 1);
   }
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
                                aoti_torch_device_type_cpu(), 0, &handle));

@@ -5,10 +5,13 @@
 
 namespace fp8serve {
 
-// e^x for x <= 88, within 2 units in the last place; 0 below -87.3, NaN for NaN. Cephes' reduction: x = n ln
-// 2 + r with |r| <= ln 2 / 2, a degree-6 polynomial in r, and 2^n added into the exponent.
+constexpr float kTooLarge = std::bit_cast<float>(kInfinity);
+
+// e^x within 2 units in the last place; 0 below -87, infinity above 88, NaN for NaN. Cephes' reduction: x = n
+// ln 2 + r with |r| <= ln 2 / 2, a degree-6 polynomial in r, and 2^n added into the exponent.
 FP8_INLINE float exp_of(float x) {
-  const float clamped = x < -87.0f ? -87.0f : x;
+  const float above = x < -87.0f ? -87.0f : x;
+  const float clamped = above > 88.0f ? 88.0f : above;
   const float shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the fraction is rounded away
   const float n = shifted - 12582912.0f;
   const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -21,7 +24,16 @@ FP8_INLINE float exp_of(float x) {
   const float fraction = p * (r * r) + r + 1.0f;
   const int32_t power = (std::bit_cast<int32_t>(shifted) - 0x4b400000 + 127) << 23;
   const float value = fraction * std::bit_cast<float>(power);
-  return x < -87.0f ? 0.0f : value;
+  const float small = x < -87.0f ? 0.0f : value;
+  return x > 88.0f ? kTooLarge : small;
+}
+
+// The sum of 16 lanes, as a tree.
+FP8_INLINE float lane_sum(const float* lanes) {
+  float half[8], quarter[4];
+  for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
+  for (int i = 0; i < 4; ++i) quarter[i] = half[i] + half[i + 4];
+  return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
 }
 
 }  // namespace fp8serve

@@ -27,6 +27,6 @@ def command(
     """
     from fp8serve.demo import Demo
 
-    result = Demo(keep, say=remark if json else print).run()
+    result = (Demo(keep, say=remark) if json else Demo(keep)).run()
     if json:
         print_json(result)

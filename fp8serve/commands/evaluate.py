@@ -50,7 +50,7 @@ def command(
             directory,
             data,
             reference,
-            recipe=recipe if recipe in ("stored", "bf16") else from_name(recipe),
+            recipe=recipe if recipe == "stored" else from_name(recipe) or "bf16",
             scales=scales,
             samples=samples,
             seq_len=seq_len,

@@ -34,7 +34,7 @@ def command(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     data_dir: Annotated[
-        Path | None, typer.Option(help="Where jobs, uploads and checkpoints are kept.", show_default="a user directory")
+        Path | None, typer.Option(help="Where jobs, uploads and checkpoints are kept.", show_default="a user directory for each model")
     ] = None,
     train_on: Annotated[
         Literal["refuse", "share", "pause"], typer.Option(help="What a fine-tune may do to the device that serves.")
@@ -62,7 +62,7 @@ def command(
 
     directory = find_model(model)
     from fp8serve.server.launch import run
-    from fp8serve.server.settings import Settings, default_data_dir
+    from fp8serve.server.settings import Settings
 
     settings = Settings(
         model=directory,
@@ -77,7 +77,7 @@ def command(
         kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        data_dir=data_dir or default_data_dir(),
+        data_dir=data_dir,
         train_on=train_on,
         train_device=train_device,
         drain_seconds=drain_seconds,

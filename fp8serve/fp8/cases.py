@@ -178,8 +178,59 @@ def _write_cases() -> list[Case]:
     return [*plain, Case("e4m3, scale 4.5", partial(_write_case, torch.float8_e4m3fn, 4.5))]
 
 
+def _normal(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _fused_rows(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
+    grid = product((torch.bfloat16, torch.float32), ((3, 64), (5, 70), (0, 16)))
+    return [Case(f"{dtype} {shape}", partial(case, dtype, *shape)) for dtype, shape in grid]
+
+
+def _mm_bf16_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    return _normal(rows, cols, torch.bfloat16), _normal(9, cols, torch.bfloat16, 1), _normal(1, 9, dtype)[0], dtype
+
+
+def _add_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    args = _mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
+    return *args[:5], _normal(rows, 11, dtype)
+
+
+def _rotary_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    dim = cols // 2 * 2
+    q, k, v = (_normal(rows, heads * dim, dtype, heads).view(rows, heads, dim) for heads in (4, 2, 2))
+    angle = _normal(rows, dim // 2, torch.float32).repeat(1, 2).unsqueeze(1)
+    caches = [torch.zeros(2, 4, 2, dim, dtype=dtype) for _ in range(2)]
+    return q, k, v, angle.cos().to(dtype), angle.sin().to(dtype), *caches, torch.arange(rows), None, None
+
+
+def _norm_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype, bias: bool | None) -> tuple[Any, ...]:
+    """bias None: RMSNorm, which has no such argument."""
+    x, weight = _tiles(*shape, dtype), torch.linspace(0.5, 2, shape[1]).to(dtype)
+    shift = () if bias is None else (weight - 1 if bias else None,)
+    return x, weight, *shift, 1e-6, torch.tensor(64.0), fp8
+
+
+def _norm_cases(*biases: bool | None) -> list[Case]:
+    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300)), FP8_MAX, biases)
+    return [Case(f"{d} {s} {fp8} bias {b}", partial(_norm_case, d, s, fp8, b)) for d, s, fp8, b in grid]
+
+
+def _silu_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype) -> tuple[Any, ...]:
+    return _tiles(*shape, dtype), _tiles(*shape, dtype, seed=1), torch.tensor(3.0), fp8
+
+
+def _silu_cases() -> list[Case]:
+    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300)), FP8_MAX)
+    return [Case(f"{d} {s} {fp8}", partial(_silu_case, d, s, fp8)) for d, s, fp8 in grid]
+
+
 CASES: dict[str, list[Case]] = {
     "quantize": _given_scale_cases(),
+    "quantize_transpose": _given_scale_cases(),
+    "rms_norm_quantize": _norm_cases(None),
+    "layer_norm_quantize": _norm_cases(True, False),
+    "silu_mul_quantize": _silu_cases(),
     "quantize_current": _cast_cases((False,), (True,)),
     "quantize_rowwise": _cast_cases((False,), (True,)),
     "quantize_block": _cast_cases((1, False), (128, False), (1, True)),
@@ -187,4 +238,7 @@ CASES: dict[str, list[Case]] = {
     "delayed_update": _update_cases(),
     "paged_attention": _paged_cases(),
     "write_kv": _write_cases(),
+    "scaled_mm_add": _fused_rows(_add_case),
+    "mm": _fused_rows(_mm_bf16_case),
+    "rotary_write_kv": _fused_rows(_rotary_case),
 }

@@ -1,17 +1,21 @@
 """How each recipe turns an operand into FP8 codes for the GEMMs that read it.
 
 A matrix x [M, K] is read in two ways: by rows, contracting K, and by columns, contracting M (as x^T [K, M]). A scale
-per tensor, and the 128x128 blocks of a weight, suit both: the codes are cast once and the columns are a transposed view
-of them. A scale per row or per 1x128 block holds along one dimension only: the columns are cast from x^T on their own.
+per tensor, and the 128x128 blocks of a weight, suit both: the codes are cast once and the columns are their transpose,
+copied where the device's GEMM needs it (devices.py). A scale per row or per 1x128 block holds along one dimension only:
+there the columns are cast from x^T on their own.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fp8serve.fp8 import reference
+from fp8serve.fp8.devices import layout_of
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
-from fp8serve.fp8.reference import BLOCK
+from fp8serve.fp8.reference import BLOCK, FP8_MAX, scale_from_amax
 
 
 class Codes(NamedTuple):
@@ -28,15 +32,29 @@ class Pair(NamedTuple):
     cols: Codes | None
 
 
-def _both(codes: Codes) -> Pair:
-    scale_inv = codes.scale_inv
-    return Pair(codes, Codes(codes.q.t(), scale_inv.t() if scale_inv.dim() else scale_inv))
+def _turned(codes: Codes) -> Codes:
+    """The codes of the transposed matrix: a view where the device reads any layout, else a copy."""
+    q, scale_inv = codes.q.t(), codes.scale_inv.t()
+    return Codes(q, scale_inv) if layout_of(q.device) == "any" else Codes(q.contiguous(), scale_inv.contiguous())
 
 
-def cast_delayed(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Pair, Tensor]:
-    """Cast by a scale that is known beforehand: the codes for both directions, and amax of x in the same read."""
+def _both(codes: Codes, cols: bool) -> Pair:
+    return Pair(codes, _turned(codes) if cols else None)
+
+
+def from_codes(q: Tensor, scale: Tensor, cols: bool) -> Pair:
+    """Codes that another op has cast by this scale, for both directions."""
+    return _both(Codes(q, scale.reciprocal()), cols)
+
+
+def cast_delayed(x: Tensor, dtype: torch.dtype, scale: Tensor, cols: bool) -> tuple[Pair, Tensor]:
+    """Cast by a scale known beforehand: the codes, and amax of x in the same read; cast and transpose are one op."""
+    scale_inv = scale.reciprocal()
+    if cols and layout_of(x.device) == "tn":
+        q, q_t, amax = torch.ops.fp8serve.quantize_transpose(x, scale, dtype)
+        return Pair(Codes(q, scale_inv), Codes(q_t, scale_inv)), cast(Tensor, amax)
     q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
-    return _both(Codes(q, scale.reciprocal())), cast(Tensor, amax)
+    return _both(Codes(q, scale_inv), cols), cast(Tensor, amax)
 
 
 def _cast_along_rows(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> Codes:
@@ -49,12 +67,28 @@ def _power_2(recipe: Recipe) -> bool:
     return not isinstance(recipe, DelayedScaling) and recipe.power_2_scale
 
 
-def cast_by_content(x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, rows: bool, cols: bool) -> Pair:
-    """Cast x [M, K] by its own amax, at the granularity of a recipe without state, for the asked directions."""
+def cast_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_2: bool) -> Codes:
+    """Cast by an amax [] found elsewhere: of a tensor of which x is one rank's part (distributed.py)."""
+    scale = scale_from_amax(amax, FP8_MAX[dtype], power_2)
+    q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
+    return Codes(q, scale.reciprocal())
+
+
+def cast_by_content(
+    x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, rows: bool, cols: bool, sharers: Any = None
+) -> Pair:
+    """Cast x [M, K] by its own amax, at the granularity of a recipe without state, for the asked directions.
+
+    A scale for the whole tensor is found together with the `sharers`, the ranks that hold its other parts.
+    """
     if isinstance(recipe, Float8BlockScaling) and weight:
-        return _both(Codes(*torch.ops.fp8serve.quantize_block(x, dtype, BLOCK, recipe.power_2_scale)))
+        return _both(Codes(*torch.ops.fp8serve.quantize_block(x, dtype, BLOCK, recipe.power_2_scale)), cols)
     if not isinstance(recipe, Float8BlockScaling) and getattr(recipe, "granularity", "tensor") == "tensor":
-        return _both(Codes(*torch.ops.fp8serve.quantize_current(x, dtype, _power_2(recipe))))
+        if sharers is not None:
+            amax = reference.amax(x)
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharers)
+            return _both(cast_by_amax(x, amax, dtype, _power_2(recipe)), cols)
+        return _both(Codes(*torch.ops.fp8serve.quantize_current(x, dtype, _power_2(recipe))), cols)
     return Pair(
         _cast_along_rows(x, dtype, recipe) if rows else None,
         _cast_along_rows(x.t().contiguous(), dtype, recipe) if cols else None,

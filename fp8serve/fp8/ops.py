@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fp8serve
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import reference
+from fp8serve.fp8 import reference, reference_fused
 from fp8serve.fp8.reference import BLOCK
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -26,15 +26,16 @@ GranularityName = Literal["tensor", "row", "block1x128", "block128x128"]
 
 _LIBRARY: Any = cast(Any, torch.library.Library)("fp8serve", "DEF")  # torch leaves the class untyped
 OPS: list[str] = []  # every op that has a kernel per device
+COMPOSED: list[str] = []  # fused ops that are put together from those until a device has a kernel for them
 
 
-def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], composed: bool = False) -> None:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     # Like the C++ kernels, the reference is not differentiable: gradients are the business of autograd functions.
     _LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8serve::{name}", fake, lib=_LIBRARY)
-    OPS.append(name)
+    (COMPOSED if composed else OPS).append(name)
 
 
 def blocks(size: int) -> int:
@@ -44,6 +45,50 @@ def blocks(size: int) -> int:
 
 def _fake_quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty((), dtype=torch.float32)
+
+
+def _fake_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    q, amax = _fake_quantize(x, scale, dtype)
+    return q, q.new_empty((x.shape[1], x.shape[0])), amax
+
+
+def _quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Without a kernel of its own the op is put together from `quantize`, which may have one."""
+    q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
+    return q, q.t().clone(memory_format=torch.contiguous_format), amax
+
+
+def _fake_rmsnorm(x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, scale, dtype)
+
+
+def _rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = reference.rms_norm(x, weight, eps)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
+def _fake_layernorm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, scale, dtype)
+
+
+def _layer_norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = reference.layer_norm(x, weight, bias, eps)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
+def _fake_silu_mul(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(gate, scale, dtype)
+
+
+def _silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    y = reference.silu_mul(gate, up)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
 
 
 def _fake_current(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
@@ -75,6 +120,31 @@ _define(
     "quantize(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
     reference.quantize,
     _fake_quantize,
+)
+_define(
+    "quantize_transpose(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor q_t, Tensor amax)",
+    _quantize_transpose,
+    _fake_transpose,
+    composed=True,
+)
+_define(
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    _rms_norm_quantize,
+    _fake_rmsnorm,
+    composed=True,
+)
+_define(
+    "layer_norm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor scale, ScalarType dtype)"
+    " -> (Tensor q, Tensor amax)",
+    _layer_norm_quantize,
+    _fake_layernorm,
+    composed=True,
+)
+_define(
+    "silu_mul_quantize(Tensor gate, Tensor up, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    _silu_mul_quantize,
+    _fake_silu_mul,
+    composed=True,
 )
 _define(
     "quantize_current(Tensor x, ScalarType dtype, bool power_2) -> (Tensor q, Tensor scale_inv)",
@@ -126,6 +196,23 @@ def implement(name: str, kernel: Callable[..., Any]) -> None:
     _LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
 
 
+_define(
+    "scaled_mm_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual)"
+    " -> Tensor",
+    reference_fused.scaled_mm_add,
+    lambda a, b, a_s, b_s, bias, residual: torch.empty_like(residual, memory_format=torch.contiguous_format),
+)
+_define(
+    "mm(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    reference_fused.mm,
+    lambda a, b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+)
+_define(
+    "rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor slots, Tensor? k_scale, Tensor? v_scale) -> Tensor",
+    reference_fused.rotary_write_kv,
+    lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
+)
 # The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.
 _LIBRARY.define("cpu_isa(str cap) -> str")
 
@@ -155,9 +242,13 @@ def cpu_isa() -> str | None:
 
 
 def backends(device: str = "cpu") -> dict[str, str]:
-    """Which kernel serves each op on a device: "cpu kernel (avx512bf16)", "cuda kernel" or "reference"."""
+    """Which kernel serves each op on a device: "cpu kernel (avx512bf16)", "cuda kernel", "reference" or "composed".
+
+    A composed op runs as a sequence of the other ops.
+    """
     detail = f" ({cpu_isa()})" if device == "cpu" and cpu_isa() else ""
-    return {op: f"{device} kernel{detail}" if _has_kernel(op, device.upper()) else "reference" for op in OPS}
+    kernels = dict.fromkeys(OPS, "reference") | dict.fromkeys(COMPOSED, "composed")
+    return {op: f"{device} kernel{detail}" if _has_kernel(op, device.upper()) else kernels[op] for op in kernels}
 
 
 def _dtype(fmt: str) -> torch.dtype:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from fp8serve.model.files import fsync
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.house import House, HouseDep
-from fp8serve.server.jobs import StoredFile, new_file_id
+from fp8serve.server.records import StoredFile, new_file_id
 from fp8serve.server.submission import file_path
 from fp8serve.server.uploads import Upload, receive_upload
 

@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse, Response
 
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.house import House, HouseDep
-from fp8serve.server.jobs import FINAL, Event, Job
+from fp8serve.server.jobs import FINAL
 from fp8serve.server.models import Served
 from fp8serve.server.protocol import ActivateBody
+from fp8serve.server.records import Event, Job
 from fp8serve.server.streams import EventStream, event
 from fp8serve.server.submission import FinetuneBody, dry_run, submit
 

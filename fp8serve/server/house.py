@@ -39,7 +39,7 @@ class House:
         self.settings = settings
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
-        self.metrics = Metrics(settings.vllm_metrics)
+        self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
         self.models = Models(settings.model_name, start_engine or launch, self.metrics)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics

@@ -10,19 +10,17 @@ resumes. `origin` is the number the worker gave an event; taking the same file i
 """
 
 import json
-import secrets
 import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import Code, Fault, safe_text
+from fp8serve.server.records import Event, Job, NewJob, Status, StoredFile, as_event, as_job
 
-Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 MOVES: dict[str, tuple[Status, ...]] = {
     "running": ("queued",),
@@ -54,81 +52,6 @@ CREATE TABLE files (
 CREATE TABLE idempotency (key TEXT PRIMARY KEY, created_at INTEGER NOT NULL, request TEXT NOT NULL, job TEXT NOT NULL);
 CREATE TABLE activated (base TEXT PRIMARY KEY, source TEXT NOT NULL, at INTEGER NOT NULL);
 """
-
-
-@dataclass(frozen=True)
-class Job:
-    """One row of the job table. Times are seconds since 1970. `progress` holds the newest metrics."""
-
-    id: str
-    number: int
-    created_at: int
-    started_at: int | None
-    finished_at: int | None
-    status: Status
-    base: str
-    source: str
-    suffix: str
-    config: dict[str, Any]
-    training_file: str | None
-    validation_file: str | None
-    metadata: dict[str, str]
-    progress: dict[str, Any]
-    error: dict[str, Any] | None
-    cancel_requested: bool
-    crashes: int
-
-    def model_id(self, base_name: str) -> str:
-        """The name of the result, in OpenAI's shape."""
-        return f"ft:{base_name}:org-local:{self.suffix}:{self.id[-8:]}"
-
-
-@dataclass(frozen=True)
-class Event:
-    """One thing that happened to a job. `type` is message, metrics or checkpoint; `data` is what its kind carries."""
-
-    seq: int
-    created_at: int
-    level: str
-    type: str
-    message: str
-    data: dict[str, Any]
-
-    def native(self) -> dict[str, Any]:
-        return {
-            "id": self.seq,
-            "created_at": self.created_at,
-            "level": self.level,
-            "type": self.type,
-            "message": self.message,
-            "data": self.data,
-        }
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """An uploaded file; its bytes lie under its id, never under the name the client gave."""
-
-    id: str
-    number: int
-    created_at: int
-    filename: str
-    bytes: int
-    sha256: str
-    purpose: str
-
-
-@dataclass(frozen=True)
-class NewJob:
-    """What a caller decides about a job."""
-
-    base: str
-    source: str
-    config: Mapping[str, Any]
-    suffix: str = ""
-    training_file: str | None = None
-    validation_file: str | None = None
-    metadata: Mapping[str, str] | None = None
 
 
 class JobStore:
@@ -200,7 +123,7 @@ class JobStore:
         rows = self._rows("SELECT * FROM jobs WHERE id = ?", job_id)
         if not rows:
             raise Fault(Code.JOB_NOT_FOUND, "There is no fine-tune job of that id.", param="id")
-        return _as_job(rows[0])
+        return as_job(rows[0])
 
     def jobs(self, limit: int = 20, after: str | None = None, status: str | None = None) -> list[Job]:
         """Newest first; `after` is the id of the last job already seen."""
@@ -209,14 +132,14 @@ class JobStore:
         rows = self._rows(
             "SELECT * FROM jobs WHERE number < ? AND status LIKE ? ORDER BY number DESC LIMIT ?", bound, state, limit
         )
-        return [_as_job(row) for row in rows]
+        return [as_job(row) for row in rows]
 
     def unfinished(self) -> list[Job]:
         """Jobs to run or to go on with, those that ran already first, then in the order they came."""
         rows = self._rows(
             "SELECT * FROM jobs WHERE status IN ('queued', 'running') ORDER BY started_at IS NULL, number"
         )
-        return [_as_job(row) for row in rows]
+        return [as_job(row) for row in rows]
 
     def counts(self) -> dict[str, int]:
         """Jobs in each state, all states named."""
@@ -301,7 +224,7 @@ class JobStore:
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Event]:
         """Oldest first, from just behind `after`."""
         return [
-            _as_event(r)
+            as_event(r)
             for r in self._rows(
                 "SELECT * FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?", job_id, after, limit
             )
@@ -311,7 +234,7 @@ class JobStore:
         """Newest first."""
         bound = 2**62 if before is None else before
         query = "SELECT * FROM events WHERE job = ? AND seq < ? AND type LIKE ? ORDER BY seq DESC LIMIT ?"
-        return [_as_event(r) for r in self._rows(query, job_id, bound, kind, limit)]
+        return [as_event(r) for r in self._rows(query, job_id, bound, kind, limit)]
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -388,14 +311,6 @@ class _Transaction:
 _ENDED = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}
 
 
-def new_job_id() -> str:
-    return f"ftjob-{secrets.token_hex(12)}"
-
-
-def new_file_id() -> str:
-    return f"file-{secrets.token_hex(12)}"
-
-
 def _idempotent(db: sqlite3.Connection, key: str, request: str, now: int) -> str | None:
     db.execute("DELETE FROM idempotency WHERE created_at < ?", (now - IDEMPOTENCY_SECONDS,))
     row = db.execute("SELECT request, job FROM idempotency WHERE key = ?", (key,)).fetchone()
@@ -437,17 +352,4 @@ def _insert_event(
 
 
 def _job(db: sqlite3.Connection, job_id: str) -> Job:
-    return _as_job(db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone())
-
-
-def _as_job(row: sqlite3.Row) -> Job:
-    values = dict(row)
-    for name in ("config", "metadata", "progress"):
-        values[name] = json.loads(values[name])
-    values["error"] = json.loads(values["error"]) if values["error"] else None
-    values["cancel_requested"] = bool(values["cancel_requested"])
-    return Job(**values)
-
-
-def _as_event(row: sqlite3.Row) -> Event:
-    return Event(row["seq"], row["created_at"], row["level"], row["type"], row["message"], json.loads(row["data"]))
+    return as_job(db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone())

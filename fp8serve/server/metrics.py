@@ -1,9 +1,9 @@
 """Prometheus metrics of one server, in a registry of its own; every name starts with `fp8serve_`.
 
 What the front counts itself (HTTP, admission, latencies) are ordinary counters and histograms. What the engine knows
-(running, waiting, cache use) is read from its last statistics at scrape time. With `vllm_aliases` the families that
-dashboards and autoscalers for vLLM query appear a second time under their `vllm:` names. Labels never hold anything
-a client sent: routes are templates, and unknown paths share one label.
+(running, waiting, cache use) is read from its last statistics at scrape time. With `vllm_aliases_of` a model name
+the families that dashboards and autoscalers for vLLM query appear a second time under their `vllm:` names. Labels
+never hold anything a client sent: routes are templates, and unknown paths share one label.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -85,14 +85,14 @@ VLLM_NAMES = {
 class Metrics:
     """All metrics of one server. `engine_stats` and `job_counts` are asked at every scrape and must not block."""
 
-    def __init__(self, vllm_aliases: bool = False) -> None:
+    def __init__(self, vllm_aliases_of: str | None = None) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self.engine_stats: Callable[[], Mapping[str, Any]] = dict
         self.job_counts: Callable[[], Mapping[str, int]] = dict
         self._http()
         self._generation()
         self.registry.register(_Live(self))
-        self._aliases = vllm_aliases
+        self._model = vllm_aliases_of
 
     def _http(self) -> None:
         on = self.registry
@@ -156,7 +156,9 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition of everything."""
         text = generate_latest(self.registry)
-        return text + generate_latest(_only(_aliased(self.registry.collect()))) if self._aliases else text
+        if self._model is None:
+            return text
+        return text + generate_latest(_only(_aliased(self.registry.collect(), {"model_name": self._model})))
 
 
 ENGINE_GAUGES = {
@@ -197,13 +199,13 @@ class _Live(Collector):
         yield jobs
 
 
-def _aliased(families: Iterable[Metric]) -> Iterator[Metric]:
+def _aliased(families: Iterable[Metric], labels: dict[str, str]) -> Iterator[Metric]:
     for family in families:
         if (alias := VLLM_NAMES.get(family.name)) is not None:
             copy = Metric.__new__(Metric)
             copy.name, copy.documentation, copy.unit, copy.type = alias, family.documentation, "", family.type
             copy.samples = [
-                sample._replace(name=sample.name.replace(family.name, alias, 1)) for sample in family.samples
+                s._replace(name=s.name.replace(family.name, alias, 1), labels=s.labels | labels) for s in family.samples
             ]
             yield copy
 

@@ -24,6 +24,7 @@ from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Limits, Request, RequestOutput, SamplingParams
 from fp8serve.errors import Fp8ServeError
+from fp8serve.model.config import read_config
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
@@ -95,6 +96,7 @@ class Served:
 
 async def launch(source: Source) -> tuple[Engine, Tokenizer]:
     """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either cannot be."""
+    await asyncio.to_thread(read_config, source.directory)  # the clearest word on a directory that is no model
     tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
     return await EngineClient.start(source.directory, source.options), tokenizer
 
@@ -176,8 +178,8 @@ class Models:
             return new
 
     async def _ready_engine(self, source: Source) -> Served:
-        version = await asyncio.to_thread(weight_version, source.directory)
         engine, tokenizer = await self._launch(source)
+        version = await asyncio.to_thread(weight_version, source.directory)
         try:
             async with asyncio.timeout(CANARY_SECONDS):
                 await self._canary(engine)

@@ -15,8 +15,8 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.files import page
 from fp8serve.server.finetune import Limit, checkpoint_metrics, written_checkpoints
 from fp8serve.server.house import House, HouseDep
-from fp8serve.server.jobs import Event, Job
 from fp8serve.server.protocol import Body, Metadata, Strict
+from fp8serve.server.records import Event, Job
 from fp8serve.server.submission import FileId, FinetuneBody, Suffix, submit
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI"])
@@ -79,7 +79,7 @@ class JobBody(Body):
 async def create(
     body: JobBody, house: HouseDep, idempotency_key: Annotated[str | None, Header(max_length=255)] = None
 ) -> dict[str, Any]:
-    job, made = await asyncio.to_thread(submit, house, body.native(), idempotency_key)
+    job, made = await asyncio.to_thread(submit, house, body.native(), idempotency_key, False)
     if made:
         house.trainer.submitted()
     return view(house, job)

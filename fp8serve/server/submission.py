@@ -27,9 +27,9 @@ from fp8serve.model.examples import read_examples
 from fp8serve.model.files import fsync
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.house import House
-from fp8serve.server.jobs import Job, NewJob, new_job_id
 from fp8serve.server.models import Source
 from fp8serve.server.protocol import Body, Metadata
+from fp8serve.server.records import Job, NewJob, new_job_id
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
 from fp8serve.train.validate import ValidationReport, validate
@@ -136,9 +136,10 @@ def training_source(house: House, model: str | None) -> Source:
     raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
 
 
-def submit(house: House, body: FinetuneBody, key: str | None) -> tuple[Job, bool]:
-    """Makes a queued job; False when the idempotency `key` had made it before. Blocks: call it in a thread. Raises
-    Fault.
+def submit(house: House, body: FinetuneBody, key: str | None, check_files: bool = True) -> tuple[Job, bool]:
+    """Makes a queued job; False when the idempotency `key` had made it before. Blocks: call it in a thread.
+
+    Raises Fault. `check_files=False` leaves bad rows of an uploaded file to the job, which then fails with them.
     """
     refuse_if_not_allowed(house)
     source = training_source(house, body.model)
@@ -146,7 +147,7 @@ def submit(house: House, body: FinetuneBody, key: str | None) -> tuple[Job, bool
     directory = house.trainer.dir_of(job_id)
     directory.mkdir(mode=0o700)
     try:
-        config = _fill(house, directory, body, source)
+        config = _fill(house, directory, body, source, check_files)
         new = NewJob(
             base=source.model_id, source=source.key, config=_public(config), suffix=body.suffix,
             training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
@@ -168,11 +169,13 @@ def request_hash(body: Body) -> str:
     return hashlib.sha256(body.model_dump_json().encode()).hexdigest()
 
 
-def _fill(house: House, directory: Path, body: FinetuneBody, source: Source) -> TrainConfig:
+def _fill(house: House, directory: Path, body: FinetuneBody, source: Source, check_files: bool) -> TrainConfig:
     data = place(house, directory / "data", body.data, body.file_id)
     held_out = place(house, directory / "validation", body.validation_data, body.validation_file_id)
     config = make_config(house, directory, body, source, data, held_out)
-    for path in (*data, *held_out):
+    if body.data is not None:
+        check_inline(config)
+    for path in (*(data if body.data is None and check_files else ()), *(held_out if check_files else ())):
         check_rows(path, "data" if path in data else "validation_data")
     (directory / "job.json").write_text(config.to_json(), encoding="utf-8")
     for path in (directory / "job.json", directory, directory.parent):
@@ -258,6 +261,15 @@ def check_rows(path: Path, param: str) -> None:
         read_examples([path])
     except DataError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
+
+
+def check_inline(config: TrainConfig) -> None:
+    """Fault 4xx naming the first row of `data` that cannot be trained on; tokenises them all."""
+    report = validate(config)
+    if report.bad_lines:
+        raise Fault(Code.INVALID_PARAMETER, report.bad_lines[0]["message"], param="data")
+    if not report.ok:
+        raise Fault(Code.INVALID_PARAMETER, "No row of data has a token to learn within seq_len.", param="data")
 
 
 # -- the dry run -------------------------------------------------------------------------------------------------------

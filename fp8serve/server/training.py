@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.server.faults import safe_text
-from fp8serve.server.jobs import Job, JobStore
+from fp8serve.server.jobs import JobStore
+from fp8serve.server.records import Job
 from fp8serve.server.streams import cancel
 
 log = logging.getLogger("fp8serve.server")

@@ -6,7 +6,7 @@ told to fail, to stall, or to die.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_backend() -> tokenizers.Tokenizer:
     """One token a byte (0-255), and an end-of-text token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
@@ -34,7 +34,11 @@ def byte_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<eos>"])
-    return Tokenizer(backend, {"eos_token": "<eos>"}, ChatTemplate(TEMPLATE, {}))
+    return backend
+
+
+def byte_tokenizer() -> Tokenizer:
+    return Tokenizer(byte_backend(), {"eos_token": "<eos>"}, ChatTemplate(TEMPLATE, {}))
 
 
 class FakeEngine:
@@ -156,9 +160,9 @@ def model_dir(path: Path) -> Path:
     }
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 512, **sizes}
     (path / "config.json").write_text(json.dumps(config))
+    byte_backend().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (path / "chat_template.jinja").write_text(TEMPLATE)
     header = b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
     return path
-
-
-Waiter = Callable[[], Awaitable[bool]]

@@ -198,11 +198,29 @@ def test_an_idempotency_key_makes_one_job(start: Start) -> None:
                 return await server.client.post("/finetune", json=rows, headers={"idempotency-key": key})
 
             answers = await asyncio.gather(*(send("k", ask) for _ in range(8)))
+            assert {a.status_code for a in answers} == {202}, [a.text for a in answers]
             assert len({a.json()["id"] for a in answers}) == 1
             assert len(list(server.house.trainer.root.iterdir())) == 1
             other = await send("k", {"data": [{"text": "y"}]})
             assert (other.status_code, other.json()["code"]) == (409, "idempotency_mismatch")
             assert (await send("j", ask)).json()["id"] != answers[0].json()["id"]
+
+    asyncio.run(body())
+
+
+def test_bad_rows_of_a_file_fail_the_request_here_and_the_job_at_openais(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            form: Any = {
+                "files": {"file": ("a.jsonl", b'{"text": "x"}\n{"text": 7}\n')},
+                "data": {"purpose": "fine-tune"},
+            }
+            stored = (await server.client.post("/v1/files", **form)).json()["id"]
+            answer = await server.client.post("/finetune", json={"file_id": stored})
+            assert (answer.status_code, answer.json()["param"]) == (422, "data")
+            assert "data.jsonl:2" in answer.json()["error"]
+            taken = await server.client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": stored})
+            assert taken.status_code == 200
 
     asyncio.run(body())
 
@@ -216,6 +234,8 @@ def test_refused_jobs_leave_nothing(start: Start) -> None:
                 ({"data": [{"messages": [{"role": "user", "content": "hi"}]}]}, "assistant"),
                 ({"data": [{"text": "x"}], "recipe": "bf16", "amax_history_len": 4}, "amax_history_len"),
                 ({"data": [{"text": "x"}], "eval_every": 3}, "eval_every"),
+                ({"data": [{"text": "x"}], "seq_len": 4096}, "512"),
+                ({"data": [{"prompt": "p" * 600, "completion": "x"}]}, "learn"),
                 ({"file_id": "file-none"}, "file"),
                 ({"data": [{"text": "x"}], "model": "gpt"}, "model"),
             ]

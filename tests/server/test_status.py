@@ -66,10 +66,10 @@ def test_vllm_names_on_request(start: Start) -> None:
             await asyncio.sleep(0.3)
             text = (await server.client.get("/metrics")).text
             for name in (
-                "vllm:num_requests_waiting 0",
-                "vllm:kv_cache_usage_perc 0.25",
-                "vllm:generation_tokens_total 16",
-                "vllm:e2e_request_latency_seconds_count 1",
+                'vllm:num_requests_waiting{model_name="tiny"} 0',
+                'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25',
+                'vllm:generation_tokens_total{model_name="tiny"} 16',
+                'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1',
             ):
                 assert name in text
 

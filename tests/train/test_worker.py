@@ -167,7 +167,7 @@ def same_result(one: Path, two: Path) -> bool:
 
 
 def test_killed_at_random_is_the_same_bits(tmp_path: Path, configure: Configure) -> None:
-    long = {"max_steps": 24, "save_every": 3, "accumulate": 2, "keep_last": 2}
+    long = {"max_steps": 12, "save_every": 2, "accumulate": 2, "keep_last": 2}
     whole = make_job(tmp_path / "whole", configure, **long)
     killed = make_job(tmp_path / "killed", configure, **long)
     assert worker.main([str(whole)]) == EXIT_DONE

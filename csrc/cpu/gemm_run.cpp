@@ -1,0 +1,215 @@
+// Work is cut into tasks of rows x columns; a task
+//  1. unpacks its rows of `a` into a panel that stays in the second-level cache,
+//  2. for every 16 columns unpacks `b` into a panel that stays in the first-level cache and runs the tiles
+//     over it; one or two rows (decoding) skip that panel: the weights are converted in registers,
+//  3. scales, adds the bias, rounds, adds the residual and stores.
+// gemm.h says in which order a sum is taken and why the cut into tasks cannot change a bit of it.
+#include "cpu/gemm_run.h"
+
+#include "cpu/isa.h"
+#include "cpu/tensors.h"
+#include "fp8.h"
+
+namespace fp8serve::gemm {
+namespace {
+
+constexpr int64_t kRowsPerTask = 256;      // 512 KiB of BF16 for a block of K: half a second-level cache
+constexpr int64_t kResident = 512 * 1024;  // bytes of `a` that are unpacked whole, once, for all tasks
+constexpr int64_t kAloneBytes = 1 << 17;   // a smaller `b` and ...
+constexpr int64_t kAloneWork = 1 << 22;    // ... fewer products are not worth waking other threads
+
+int64_t ceil_to(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+const Level& level() {
+  switch (isa()) {
+    case Isa::avx512bf16:
+      return avx512bf16();
+    case Isa::avx512:
+      return avx512();
+    case Isa::avx2:
+      return avx2();
+    default:
+      return portable();
+  }
+}
+
+// sums [rows][16] -> out. A whole group is a constant trip count: one vector a row; with a variable one the
+// loop's own overhead was a third of a K = 256 GEMM.
+template <class T>
+struct Finish {
+  static FP8_INLINE void row(const float* sums, int64_t columns, float a_scale, const float* b_scale,
+                             const float* bias, const T* residual, T* out) {
+    for (int64_t c = 0; c < columns; ++c) store(sums[c] * a_scale * b_scale[c] + bias[c], out + c);
+    if (residual == nullptr) return;
+    for (int64_t c = 0; c < columns; ++c) store(load(residual[c]) + load(out[c]), out + c);
+  }
+  static FP8_INLINE void run(const float* sums, int64_t rows, int64_t columns, const float* a_scale,
+                             const float* b_scale, const float* bias, const T* residual, T* out,
+                             int64_t stride) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* add = residual == nullptr ? nullptr : residual + r * stride;
+      if (columns == kGroup) {
+        row(sums + r * kGroup, kGroup, a_scale[r], b_scale, bias, add, out + r * stride);
+      } else {
+        row(sums + r * kGroup, columns, a_scale[r], b_scale, bias, add, out + r * stride);
+      }
+    }
+  }
+};
+
+// One thread's working memory.
+struct Memory {
+  Scratch a, b, sums, a_scale;
+};
+thread_local Memory memory;
+
+class Task {
+ public:
+  Task(const Problem& p, const Level& level, const std::byte* resident, int64_t m0, int64_t m1, int64_t n0,
+       int64_t n1)
+      : p_(p), level_(level), resident_(resident), m0_(m0), rows_(m1 - m0), n0_(n0), n1_(n1) {
+    b_panel_ = memory.b.get<std::byte>(kGroup * p.stride() * level.element_size);
+    sums_ = memory.sums.get<float>(rows_ * ceil_to(n1 - n0, kGroup));
+    a_scale_ = memory.a_scale.get<float>(rows_);
+    for (int64_t r = 0; r < rows_; ++r) a_scale_[r] = p.a.outer(m0 + r);
+  }
+
+  void run() {
+    if (p_.k == 0) std::fill_n(sums_, rows_ * ceil_to(n1_ - n0_, kGroup), 0.0f);
+    resident_ != nullptr ? columns_outside() : blocks_outside();
+    for (int64_t n = n0_; n < n1_; n += kGroup) finish(n);
+  }
+
+ private:
+  // Decoding: each weight row is read from its beginning to its end.
+  void columns_outside() {
+    for (int64_t n = n0_; n < n1_; n += kGroup) {
+      for (int64_t kb = 0; kb < p_.k_blocks(); ++kb) {
+        multiply(resident_ + kb * p_.m * p_.stride() * level_.element_size, kb, n);
+      }
+    }
+  }
+
+  // Many rows: one block of K of `a` at a time fits the cache.
+  void blocks_outside() {
+    auto* panel = memory.a.get<std::byte>(rows_ * p_.stride() * level_.element_size);
+    for (int64_t kb = 0; kb < p_.k_blocks(); ++kb) {
+      for (int64_t r = 0; r < rows_; ++r) unpack_row(r, kb, panel);
+      for (int64_t n = n0_; n < n1_; n += kGroup) multiply(panel, kb, n);
+    }
+  }
+
+  void unpack_row(int64_t row, int64_t kb, std::byte* panel) const {
+    level_.unpack_row(p_.a.at(m0_ + row, kb * kBlock), p_.k_count(kb), p_.a.kind,
+                      panel + row * p_.stride() * level_.element_size);
+  }
+
+  int64_t column(int64_t n) const { return std::min(n, p_.n - 1); }  // a ragged group repeats its last column
+
+  // sums[rows][16 columns from n] (+)= block kb
+  void multiply(const std::byte* panel, int64_t kb, int64_t n) {
+    const bool stream = level_.stream != nullptr && rows_ <= kStreamRows && !p_.blocked();
+    const void* b[kGroup];
+    for (int64_t c = 0; c < kGroup; ++c) b[c] = p_.b.at(column(n + c), kb * kBlock);
+    if (!stream) level_.unpack_columns(b, p_.k_count(kb), p_.b.kind, b_panel_);
+    Tile tile{.b = b_panel_, .a_stride = p_.stride(), .k = p_.k_count(kb), .add = kb > 0};
+    const float* a_scale[kMaxRows];
+    float b_scale[kBlock / kScaleBlock * kGroup];
+    if (p_.blocked()) {
+      spread_scales(n, kb, b_scale);
+      tile.a_scale = a_scale;
+      tile.b_scale = b_scale;
+    }
+    for (int64_t r = 0; r < rows_; r += tile.rows) {
+      tile.rows = static_cast<int>(std::min(kMaxRows, rows_ - r));
+      tile.a = panel + r * p_.stride() * level_.element_size;
+      tile.out = sums_ + (n - n0_) * rows_ + r * kGroup;
+      for (int i = 0; p_.blocked() && i < tile.rows; ++i) a_scale[i] = inner(p_.a, m0_ + r + i, kb);
+      stream ? level_.stream(tile, b, p_.b.kind) : level_.tile(tile);
+    }
+  }
+
+  const float* inner(const Operand& x, int64_t row, int64_t kb) const {
+    return x.inner(row, p_.ones.data()) + kb * (kBlock / kScaleBlock);
+  }
+
+  // [128 of K][16 columns from n]
+  void spread_scales(int64_t n, int64_t kb, float* out) const {
+    const int64_t blocks = (p_.k_count(kb) + kScaleBlock - 1) / kScaleBlock;
+    for (int64_t c = 0; c < kGroup; ++c) {
+      const float* scale = inner(p_.b, column(n + c), kb);
+      for (int64_t i = 0; i < blocks; ++i) out[i * kGroup + c] = scale[i];
+    }
+  }
+
+  void finish(int64_t n) const {
+    const int64_t columns = std::min(kGroup, n1_ - n);
+    float b_scale[kGroup], bias[kGroup] = {};
+    for (int64_t c = 0; c < columns; ++c) b_scale[c] = p_.b.outer(n + c);
+    if (p_.bias != nullptr) {
+      with_element(p_.bias_type, [&](auto type) {
+        const auto* values = static_cast<const typename decltype(type)::type*>(p_.bias);
+        for (int64_t c = 0; c < columns; ++c) bias[c] = load(values[n + c]);
+      });
+    }
+    with_element(p_.out_type, [&](auto type) {
+      using T = typename decltype(type)::type;
+      const auto* residual = static_cast<const T*>(p_.residual);
+      const int64_t at = m0_ * p_.n + n;
+      dispatch<Finish<T>>(sums_ + (n - n0_) * rows_, rows_, columns, a_scale_, b_scale, bias,
+                          residual == nullptr ? residual : residual + at, static_cast<T*>(p_.out) + at, p_.n);
+    });
+  }
+
+  const Problem& p_;
+  const Level& level_;
+  const std::byte* resident_;
+  int64_t m0_, rows_, n0_, n1_;
+  std::byte* b_panel_;
+  float* sums_;
+  float* a_scale_;
+};
+
+// All of `a` as panels [block of K][row], or null when it is too large to stay in cache.
+const std::byte* unpack_resident(const Problem& p, const Level& level) {
+  const int64_t bytes = p.k_blocks() * p.m * p.stride() * level.element_size;
+  if (bytes > kResident && p.m > kMaxRows) return nullptr;
+  thread_local Scratch scratch;  // the caller's: tasks on this thread use `memory`
+  auto* panel = scratch.get<std::byte>(bytes);
+  for (int64_t kb = 0; kb < p.k_blocks(); ++kb) {
+    for (int64_t r = 0; r < p.m; ++r) {
+      level.unpack_row(p.a.at(r, kb * kBlock), p.k_count(kb), p.a.kind,
+                       panel + (kb * p.m + r) * p.stride() * level.element_size);
+    }
+  }
+  return panel;
+}
+
+// Columns of a task: wide enough to repay unpacking the rows, narrow enough to keep the threads busy.
+int64_t columns_per_task(const Problem& p, int64_t row_tasks) {
+  const int64_t wanted = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
+  int64_t columns = 256;
+  while (columns > 2 * kGroup && row_tasks * ((p.n + columns - 1) / columns) < wanted) columns /= 2;
+  return columns;
+}
+
+bool alone(const Problem& p) {
+  return p.n * p.k * bytes_of(p.b.kind) < kAloneBytes && p.m * p.n * p.k < kAloneWork;
+}
+
+}  // namespace
+
+void run(const Problem& p) {
+  const Level& building_blocks = level();
+  const std::byte* resident = unpack_resident(p, building_blocks);
+  if (resident != nullptr && alone(p)) return Task(p, building_blocks, resident, 0, p.m, 0, p.n).run();
+  const int64_t rows = resident != nullptr ? p.m : kRowsPerTask;
+  const int64_t row_tasks = (p.m + rows - 1) / rows;
+  const int64_t columns = columns_per_task(p, row_tasks);
+  parallel_tasks(row_tasks * ((p.n + columns - 1) / columns), [&](int64_t task) {
+    const int64_t m = task % row_tasks * rows, n = task / row_tasks * columns;
+    Task(p, building_blocks, resident, m, std::min(p.m, m + rows), n, std::min(p.n, n + columns)).run();
+  });
+}
+
+}  // namespace fp8serve::gemm

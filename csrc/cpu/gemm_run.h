@@ -1,0 +1,51 @@
+// A GEMM as data: two matrices, their scales, and what happens to a finished sum. `run` computes it.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "check.h"
+#include "cpu/gemm.h"
+
+namespace fp8serve::gemm {
+
+// A matrix [rows, K], K contiguous, and its scale_inv: none, [] or [rows, 1] (outside the sum), or
+// [rows, blocks] or [ceil(rows / 128), blocks] (inside it).
+struct Operand {
+  const char* values;
+  Kind kind;
+  int64_t k;
+  const float* scale = nullptr;
+  int64_t scale_rows = 1;    // rows that share a row of the scale: 1, 128, or all
+  int64_t scale_blocks = 0;  // 0: outside the sum
+
+  const char* at(int64_t row, int64_t column) const { return values + (row * k + column) * bytes_of(kind); }
+  // With K = 0 a block scale has no element, and nothing is left to scale.
+  float outer(int64_t row) const {
+    return scale == nullptr || scale_blocks != 0 || k == 0 ? 1.0f : scale[row / scale_rows];
+  }
+  const float* inner(int64_t row, const float* ones) const {
+    return scale_blocks != 0 ? scale + row / scale_rows * scale_blocks : ones;
+  }
+};
+
+// out [m, n] = round(sum * a scale * b scale + bias), and then, where there is a residual, round(residual +
+// that).
+struct Problem {
+  Operand a, b;
+  int64_t m, n, k;
+  ScalarType bias_type, out_type;
+  const void* bias;
+  const void* residual;  // of the output's type, or null
+  void* out;
+  std::vector<float> ones = {};  // the inner scale of an operand that has none while the other has
+
+  bool blocked() const { return a.scale_blocks != 0 || b.scale_blocks != 0; }
+  int64_t stride() const { return std::min(kBlock, (k + kChunk - 1) / kChunk * kChunk); }  // of a panel row
+  int64_t k_blocks() const { return (k + kBlock - 1) / kBlock; }
+  int64_t k_count(int64_t block) const { return std::min(kBlock, k - block * kBlock); }
+};
+
+void run(const Problem& problem);
+
+}  // namespace fp8serve::gemm

@@ -1,0 +1,43 @@
+// Matrices as rows that threads share, and the rounding that an op which ends in T applies.
+#pragma once
+
+#include "cpu/tensors.h"
+
+namespace fp8serve {
+
+constexpr int64_t kRowGrain = 1 << 14;  // elements a task handles
+
+// Rows that lie `stride` elements apart: a slice of a fused projection is read where it is.
+struct Rows {
+  Tensor held;
+  int64_t count, width, stride;
+};
+inline Rows rows_of(const Tensor& x) {
+  int64_t inner = 1;
+  bool packed = x.dim() > 1 && x.size(0) > 0;
+  for (int64_t d = x.dim() - 1; d > 0; --d) {
+    packed = packed && (x.stride(d) == inner || x.size(d) == 1);
+    inner *= x.size(d);
+  }
+  const Tensor held = packed ? x : dense(x);
+  return {held, x.size(0), inner, packed ? x.stride(0) : inner};
+}
+
+// f(row) over threads, in tasks of about kRowGrain elements.
+template <class F>
+void parallel_rows(int64_t rows, int64_t width, const F& f) {
+  const int64_t per_task = std::max<int64_t>(1, kRowGrain / std::max<int64_t>(1, width));
+  parallel_tasks((rows + per_task - 1) / per_task, [&](int64_t task) {
+    for (int64_t r = task * per_task; r < std::min(rows, (task + 1) * per_task); ++r) f(r);
+  });
+}
+
+// x rounded to T, as an op that ends in T leaves it.
+template <class T>
+FP8_INLINE float rounded(float x) {
+  T out;
+  store(x, &out);
+  return load(out);
+}
+
+}  // namespace fp8serve

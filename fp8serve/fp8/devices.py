@@ -1,0 +1,46 @@
+"""What the FP8 GEMM of a device can read.
+
+Ada and Hopper multiply FP8 only with the contracted dimension contiguous in both operands ("tn"), and our CPU kernels
+are written for that layout, too: the backward pass needs transposed codes, made when the tensor is cast. Blackwell
+reads any layout: there a transposed view of the same codes does, and no copy is made. It is a property of the device,
+not of the code path, and `operand_layout` sets it, so both paths are tested on any machine.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+
+Layout = Literal["tn", "any"]
+
+
+class _Forced(threading.local):
+    layout: Layout | None = None
+
+
+_FORCED = _Forced()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _native(device: torch.device) -> Layout:
+    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+    return "any" if blackwell else "tn"
+
+
+def layout_of(device: torch.device) -> Layout:
+    """ "tn": both operands need the contracted dimension contiguous; "any": they may be transposed views."""
+    return _FORCED.layout or _native(device)
+
+
+@contextmanager
+def operand_layout(layout: Layout) -> Iterator[None]:
+    """Treat every device, in this thread, as one whose GEMM reads this layout ("tn" or "any")."""
+    if layout not in get_args(Layout):
+        raise ValueError(f'The layout must be "tn" or "any", found {layout!r}.')
+    before, _FORCED.layout = _FORCED.layout, layout
+    try:
+        yield
+    finally:
+        _FORCED.layout = before

@@ -1,0 +1,119 @@
+"""Layers where casting together with what comes before saves a read and a write of the activation.
+
+    NormLinear      RMSNorm or LayerNorm, then Linear
+    SiluMulLinear   silu(gate) * up, then Linear (the second half of a gated MLP)
+
+Fused, the high-precision activation between the two is never written: one op produces its FP8 codes and its amax. The
+backward pass computes it again from the layer's own inputs, which are alive anyway, so nothing but the codes is stored
+for it. The codes, and with them everything that follows, are bit-equal to those of the unfused layers: the ops round to
+the activation's dtype at the same places.
+
+Fusion needs the scale before the values are known, so it happens under DelayedScaling; where wgrad reads the input in
+high precision, or under another recipe, the layer runs its two halves one after the other. The ops are composed of the
+others until a device has a kernel for them. One Linear per NormLinear: fuse q, k and v into one weight, or the norm is
+computed three times.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.reference import layer_norm, rms_norm, silu_mul
+
+Sources = tuple[Tensor | None, ...]
+Produce = Callable[..., Tensor]  # (*sources) -> the activation in high precision
+
+
+class _StandIn(torch.autograd.Function):
+    """Stands for the activation in the graph and holds no values; its gradient is found by computing it again."""
+
+    @staticmethod
+    def forward(ctx: Any, produce: Produce, dtype: torch.dtype, *sources: Tensor | None) -> Tensor:
+        ctx.produce = produce
+        ctx.save_for_backward(*sources)
+        given = cast(Tensor, sources[0])
+        return given.new_empty(1, dtype=dtype).expand(given.shape)  # no memory: nothing reads it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Sources:
+        wanted = ctx.needs_input_grad[2:]
+        pairs = zip(ctx.saved_tensors, wanted, strict=True)
+        with torch.enable_grad():
+            sources = [None if s is None else s.detach().requires_grad_(w) for s, w in pairs]
+            produced = ctx.produce(*sources)
+        chosen = [s for s, w in zip(sources, wanted, strict=True) if s is not None and w]
+        found = iter(torch.autograd.grad(produced, chosen, gradient))
+        return None, None, *(next(found) if w else None for w in wanted)
+
+
+def _dtype(sources: Sources) -> torch.dtype:
+    """What an elementwise function of the sources promotes to."""
+    dtypes = [s.dtype for s in sources if s is not None]
+    result = dtypes[0]
+    for dtype in dtypes[1:]:
+        result = torch.promote_types(result, dtype)
+    return result
+
+
+def _rows(sources: Sources) -> list[Tensor | None]:
+    return [s.reshape(-1, s.shape[-1]) if s is not None and s.dim() > 1 else s for s in sources]
+
+
+def _through(linear: Linear, produce: Produce, op: Callable[..., tuple[Tensor, Tensor]], sources: Sources) -> Tensor:
+    """linear(produce(*sources)), the cast fused by `op(*sources, scale, dtype)` where the recipe allows it."""
+    dtype, kind = _dtype(sources), cast(Tensor, sources[0]).device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
+        return cast(Tensor, linear(produce(*sources)))  # torch.autocast rounds once more between the two
+    edge = cast(Tensor, _StandIn.apply(produce, dtype, *sources))  # type: ignore[no-untyped-call]
+    return linear.run(edge, lambda: produce(*sources), lambda scale, fmt: op(*_rows(sources), scale, fmt))
+
+
+class NormLinear(nn.Module):
+    """[..., in_features] -> [..., out_features]: a norm over the last dimension, then the Linear.
+
+    norm: any module with `weight` (and `bias`, `eps`): nn.LayerNorm centres, everything else is an RMSNorm. Its
+    parameters and those of `linear` are shared, not copied.
+    """
+
+    def __init__(self, norm: nn.Module, linear: Linear) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+        self.center = isinstance(norm, nn.LayerNorm)
+        self.eps = float(cast(Any, norm).eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """linear(norm(x))."""
+        weight, bias = cast(Tensor, self.norm.weight), cast(Tensor | None, getattr(self.norm, "bias", None))
+        eps = self.eps
+        if self.center:
+
+            def produce(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                return layer_norm(x, weight, bias, eps)
+
+            def op(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Any:
+                return torch.ops.fp8serve.layer_norm_quantize(x, weight, bias, eps, scale, dtype)
+
+            return _through(self.linear, produce, op, (x, weight, bias))
+        return _through(
+            self.linear,
+            lambda x, weight: rms_norm(x, weight, eps),
+            lambda x, weight, scale, dtype: torch.ops.fp8serve.rms_norm_quantize(x, weight, eps, scale, dtype),
+            (x, weight),
+        )
+
+
+class SiluMulLinear(nn.Module):
+    """(gate, up) [..., in_features] -> [..., out_features]: linear(silu(gate) * up)."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """linear(silu(gate) * up)."""
+        return _through(self.linear, silu_mul, torch.ops.fp8serve.silu_mul_quantize, (gate, up))

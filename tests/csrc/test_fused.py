@@ -1,0 +1,125 @@
+"""Fused ops equal the composition of their parts: bit for bit, or by the last bit of a sum or an exponential."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.fp8 import reference, reference_fused
+from tests.csrc.conftest import LEVELS
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile, tame
+
+OPS = torch.ops.fp8serve
+E4M3, E5M2 = FORMATS
+
+
+def assert_codes_close(found: Tensor, expected: Tensor) -> None:
+    """At most one code apart, and nearly all equal; NaN in the same places."""
+    assert found.dtype == expected.dtype
+    a, b = found.float(), expected.float()
+    assert torch.equal(a.isnan(), b.isnan())
+    signed = [
+        (t.view(torch.uint8).int() & 0x7F) * (1 - 2 * (t.view(torch.uint8).int() >> 7)) for t in (found, expected)
+    ]
+    apart = (signed[0] - signed[1]).abs()[~a.isnan()]
+    assert not apart.numel() or (apart.max() <= 1 and (apart > 0).float().mean() < 0.02)
+
+
+@pytest.mark.parametrize("high", HIGH)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (40, 513), (5, 7), (0, 16)])
+def test_rms_norm_quantize(level, shape, dtype, high):
+    x, weight = tame(*shape, high), tame(1, shape[1], high, 1)[0]
+    q, amax = OPS.rms_norm_quantize(x, weight, 1e-5, torch.tensor(3.0), dtype)
+    expected, expected_amax = reference.rms_norm_quantize(x, weight, 1e-5, torch.tensor(3.0), dtype)
+    assert_codes_close(q, expected)
+    torch.testing.assert_close(amax, expected_amax, rtol=2 * torch.finfo(high).eps, atol=0)
+
+
+@pytest.mark.parametrize("high", HIGH)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (40, 513), (0, 16)])
+def test_silu_mul_quantize(level, shape, high):
+    both = torch.cat([tame(*shape, high), tame(*shape, high, 1)], 1)
+    gate, up = both.chunk(2, 1)  # slices of a fused projection
+    q, amax = OPS.silu_mul_quantize(gate, up, torch.tensor(0.7), E4M3)
+    expected, expected_amax = reference.silu_mul_quantize(gate, up, torch.tensor(0.7), E4M3)
+    assert_codes_close(q, expected)
+    torch.testing.assert_close(amax, expected_amax, rtol=4 * torch.finfo(high).eps, atol=0)
+
+
+def test_silu_of_extremes(level):
+    gate = torch.tensor([[-torch.inf, torch.inf, torch.nan, 0.0, -0.0, -89.0, -88.0, -100.0, 88.0, 1e30, -1e30]])
+    up = torch.ones_like(gate)
+    q, _ = OPS.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)
+    assert_codes_equal(q, reference.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)[0])
+
+
+def rotary_arguments(tokens, heads, kv_heads, dim, high, stored):
+    make = torch.Generator().manual_seed(0)
+    width = (heads + 2 * kv_heads) * dim
+    fused_row = torch.randn(tokens, width, generator=make).to(high)  # q, k and v side by side, as one projection writes
+    q, k, v = fused_row.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+    angle = torch.randn(tokens, 1, dim // 2, generator=make).repeat(1, 1, 2)
+    caches = [torch.zeros(4, 8, kv_heads, dim).to(stored) for _ in range(2)]
+    slots = torch.randperm(32, generator=make)[:tokens]
+    if tokens > 2:
+        slots[1] = -1
+    heads_of = [x.unflatten(1, (-1, dim)) for x in (q, k, v)]
+    return (*heads_of, angle.cos().to(high), angle.sin().to(high), *caches, slots)
+
+
+@pytest.mark.parametrize("high", HIGH)
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, E4M3])
+@pytest.mark.parametrize("shape", [(1, 4, 2, 64), (9, 3, 1, 6), (30, 2, 2, 128)])
+def test_rotary_write_kv(level, shape, stored, high):
+    found, expected = rotary_arguments(*shape, high, stored), rotary_arguments(*shape, high, stored)
+    scale = torch.tensor(2.5) if stored == E4M3 else None
+    q = OPS.rotary_write_kv(*found, scale, scale)
+    assert_bits_equal(q, reference_fused.rotary_write_kv(*expected, scale, scale))
+    for ours, theirs in zip(found[5:7], expected[5:7], strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("high", HIGH)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (7, 200), (200, 7), (0, 5), (5, 0)])
+def test_quantize_transpose(level, shape, dtype, high):
+    x = hostile(*shape, high)
+    found = OPS.quantize_transpose(x, torch.tensor(1.7), dtype)
+    expected = reference.quantize_transpose(x, torch.tensor(1.7), dtype)
+    assert_codes_equal(found[0], expected[0])
+    assert_codes_equal(found[1], expected[1])
+    assert_bits_equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("high", HIGH)
+def test_scaled_mm_add_rounds_twice(level, high):
+    a, a_scale = reference.quantize_rowwise(tame(7, 200), E4M3, False)
+    b, b_scale = reference.quantize_rowwise(tame(37, 200, seed=1), E4M3, False)
+    residual, bias = tame(7, 37, high, 2), tame(1, 37, high, 3)[0]
+    found = OPS.scaled_mm_add(a, b, a_scale, b_scale, bias, residual)
+    assert_bits_equal(found, residual + OPS.scaled_mm(a, b, a_scale, b_scale, bias, high))
+    with pytest.raises(RuntimeError, match="residual: dim 0 is 6, must be M = 7"):
+        OPS.scaled_mm_add(a, b, a_scale, b_scale, bias, residual[1:])
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 64), (2, 33, 100), (3, 5, 7), (37, 70, 1100), (1, 40, 2049)])
+def test_mm_of_bf16(level, shape):
+    m, n, k = shape
+    a, b, bias = tame(m, k, torch.bfloat16, 1), tame(n, k, torch.bfloat16, 2), tame(1, n, seed=3)[0]
+    found = OPS.mm(a, b, bias, torch.float32)
+    truth = a.double() @ b.double().t() + bias
+    naive = a.float() @ b.float().t() + bias
+    assert (found - truth).abs().max() <= 2 * (naive - truth).abs().max() + 1e-6 * truth.abs().max()
+
+
+def test_mm_is_the_same_at_every_level_and_in_every_batch(library):
+    a, b = tame(40, 1500, torch.bfloat16, 1), tame(50, 1500, torch.bfloat16, 2)
+    results = []
+    for cap in LEVELS:
+        OPS.cpu_isa(cap)
+        results.append(OPS.mm(a, b, None, torch.float32))
+        for first, last in [(0, 1), (3, 5), (2, 5), (7, 11), (1, 18)]:
+            assert_bits_equal(OPS.mm(a[first:last], b, None, torch.float32), results[-1][first:last])
+    OPS.cpu_isa("best")
+    for result in results[1:]:
+        assert_bits_equal(result, results[0])

@@ -1,0 +1,112 @@
+"""Operand layouts: both paths give the same bits; transposed copies are made where, and only where, they are needed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
+from fp8serve.fp8 import reference
+from fp8serve.fp8.cases import CASES, Case
+from fp8serve.fp8.devices import Layout, layout_of, operand_layout
+from fp8serve.fp8.recipe import Recipe
+
+RECIPES: list[Recipe] = [
+    DelayedScaling(amax_history_len=4),
+    Float8CurrentScaling(),
+    Float8CurrentScaling(granularity="row"),
+    Float8BlockScaling(),
+]
+
+
+def step(recipe: Recipe, layout: Layout) -> list[Tensor]:
+    torch.manual_seed(0)
+    layer, x = Linear(40, 136), torch.randn(150, 40).requires_grad_()
+    with operand_layout(layout):
+        for _ in range(2):
+            layer.zero_grad()
+            with autocast(recipe=recipe):
+                y = layer(x)
+            y.square().sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    return [y.detach(), x.grad, layer.weight.grad]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_layouts_give_the_same_bits(recipe: Recipe) -> None:
+    for a, b in zip(step(recipe, "tn"), step(recipe, "any"), strict=True):
+        assert torch.equal(a, b)
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+    kernel: Callable[..., Any] = getattr(torch.ops.fp8serve, name)
+
+    def spy(*args: Any) -> Any:
+        calls.append(args)
+        return kernel(*args)
+
+    monkeypatch.setattr(torch.ops.fp8serve, name, spy)
+    return calls
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_tn_devices_get_both_operands_contiguous(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spied(monkeypatch, "scaled_mm")
+    step(recipe, "tn")
+    assert len(calls) == 6
+    assert all(t.is_contiguous() for a, b, *_ in calls for t in (a, b))
+
+
+def test_any_layout_devices_get_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dgrad and wgrad read the very codes of the forward pass."""
+    multiplied, transposed = spied(monkeypatch, "scaled_mm"), spied(monkeypatch, "quantize_transpose")
+    step(RECIPES[0], "any")
+    forward, dgrad, wgrad = multiplied[:3]
+    assert dgrad[1].data_ptr() == forward[1].data_ptr()
+    assert wgrad[1].data_ptr() == forward[0].data_ptr()
+    assert dgrad[1].stride() == (1, 40)
+    assert not transposed
+
+
+def test_cast_and_transpose_is_one_op_on_tn_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = spied(monkeypatch, "quantize_transpose")
+    step(RECIPES[0], "tn")
+    assert len(fused) == 6  # input, weight and gradient, two steps
+
+
+def test_nothing_is_transposed_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = spied(monkeypatch, "quantize_transpose")
+    layer = Linear(8, 8)
+    with torch.no_grad(), autocast():
+        layer(torch.ones(2, 8))
+    assert not fused
+
+
+@pytest.mark.parametrize("case", CASES["quantize_transpose"], ids=lambda c: c.name)
+def test_cast_and_transpose_are_those_of_the_reference(case: Case) -> None:
+    for found, expected in zip(
+        torch.ops.fp8serve.quantize_transpose(*case.make()), reference.quantize_transpose(*case.make()), strict=True
+    ):
+        assert found.is_contiguous()
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_layout_is_a_property_of_the_device() -> None:
+    assert layout_of(torch.device("cpu")) == "tn"
+    with operand_layout("any"):
+        assert layout_of(torch.device("cpu")) == "any"
+    assert layout_of(torch.device("cpu")) == "tn"
+    with pytest.raises(ValueError, match='must be "tn" or "any", found'), operand_layout("nt"):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("capability", "layout"), [((8, 9), "tn"), ((9, 0), "tn"), ((10, 0), "any"), ((10, 3), "any"), ((12, 0), "any")]
+)
+def test_gpu_generations(capability: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert layout_of(torch.device("cuda")) == layout
