@@ -22,7 +22,7 @@ RECIPE_OPS = {
     "rowwise": ("quantize_rowwise", "scaled_mm"),
     "block": ("quantize_block", "scaled_mm"),
 }
-_INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_vbmi", "amx_bf16", "asimd", "bf16")
+_INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512vbmi", "amx_bf16", "asimd", "bf16")
 _LEAST_DISK = 1 << 30
 
 
