@@ -6,8 +6,8 @@ quantizes that step with the scale of the steps before, so all but the smallest 
 just that. Afterwards the history remembers the spike for N steps: harmless in E4M3, whose precision is the same over 13
 binades, until small values reach the subnormals.
 
-Per step: the fraction of elements beyond the range, and the SQNR in dB. Recovered: the SQNR is within 1 dB of what it was
-before the spike, and stays there.
+Per step: the fraction of elements beyond the range, and the SQNR in dB. Recovered: the SQNR is within 1 dB of what it
+was before the spike, and stays there.
 """
 
 from collections.abc import Iterator, Mapping

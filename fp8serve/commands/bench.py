@@ -82,7 +82,8 @@ def _print_numerics(result: Mapping[str, Any]) -> None:
     print(one_line(result["made"]), "\n")
     print("One cast and back, SQNR in dB; of activations the median linear")
     casts = [
-        (r["tensor"], r["granularity"], r["format"], _db(r["sqnr_db"]), _db(r.get("ordinary_sqnr_db")), _db(r.get("worst_sqnr_db")))
+        (r["tensor"], r["granularity"], r["format"],
+         *(_db(r.get(name)) for name in ("sqnr_db", "ordinary_sqnr_db", "worst_sqnr_db")))
         for r in result["casts"]
     ]  # fmt: skip
     print_table(("values", "scale per", "format", "all", "without outliers", "worst linear"), casts)
@@ -96,7 +97,7 @@ def _print_numerics(result: Mapping[str, Any]) -> None:
     print("\nDelayed scaling, values 100 times larger at one step or from then on")
     spikes = [
         (s["scenario"], s["history"], s["margin"], f"{100 * s['spike_saturated']:.1f} %", _db(s["before_db"]),
-         _db(s["spike_db"]), _db(s["worst_after_db"]), s["steps_to_recover"] if s["recovered"] else "not within the run")
+         _db(s["spike_db"]), _db(s["worst_after_db"]), s["steps_to_recover"] if s["recovered"] else "never")
         for s in result["spikes"]
     ]  # fmt: skip
     heading = ("spike", "history", "margin", "saturated", "before", "at the spike", "worst after", "steps to recover")
@@ -132,23 +133,16 @@ def training(
     """
     from fp8serve.bench import training as bench
 
-    shape = bench.Shape(
-        hidden_size=hidden_size, layers=layers, heads=hidden_size // 64, intermediate_size=_wide(hidden_size)
-    )
     plan = bench.Plan(
         recipes=tuple(recipe) if recipe else bench.Plan.recipes,
-        steps=steps, batch_size=batch_size, seq_len=seq_len, lr=lr, seed=seed, shape=shape,
+        steps=steps, batch_size=batch_size, seq_len=seq_len, lr=lr, seed=seed,
+        shape=bench.Shape.of(hidden_size, layers),
     )  # fmt: skip
     with progress("Training") as advance:
         figures = bench.study(out, plan, lambda name, step, total: advance(step, total, name))
     result = _result("training", figures)
     _write(out, "training", result, {"curves": bench.chart(result)})
     print_json(result) if json else _print_training(result)
-
-
-def _wide(hidden_size: int) -> int:
-    """Width of the feed-forward layer: 8/3 of the model's, up to a multiple of 128."""
-    return 128 * -(-hidden_size * 8 // (3 * 128))
 
 
 def _print_training(result: Mapping[str, Any]) -> None:
