@@ -40,6 +40,12 @@ def numerics(
             show_default="a small one, trained for the purpose",
         ),
     ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text or JSON-lines file; repeat for several.", show_default="passages that ship with fp8serve"
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for numerics.json and the plots.")] = None,
     samples: Annotated[int, typer.Option(min=2, help="Sequences to calibrate on; an eighth more is measured.")] = 64,
     seq_len: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 256,
@@ -54,7 +60,7 @@ def numerics(
     \b
     Examples:
       fp8serve bench numerics
-      fp8serve bench numerics ./llama --out figures
+      fp8serve bench numerics ./llama --data held-out.jsonl --out figures
     """
     from fp8serve.hub import find_model
 
@@ -63,7 +69,7 @@ def numerics(
 
     with progress("Measuring") as advance:
         figures = bench.study(
-            directory, samples=samples, seq_len=seq_len, own_steps=own_steps,
+            directory, data, samples=samples, seq_len=seq_len, own_steps=own_steps,
             tell=lambda what, done, total: advance(done, total, what),
         )  # fmt: skip
     result = _result("numerics", figures)
@@ -98,7 +104,7 @@ def _print_numerics(result: Mapping[str, Any]) -> None:
     spikes = [
         (s["scenario"], s["history"], s["margin"], f"{100 * s['spike_saturated']:.1f} %", _db(s["before_db"]),
          _db(s["spike_db"]), _db(s["worst_after_db"]), s["steps_to_recover"] if s["recovered"] else "never")
-        for s in result["spikes"]
+        for s in result["spikes"]["cases"]
     ]  # fmt: skip
     heading = ("spike", "history", "margin", "saturated", "before", "at the spike", "worst after", "steps to recover")
     print_table(heading, spikes)

@@ -66,7 +66,7 @@ def test_the_command_on_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "inputs of 14 linears" in shown
     assert "steps to recover" in shown
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "numerics.json", "numerics-layers.svg", "numerics-spikes.svg",
+        "numerics.json", "numerics-layers.svg", "numerics-spikes.svg", "numerics-margins.svg",
     }  # fmt: skip
     result = json.loads((tmp_path / "out" / "numerics.json").read_text())
     assert result["model"] == str(model)
