@@ -1,6 +1,8 @@
 """`fp8serve bench`: studies that print figures together with the machine, the versions and the commit behind them."""
 
-import json as json_lines
+import json as json_text
+import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -24,10 +26,22 @@ def _result(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
 def _write(out: Path, name: str, result: Mapping[str, Any], charts: Mapping[str, str]) -> None:
     """`name.json` and the charts as `name-*.svg` in `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    text = json_lines.dumps(result, indent=1, allow_nan=False)
+    text = json_text.dumps(_rounded(result), indent=1, allow_nan=False)
+    text = re.sub(r"\[[-+\d.e,\s]*\]", lambda numbers: "".join(numbers[0].split()), text)  # a curve on one line
     (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     for chart, svg in charts.items():
         (out / f"{name}-{chart}.svg").write_text(svg, encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    """To six significant digits; what is not finite becomes null."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 @app.command("numerics")
