@@ -1,5 +1,5 @@
-// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are
-// FP8.
+// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are FP8;
+// rotary: heads turned by their position; rotary_write_kv: both.
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"
@@ -139,6 +139,17 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return out;
 }
 
+Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  const Contract check("rotary");
+  check.rank("x", x, 3);
+  const Size t{"T", x.size(0)}, heads{"heads", x.size(1)}, dim{"head_dim", x.size(2)};
+  check.tensor("x", x, kHigh, {t, heads, dim});
+  check.require(dim.value() % 2 == 0, "x", "head_dim is ", dim.value(), ", must be even");
+  check.tensor("cos", cos, {x.scalar_type()}, {t, exactly(1), dim});
+  check.tensor("sin", sin, {x.scalar_type()}, {t, exactly(1), dim});
+  return rotate(x, dense(cos), dense(sin));
+}
+
 Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos_in,
                        const Tensor& sin_in, const Tensor& k_cache, const Tensor& v_cache,
                        const Tensor& slots_in, const std::optional<Tensor>& k_scale,
@@ -162,6 +173,7 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
+  m.impl("rotary", TORCH_BOX(&fp8serve::rotary));
   m.impl("write_kv", TORCH_BOX(&fp8serve::write_kv));
   m.impl("rotary_write_kv", TORCH_BOX(&fp8serve::rotary_write_kv));
 }

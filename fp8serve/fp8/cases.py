@@ -204,6 +204,24 @@ def _rotary_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     return q, k, v, angle.cos().to(dtype), angle.sin().to(dtype), *caches, torch.arange(rows), None, None
 
 
+def _turn_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    q, _, _, cos, sin, *_ = _rotary_case(dtype, rows, cols)
+    return q, cos, sin
+
+
+def _plain_norm_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    return _normal(rows, cols, dtype), torch.linspace(0.5, 2, cols).to(dtype), 1e-6
+
+
+def _plain_silu_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    return _normal(rows, cols, dtype), _normal(rows, cols, dtype, 1)
+
+
+def _upstream(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
+    """The cases of a gradient: what flows in, then the arguments of the op."""
+    return _fused_rows(lambda dtype, rows, cols: (_normal(rows, cols, dtype, 7), *case(dtype, rows, cols)))
+
+
 def _norm_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype, bias: bool | None) -> tuple[Any, ...]:
     """bias None: RMSNorm, which has no such argument."""
     x, weight = _tiles(*shape, dtype), torch.linspace(0.5, 2, shape[1]).to(dtype)
@@ -241,4 +259,9 @@ CASES: dict[str, list[Case]] = {
     "scaled_mm_add": _fused_rows(_add_case),
     "mm": _fused_rows(_mm_bf16_case),
     "rotary_write_kv": _fused_rows(_rotary_case),
+    "rms_norm": _fused_rows(_plain_norm_case),
+    "rms_norm_backward": _upstream(_plain_norm_case),
+    "silu_mul": _fused_rows(_plain_silu_case),
+    "silu_mul_backward": _upstream(_plain_silu_case),
+    "rotary": _fused_rows(_turn_case),
 }

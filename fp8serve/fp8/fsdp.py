@@ -28,7 +28,7 @@ serves them all in high precision.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,7 +37,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from fp8serve.errors import RecipeError
@@ -256,3 +256,22 @@ def gather_in_fp8(module: nn.Module) -> nn.Module:
             shared[id(weight)] = nn.Parameter(made, requires_grad=weight.requires_grad)
         layer.weight = shared[id(weight)]
     return module
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a sharded model with whole tensors, as the unsharded model has it; a collective.
+
+    (torch's `get_model_state_dict` cannot name the scaling states, which are neither parameters nor buffers.)
+    """
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
+
+
+def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load what `whole_state`, or the `state_dict` of the unsharded model, gave; every rank calls it with the same."""
+    places = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    model.load_state_dict(
+        {
+            n: distribute_tensor(v, places[n].device_mesh, places[n].placements) if n in places else v
+            for n, v in state.items()
+        }
+    )

@@ -179,7 +179,7 @@ class _WeightCodes:
             return make()
         key = (weight._version, weight.data_ptr(), recipe)
         usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
-        if weight.grad is None or not usable:
+        if not weight.is_leaf or weight.grad is None or not usable:
             self.key, self.pair = key, make()
         return self.pair
 
@@ -242,7 +242,7 @@ class Linear(Stateful, nn.Linear):
         if plan is None:
             return self._in_high_precision(values())
         y = self._quantized(edge, values, fused, plan)
-        # like F.linear, not a view: FSDP2 warns of a module that returns one
+        # Not a view: FSDP2 warns of a module that returns one.
         shape = (*edge.shape[:-1], self.out_features) if edge.dim() == 1 else (-1, *edge.shape[1:-1], self.out_features)
         return torch.ops.aten._unsafe_view(y, shape)  # type: ignore[no-any-return]
 

@@ -65,7 +65,7 @@ def _fake_rmsnorm(x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: t
 def _rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    y = reference.rms_norm(x, weight, eps)
+    y = torch.ops.fp8serve.rms_norm(x, weight, eps)
     return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
 
 
@@ -87,7 +87,7 @@ def _fake_silu_mul(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) 
 
 
 def _silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    y = reference.silu_mul(gate, up)
+    y = torch.ops.fp8serve.silu_mul(gate, up)
     return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
 
 
@@ -201,6 +201,31 @@ _define(
     " -> Tensor",
     reference_fused.scaled_mm_add,
     lambda a, b, a_s, b_s, bias, residual: torch.empty_like(residual, memory_format=torch.contiguous_format),
+)
+_define(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    reference.rms_norm,
+    lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+_define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps) -> (Tensor d_x, Tensor d_weight)",
+    reference_fused.rms_norm_backward,
+    lambda grad, x, weight, eps: (torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)),
+)
+_define(
+    "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    reference.silu_mul,
+    lambda gate, up: torch.empty_like(gate, memory_format=torch.contiguous_format),
+)
+_define(
+    "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor d_gate, Tensor d_up)",
+    reference_fused.silu_mul_backward,
+    lambda grad, *sources: tuple(torch.empty_like(s, memory_format=torch.contiguous_format) for s in sources),
+)
+_define(
+    "rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    reference_fused.rotary,
+    lambda x, cos, sin: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 _define(
     "mm(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.fsdp import GatheredWeight, gather_in_fp8
+from fp8serve.fp8.fsdp import GatheredWeight, gather_in_fp8, load_whole_state, whole_state
 from fp8serve.fp8.recipe import Recipe
 
 from .ranks import Wire, counted, on_ranks
@@ -252,3 +252,23 @@ def test_a_model_from_the_meta_device() -> None:
     found = on_ranks(2, loaded)
     for rank, wanted in enumerate(alone(DELAYED, 2)):
         same(found[rank], wanted)
+
+
+def interrupted(rank: int) -> Any:
+    """Two steps, saved and loaded into a model sharded anew; two more: against four without a break."""
+    through, before = (shard(gather_in_fp8(network())) for _ in range(2))
+    group = dist.group.WORLD
+    found = [step_and_evaluate(through, group) for _ in range(4)]
+    again = [step_and_evaluate(before, group) for _ in range(2)]
+    state = whole_state(before)
+    after = shard(gather_in_fp8(network()))
+    load_whole_state(after, {name: value.clone() for name, value in state.items()})
+    alone = network()
+    alone.load_state_dict(state)
+    return found, again + [step_and_evaluate(after, group) for _ in range(2)], step_and_evaluate(alone, None)
+
+
+def test_a_sharded_model_is_saved_whole_and_resumes_with_the_same_bits() -> None:
+    for found, resumed, unsharded in on_ranks(2, interrupted):
+        assert resumed == found
+        assert unsharded == found[2]
