@@ -1,7 +1,7 @@
 """The CUDA kernels on a GPU made of C++ (emulator/cuda/device.h): same sources, compiled by the C++ compiler, run here.
 
-`ops()` gives them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. What it shows and
-what it cannot is said in the emulator. The library is built under build/emulator and built again when a source changes.
+`ops()` gives them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. What it shows
+and what it cannot is said in the emulator. The library lies in build/emulator and is built again when a source changes.
 """
 
 import shutil
