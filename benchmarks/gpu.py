@@ -79,7 +79,8 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
 # --- test -----------------------------------------------------------------------------------------------------------
 
 
-PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/cuda", "-q", "-p", "no:cacheprovider"]
+# A warning of a torch that is not the one of development must not cost the run.
+PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/cuda", "-q", "-p", "no:cacheprovider", "-W", "default"]
 
 
 def test(options: argparse.Namespace) -> dict[str, Any]:

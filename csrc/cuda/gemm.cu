@@ -58,7 +58,9 @@ void run(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   // rows only.
   const int always = chip == 90 || chip == 100 ? 16 : kSkinnyRows;
   if (decoding && g.m <= always) return gemm_skinny(g, device, allocator);
-  if (gemm_cutlass(g, device, allocator, chip)) return;
+  const bool loadable =
+      aligned(g.a_scale.data, 16) && aligned(g.b_scale.data, 16);  // a view may begin anywhere
+  if (loadable && gemm_cutlass(g, device, allocator, chip)) return;
   decoding ? gemm_skinny(g, device, allocator) : gemm_mma(g, device);
 }
 
