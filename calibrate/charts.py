@@ -62,14 +62,14 @@ class _Axis:
     @classmethod
     def around(cls, values: Sequence[float], log: bool) -> "_Axis":
         low, high = min(values), max(values)
-        return cls(_decades(low, high) if log else _steps(low, high), log)
+        return cls(decade_ticks(low, high) if log else linear_ticks(low, high), log)
 
     def pixel(self, value: float) -> float:
         bottom, top, place = (math.log10(v) if self.log else v for v in (self.ticks[0], self.ticks[-1], value))
         return TOP + (top - place) / (top - bottom) * (HEIGHT - TOP - BOTTOM)
 
 
-def _steps(low: float, high: float) -> list[float]:
+def linear_ticks(low: float, high: float) -> list[float]:
     """Three to seven multiples of 1, 2 or 5 times a power of ten that enclose low..high."""
     raw = max(high - low, abs(high) / 100, 1e-30) / 5
     power = 10.0 ** math.floor(math.log10(raw))
@@ -78,7 +78,7 @@ def _steps(low: float, high: float) -> list[float]:
     return [n * step for n in range(first, max(last, first + 2) + 1)]
 
 
-def _decades(low: float, high: float) -> list[float]:
+def decade_ticks(low: float, high: float) -> list[float]:
     """Powers of ten that enclose low..high, thinned; within two decades with 2 and 5 times them as well."""
     whole = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     fine = [m * 10.0**d for d in whole for m in (1, 2, 5)]

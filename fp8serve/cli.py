@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from fp8serve import __version__
-from fp8serve.commands import calibrate, demo, doctor, evaluate, finetune, generate, inspect, serve
+from fp8serve.commands import bench, calibrate, demo, doctor, evaluate, finetune, generate, inspect, serve
 from fp8serve.errors import Fp8ServeError
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ app.command("eval")(evaluate.command)
 app.command("inspect")(inspect.command)
 app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

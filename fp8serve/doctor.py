@@ -33,7 +33,7 @@ def examine(data_dir: Path | None = None) -> dict[str, Any]:
     from fp8serve.fp8 import ops
 
     kernels = ops.backends()
-    disk = _disk(data_dir or _default_data_dir())
+    disk = _disk(data_dir or _data_home())
     return {
         "fp8serve": __version__,
         "python": platform.python_version(),
@@ -60,10 +60,10 @@ def _recipe(name: str, kernels: dict[str, str]) -> dict[str, str]:
     return {"runs": "natively", "why": f"compiled kernels serve {', '.join(RECIPE_OPS[name])}"}
 
 
-def _default_data_dir() -> Path:
-    from fp8serve.server.settings import default_data_dir
+def _data_home() -> Path:
+    from fp8serve.server.settings import data_home
 
-    return default_data_dir()
+    return data_home()
 
 
 def _cuda_state() -> str:

@@ -5,15 +5,14 @@
 // the same tokens fused or not. The loops are plain C++ and vectorise at every level.
 #include <torch/csrc/stable/library.h>
 
-#include <cmath>
 #include <tuple>
 
 #include "check.h"
 #include "cpu/cast_rows.h"
+#include "cpu/elementwise.h"
 #include "cpu/isa.h"
 #include "cpu/rows.h"
 #include "cpu/tensors.h"
-#include "cpu/vectormath.h"
 #include "fp8.h"
 
 namespace fp8serve {
@@ -28,14 +27,7 @@ struct NormRow {
   template <class T>
   static FP8_INLINE void run(const T* x, const T* weight, T* y, uint8_t* q, int64_t n, float eps, float scale,
                              float* amax) {
-    float lanes[16] = {};
-    const int64_t whole = n / 16 * 16;
-    for (int64_t i = 0; i < whole; i += 16) {
-      for (int j = 0; j < 16; ++j) lanes[j] += load(x[i + j]) * load(x[i + j]);
-    }
-    for (int64_t i = whole; i < n; ++i) lanes[i - whole] += load(x[i]) * load(x[i]);
-    const float factor = 1.0f / std::sqrt(lane_sum(lanes) / static_cast<float>(n) + eps);
-    for (int64_t i = 0; i < n; ++i) store(load(weight[i]) * rounded<T>(load(x[i]) * factor), y + i);
+    norm_row(x, weight, y, n, eps);
     *amax = amax_row(y, n);
     cast_row<F>(y, q, n, scale);
   }
@@ -46,10 +38,7 @@ struct SiluMulRow {
   template <class T>
   static FP8_INLINE void run(const T* gate, const T* up, T* y, uint8_t* q, int64_t n, float scale,
                              float* amax) {
-    for (int64_t i = 0; i < n; ++i) {
-      const float x = load(gate[i]);
-      store(rounded<T>(x / (1.0f + exp_of(-x))) * load(up[i]), y + i);
-    }
+    silu_mul_row(gate, up, y, n);
     *amax = amax_row(y, n);
     cast_row<F>(y, q, n, scale);
   }

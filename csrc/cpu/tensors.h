@@ -17,7 +17,6 @@
 namespace fp8serve {
 
 // --- element types: loaded as FP32, stored rounded to nearest even
-// -----------------------------------------------
 
 struct BF16 {
   uint16_t bits;
@@ -72,7 +71,6 @@ void with_format(ScalarType dtype, const F& f) {
 }
 
 // --- tensors
-// ------------------------------------------------------------------------------------------------------
 
 inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype) {
   int64_t strides[8] = {};
@@ -103,7 +101,6 @@ T* data(const Tensor& t) {
 }
 
 // --- threads
-// ------------------------------------------------------------------------------------------------------
 
 // f(task) for every task, over torch's threads; a thread takes the next task when it is done with one, so
 // that uneven work and busy cores balance. Results must not depend on which thread runs a task.

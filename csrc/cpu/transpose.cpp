@@ -2,8 +2,9 @@
 // transpose. GEMM operands have the contracted dimension contiguous, so the backward pass of a linear layer
 // reads x^T and w^T.
 //
-// Blocks of 64 rows x 64 columns: the codes of a block's rows go to their place and, from the first-level
-// cache, turned, to the other matrix as 64 whole cache lines.
+// Blocks of 128 rows x 256 columns: cast row by row into a buffer, copied to their place and, turned 16 x 16
+// at a time, to the other matrix in pieces of two cache lines. That shape decides the speed
+// (docs/performance.md).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -17,31 +18,67 @@
 namespace fp8serve {
 namespace {
 
-constexpr int64_t kSide = 64;
+constexpr int64_t kTall = 128;           // rows of a block: two whole cache lines of the transpose
+constexpr int64_t kWide = 256;           // its columns
+constexpr int64_t kStride = kWide + 64;  // no power of two: rows must not share cache sets
 
-// A block of codes [64][64], turned. Eight rows at a time: a byte of each makes 8 bytes of an output row.
-struct Turn {
-  static FP8_INLINE void run(const uint8_t* block, uint8_t* out, int64_t stride, int64_t rows, int64_t cols) {
-    for (int64_t c = 0; c < cols; ++c) {
-      for (int64_t r = 0; r < rows; ++r) out[c * stride + r] = block[r * kSide + c];
+// 16 x 16 codes, turned by four rounds of interleaving row i with row i + 8.
+using Bytes = uint8_t __attribute__((vector_size(16)));
+
+struct Sixteen {
+  Bytes row[16];
+};
+
+FP8_INLINE Sixteen interleaved(const Sixteen& in) {
+  Sixteen out;
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    out.row[2 * i] = __builtin_shufflevector(in.row[i], in.row[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5,
+                                             21, 6, 22, 7, 23);
+    out.row[2 * i + 1] = __builtin_shufflevector(in.row[i], in.row[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12,
+                                                 28, 13, 29, 14, 30, 15, 31);
+  }
+  return out;
+}
+
+FP8_INLINE void turn16(const uint8_t* from, uint8_t* out, int64_t stride) {
+  Sixteen s;
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) std::memcpy(&s.row[i], from + i * kStride, 16);
+  s = interleaved(interleaved(interleaved(interleaved(s))));
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) std::memcpy(out + i * stride, &s.row[i], 16);
+}
+
+// A block of codes, turned.
+FP8_INLINE void turn(const uint8_t* block, uint8_t* out, int64_t stride, int64_t rows, int64_t cols) {
+  for (int64_t c = 0; c < cols; c += 16) {
+    for (int64_t r = 0; r < rows; r += 16) {
+      if (r + 16 <= rows && c + 16 <= cols) {
+        turn16(block + r * kStride + c, out + c * stride + r, stride);
+      } else {
+        for (int64_t j = c; j < cols && j < c + 16; ++j) {
+          for (int64_t i = r; i < rows && i < r + 16; ++i) out[j * stride + i] = block[i * kStride + j];
+        }
+      }
     }
   }
-};
+}
 
 template <class F>
 struct CastBlock {
   template <class T>
   static FP8_INLINE void run(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows, int64_t cols, int64_t m,
                              int64_t k, float scale, float* amax) {
-    alignas(64) uint8_t block[kSide * kSide];
+    alignas(64) uint8_t block[kTall * kStride];
     float seen = 0.0f;
     for (int64_t r = 0; r < rows; ++r) {
       const float row = amax_row(x + r * k, cols);
       seen = row > seen ? row : seen;
-      cast_row<F>(x + r * k, block + r * kSide, cols, scale);
-      std::memcpy(q + r * k, block + r * kSide, static_cast<size_t>(cols));
+      cast_row<F>(x + r * k, block + r * kStride, cols, scale);
+      std::memcpy(q + r * k, block + r * kStride, static_cast<size_t>(cols));
     }
-    Turn::run(block, q_t, m, rows, cols);
+    turn(block, q_t, m, rows, cols);
     *amax = seen;
   }
 };
@@ -58,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   const Tensor x = dense(x_in), q = empty({m.value(), k.value()}, dtype),
                q_t = empty({k.value(), m.value()}, dtype);
   const int64_t rows = m.value(), cols = k.value();
-  const int64_t down = (rows + kSide - 1) / kSide, across = (cols + kSide - 1) / kSide;
+  const int64_t down = (rows + kTall - 1) / kTall, across = (cols + kWide - 1) / kWide;
   SharedAmax amax;
   with_format(dtype, [&](auto format) {
     with_element(x.scalar_type(), [&](auto element) {
@@ -66,11 +103,11 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
       using T = typename decltype(element)::type;
       parallel_tasks(down, [&](int64_t i) {
         for (int64_t j = 0; j < across; ++j) {
-          const int64_t r = i * kSide, c = j * kSide;
+          const int64_t r = i * kTall, c = j * kWide;
           float seen = 0.0f;
           dispatch<CastBlock<F>>(data<const T>(x) + r * cols + c, data<uint8_t>(q) + r * cols + c,
-                                 data<uint8_t>(q_t) + c * rows + r, std::min(kSide, rows - r),
-                                 std::min(kSide, cols - c), rows, cols, *data<float>(scale), &seen);
+                                 data<uint8_t>(q_t) + c * rows + r, std::min(kTall, rows - r),
+                                 std::min(kWide, cols - c), rows, cols, *data<float>(scale), &seen);
           amax.raise(seen);
         }
       });

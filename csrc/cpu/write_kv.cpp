@@ -1,5 +1,5 @@
-// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are
-// FP8.
+// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are FP8;
+// rotary: heads turned by their position; rotary_write_kv: both.
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"
@@ -28,19 +28,23 @@ struct EncodeRow {
   }
 };
 
-// One token's heads: x * cos + (-second half, first half) * sin.
+// One token's heads: x * cos + (-second half, first half) * sin. Nothing overlaps, and saying so lets the
+// loop vectorise.
 struct RotateHeads {
+  template <class T>
+  static FP8_INLINE void turn(const T* __restrict a, const T* __restrict b, const T* __restrict cos,
+                              const T* __restrict sin, T* __restrict out, float sign, int64_t half) {
+    for (int64_t i = 0; i < half; ++i) {
+      store(rounded<T>(load(a[i]) * load(cos[i])) + rounded<T>(sign * load(b[i]) * load(sin[i])), out + i);
+    }
+  }
   template <class T>
   static FP8_INLINE void run(const T* x, const T* cos, const T* sin, T* out, int64_t heads, int64_t dim) {
     const int64_t half = dim / 2;
     for (int64_t h = 0; h < heads; ++h) {
-      const T *a = x + h * dim, *b = a + half;
-      T *y = out + h * dim, *z = y + half;
-      for (int64_t i = 0; i < half; ++i) {
-        const float first = load(a[i]), second = load(b[i]);
-        store(rounded<T>(first * load(cos[i])) + rounded<T>(-second * load(sin[i])), y + i);
-        store(rounded<T>(second * load(cos[half + i])) + rounded<T>(first * load(sin[half + i])), z + i);
-      }
+      const T *first = x + h * dim, *second = first + half;
+      turn(first, second, cos, sin, out + h * dim, -1.0f, half);
+      turn(second, first, cos + half, sin + half, out + h * dim + half, 1.0f, half);
     }
   }
 };
@@ -135,6 +139,17 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return out;
 }
 
+Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  const Contract check("rotary");
+  check.rank("x", x, 3);
+  const Size t{"T", x.size(0)}, heads{"heads", x.size(1)}, dim{"head_dim", x.size(2)};
+  check.tensor("x", x, kHigh, {t, heads, dim});
+  check.require(dim.value() % 2 == 0, "x", "head_dim is ", dim.value(), ", must be even");
+  check.tensor("cos", cos, {x.scalar_type()}, {t, exactly(1), dim});
+  check.tensor("sin", sin, {x.scalar_type()}, {t, exactly(1), dim});
+  return rotate(x, dense(cos), dense(sin));
+}
+
 Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos_in,
                        const Tensor& sin_in, const Tensor& k_cache, const Tensor& v_cache,
                        const Tensor& slots_in, const std::optional<Tensor>& k_scale,
@@ -158,6 +173,7 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
+  m.impl("rotary", TORCH_BOX(&fp8serve::rotary));
   m.impl("write_kv", TORCH_BOX(&fp8serve::write_kv));
   m.impl("rotary_write_kv", TORCH_BOX(&fp8serve::rotary_write_kv));
 }

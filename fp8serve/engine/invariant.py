@@ -1,8 +1,11 @@
 """Linear layers whose rows do not depend on each other: an answer must not depend on who shares its batch.
 
+Our CPU kernels sum in one order whatever the shape of the product (csrc/cpu/gemm.h, tests/csrc): with them every layer
+runs as it is, BF16 ones by `OwnLinear`. Without them, layers are measured.
+
 A matrix library picks its routine, and with it the order of its sums, by the shape of the product. torch's BF16 linear
 on a CPU gives a row the same bits among 2 or 512 rows but others when it is alone; its FP32 linear changes at 2, 4 and
-5. So each layer is measured once, when the engine starts: random rows, several heights, every row compared bit for bit
+5. So there each layer is measured once, when the engine starts: random rows, several heights, every row compared bit for bit
 with the same row computed in a tile of `BASE` rows, and at another place in that tile.
 
   * all heights agree (our kernels are written to): the layer runs as it is;
@@ -25,13 +28,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 
+_mm = torch.ops.fp8serve.mm.default
 BASE = 16
 TILES = (4, BASE, 128)
 SAMPLE = (1, 2, 3, 5, 7, 8, 9, 13, 17, 31, 33, 64, 65, 127)
 
 Rows = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
+
+
+class OwnLinear(nn.Module):
+    """A BF16 linear by our own product; shares the parameters."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _mm(x, self.weight, self.bias, x.dtype)  # type: ignore[no-any-return]
+
+
+def own_products(device: str) -> bool:
+    """All products on this device are our CPU kernels."""
+    return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
+
+
+def use_own_products(model: nn.Module) -> None:
+    """Replaces every BF16 nn.Linear of `model`, in place."""
+    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
+        if module.weight.dtype == torch.bfloat16:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, OwnLinear(module))
 
 
 class RowIndependent(nn.Module):

@@ -11,8 +11,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from fp8serve.engine.fused import FusedDecoder, fuse
 from fp8serve.engine.grammar import Grammars
-from fp8serve.engine.invariant import make_row_independent
+from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
 from fp8serve.engine.memory import Plan, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import KvScale, Runner
@@ -79,9 +80,9 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     sizes = plan(config, options, cache_dtype)  # before the weights: it is the cheaper refusal
     model = load_servable(model_dir, parse_recipe(options.recipe), _path(options.scales), options.device)
     frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    tiles = _separate_rows(model, frozen, options)
+    fused, tiles = _separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
-    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
+    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales, fused)
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     return Loaded(model_dir, options, config, _tokenizer(model_dir), grammars, sizes, runner, frozen, tiles)
 
@@ -113,11 +114,23 @@ def _tokenizer(model_dir: Path) -> Tokenizer | None:
 
 def _separate_rows(
     model: Decoder, frozen: dict[str, FrozenLinear], options: EngineOptions
-) -> dict[str, tuple[int, ...]]:
-    """Makes every linear's rows independent of each other; the heights of their tiles."""
+) -> tuple[FusedDecoder | None, dict[str, tuple[int, ...]]]:
+    """Makes every linear's rows independent of each other: (the model with fused ops, the heights of tiles).
+
+    Our CPU kernels are written to be and tested for it. Other products are measured, and tiled where that is needed.
+    """
     for layer in frozen.values():
         if layer.input_scale is None and layer.granularity == "tensor":
             layer.granularity = "row"
+    if own_products(options.device):
+        use_own_products(model)
+        return fuse(model), {}
+    return None, _measured_rows(model, frozen, options)
+
+
+def _measured_rows(
+    model: Decoder, frozen: dict[str, FrozenLinear], options: EngineOptions
+) -> dict[str, tuple[int, ...]]:
     plain = {
         name: module for name, module in model.model.named_modules(prefix="model") if isinstance(module, nn.Linear)
     }

@@ -4,18 +4,26 @@ All sequences of a step are flattened into one row of tokens: the model sees `[t
 where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
 keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
 
+Where `fused` could make a FusedDecoder of the model that one runs, else the decoder itself: same logits, fewer ops.
+
 The cache is one tensor of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim], in the model's
 own type or in E4M3 with one scale each per layer.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from fp8serve.engine.fused import FusedDecoder
 from fp8serve.engine.scheduler import Work
 from fp8serve.fp8 import attention
 from fp8serve.model.decoder import Decoder
+
+# overloads are looked up once: through torch.ops a call takes a microsecond longer
+_rotary_write_kv = torch.ops.fp8serve.rotary_write_kv.default
+_paged_attention = torch.ops.fp8serve.paged_attention.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +89,9 @@ class Runner:
         block_size: int,
         cache_dtype: torch.dtype,
         scales: list[KvScale] | None = None,
+        fused: FusedDecoder | None = None,
     ) -> None:
-        """`scales`: one for each layer, when and only when `cache_dtype` is FP8."""
+        """`scales`: one for each layer, when and only when `cache_dtype` is FP8. `fused`: runs instead of `model`."""
         config = model.config
         self.model = model
         self.block_size = block_size
@@ -90,6 +99,8 @@ class Runner:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.k_cache = torch.zeros(shape, dtype=cache_dtype, device=self.device)
         self.v_cache = torch.zeros(shape, dtype=cache_dtype, device=self.device)
+        self.fused = fused
+        self._caches = list(zip(self.k_cache, self.v_cache, strict=True))  # of each layer
         self._scales = scales
 
     @torch.inference_mode()
@@ -97,23 +108,30 @@ class Runner:
         """Writes the keys and values of `work`; FP32 logits [samples, vocab] for the work that samples, in order."""
         step = flatten(work, self.block_size, self.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(step, layer, q, k, v)
-
-        hidden = self.model(step.token_ids, step.positions, attend)
-        return self.model.logits(hidden[step.last])
+        if self.fused is not None:
+            hidden = self.fused(step.token_ids, step.positions, step.last, partial(self._rotate_and_attend, step))
+        else:
+            hidden = self.model(step.token_ids, step.positions, partial(self._attend, step))[step.last]
+        return self.model.logits(hidden)
 
     def _attend(self, step: StepTensors, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = self._scales[layer] if self._scales else None
-        cache = self.k_cache[layer], self.v_cache[layer]
-        attention.write_kv(k, v, *cache, step.slots, scale.k if scale else None, scale.v if scale else None)
-        return attention.paged_attention(  # [T, heads, head_dim]
-            q,
-            *cache,
-            step.block_tables,
-            step.context_lens,
-            step.query_starts,
-            self.model.config.softmax_scale,
-            scale.k_inv if scale else None,
-            scale.v_inv if scale else None,
-        )
+        scales = (scale.k, scale.v) if scale else (None, None)
+        attention.write_kv(k, v, *self._caches[layer], step.slots, *scales)
+        return self._paged(step, layer, q)
+
+    def _rotate_and_attend(
+        self, step: StepTensors, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        scale = self._scales[layer] if self._scales else None
+        scales = (scale.k, scale.v) if scale else (None, None)
+        q = _rotary_write_kv(q, k, v, cos, sin, *self._caches[layer], step.slots, *scales)
+        return self._paged(step, layer, q)
+
+    def _paged(self, step: StepTensors, layer: int, q: Tensor) -> Tensor:
+        """q [T, heads, head_dim] over what is in the cache by now -> like q."""
+        scale = self._scales[layer] if self._scales else None
+        scales = (scale.k_inv, scale.v_inv) if scale else (None, None)
+        tables = step.block_tables, step.context_lens, step.query_starts
+        softmax_scale = self.model.config.softmax_scale
+        return _paged_attention(q, *self._caches[layer], *tables, *scales, softmax_scale)  # type: ignore[no-any-return]

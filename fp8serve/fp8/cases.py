@@ -187,15 +187,6 @@ def _fused_rows(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> lis
     return [Case(f"{dtype} {shape}", partial(case, dtype, *shape)) for dtype, shape in grid]
 
 
-def _norm_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
-    weight = _normal(1, cols, dtype, 1)[0]
-    return _normal(rows, cols, dtype), weight, 1e-5, torch.tensor(20.0), torch.float8_e4m3fn
-
-
-def _silu_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
-    return *_normal(rows, 2 * cols, dtype).chunk(2, 1), torch.tensor(20.0), torch.float8_e4m3fn
-
-
 def _mm_bf16_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     return _normal(rows, cols, torch.bfloat16), _normal(9, cols, torch.bfloat16, 1), _normal(1, 9, dtype)[0], dtype
 
@@ -213,9 +204,51 @@ def _rotary_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     return q, k, v, angle.cos().to(dtype), angle.sin().to(dtype), *caches, torch.arange(rows), None, None
 
 
+def _turn_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    q, _, _, cos, sin, *_ = _rotary_case(dtype, rows, cols)
+    return q, cos, sin
+
+
+def _plain_norm_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    return _normal(rows, cols, dtype), torch.linspace(0.5, 2, cols).to(dtype), 1e-6
+
+
+def _plain_silu_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    return _normal(rows, cols, dtype), _normal(rows, cols, dtype, 1)
+
+
+def _upstream(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
+    """The cases of a gradient: what flows in, then the arguments of the op."""
+    return _fused_rows(lambda dtype, rows, cols: (_normal(rows, cols, dtype, 7), *case(dtype, rows, cols)))
+
+
+def _norm_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype, bias: bool | None) -> tuple[Any, ...]:
+    """bias None: RMSNorm, which has no such argument."""
+    x, weight = _tiles(*shape, dtype), torch.linspace(0.5, 2, shape[1]).to(dtype)
+    shift = () if bias is None else (weight - 1 if bias else None,)
+    return x, weight, *shift, 1e-6, torch.tensor(64.0), fp8
+
+
+def _norm_cases(*biases: bool | None) -> list[Case]:
+    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300)), FP8_MAX, biases)
+    return [Case(f"{d} {s} {fp8} bias {b}", partial(_norm_case, d, s, fp8, b)) for d, s, fp8, b in grid]
+
+
+def _silu_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype) -> tuple[Any, ...]:
+    return _tiles(*shape, dtype), _tiles(*shape, dtype, seed=1), torch.tensor(3.0), fp8
+
+
+def _silu_cases() -> list[Case]:
+    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300)), FP8_MAX)
+    return [Case(f"{d} {s} {fp8}", partial(_silu_case, d, s, fp8)) for d, s, fp8 in grid]
+
+
 CASES: dict[str, list[Case]] = {
     "quantize": _given_scale_cases(),
     "quantize_transpose": _given_scale_cases(),
+    "rms_norm_quantize": _norm_cases(None),
+    "layer_norm_quantize": _norm_cases(True, False),
+    "silu_mul_quantize": _silu_cases(),
     "quantize_current": _cast_cases((False,), (True,)),
     "quantize_rowwise": _cast_cases((False,), (True,)),
     "quantize_block": _cast_cases((1, False), (128, False), (1, True)),
@@ -225,7 +258,10 @@ CASES: dict[str, list[Case]] = {
     "write_kv": _write_cases(),
     "scaled_mm_add": _fused_rows(_add_case),
     "mm": _fused_rows(_mm_bf16_case),
-    "rms_norm_quantize": _fused_rows(_norm_case),
-    "silu_mul_quantize": _fused_rows(_silu_case),
     "rotary_write_kv": _fused_rows(_rotary_case),
+    "rms_norm": _fused_rows(_plain_norm_case),
+    "rms_norm_backward": _upstream(_plain_norm_case),
+    "silu_mul": _fused_rows(_plain_silu_case),
+    "silu_mul_backward": _upstream(_plain_silu_case),
+    "rotary": _fused_rows(_turn_case),
 }

@@ -2,7 +2,7 @@
 
 It calls the same ops as the forward pass of `Linear`, in the same order: with the scales that training ended with, it
 gives the same bits. It also watches its input: `amax` is the largest magnitude since `reset_counters`, `saturated` how
-many elements were cut off at +-448. Watching costs one 0-dim maximum per call, and a pass over the codes only in the
+many elements were cut off at +-448. Watching costs a comparison per call, and a pass over the codes only in the
 rare call that saturates (a GPU, where looking would mean waiting, makes the pass always).
 """
 
@@ -96,7 +96,7 @@ class FrozenLinear(nn.Module):
         self.register_buffer("input_scale_inv", None if scale is None else scale.reciprocal(), persistent=False)
         self.register_buffer("amax", torch.zeros((), device=weight_q.device), persistent=False)
         self.register_buffer("saturated", torch.zeros((), dtype=torch.int64, device=weight_q.device), persistent=False)
-        self._limit = torch.inf if scale is None else FP8_MAX[E4M3] / float(scale)
+        self.limit = torch.inf if scale is None else FP8_MAX[E4M3] / float(scale)  # of inputs that do not saturate
 
     @classmethod
     def from_linear(
@@ -135,16 +135,17 @@ class FrozenLinear(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
-        q, scale_inv = self._quantize(x.reshape(-1, self.in_features))
+        q, scale_inv = self.cast(x.reshape(-1, self.in_features))
         out_dtype = self.out_dtype or x.dtype
         y = torch.ops.fp8serve.scaled_mm(q, self.weight_q, scale_inv, self.weight_scale_inv, self.bias, out_dtype)
         return cast(Tensor, y).view(*x.shape[:-1], self.out_features)
 
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [M, K] -> the codes that this layer multiplies, and their scale_inv."""
         op = torch.ops.fp8serve
         if self.input_scale is not None and self.input_scale_inv is not None:
             q, amax = op.quantize(x, self.input_scale, E4M3)
-            self._watch(q, amax)
+            self.watch(q, amax)
             return q, self.input_scale_inv
         if self.granularity == "row":
             return cast(tuple[Tensor, Tensor], op.quantize_rowwise(x, E4M3, self.power_2_scale))
@@ -152,10 +153,21 @@ class FrozenLinear(nn.Module):
             return cast(tuple[Tensor, Tensor], op.quantize_block(x, E4M3, 1, self.power_2_scale))
         return cast(tuple[Tensor, Tensor], op.quantize_current(x, E4M3, self.power_2_scale))
 
-    def _watch(self, q: Tensor, amax: Tensor) -> None:
-        torch.maximum(self.amax, amax, out=self.amax)
-        if q.is_cuda or amax.item() > self._limit:
-            self.saturated += (q.view(torch.uint8) & 0x7F).eq(0x7E).sum()
+    def watch(self, q: Tensor, amax: Tensor) -> None:
+        """Count an input that another op has cast by `input_scale` to the codes q; amax FP32 []."""
+        if q.is_cuda:
+            torch.maximum(self.amax, amax, out=self.amax)
+            return self.count_saturated(q)
+        seen = amax.item()
+        if seen > self.amax.item():
+            self.amax.fill_(seen)
+        if seen > self.limit:
+            self.count_saturated(q)
+        return None
+
+    def count_saturated(self, q: Tensor) -> None:
+        """Add the elements of q that lie at +-448."""
+        self.saturated += (q.view(torch.uint8) & 0x7F).eq(0x7E).sum()
 
     def reset_counters(self) -> None:
         """Start watching anew."""

@@ -1,61 +1,119 @@
-"""Fused ops in plain PyTorch: several ops of a decoder layer as one.
+"""Layers where casting together with what comes before saves a read and a write of the activation.
 
-Each is by definition the composition of its parts, rounding where the parts round, so that a model gives the same
-numbers fused or not. Only where a part itself leaves the order of a sum open (the mean of squares) or a transcendental
-function its last bit (the sigmoid) may a kernel differ from this page, by that last bit.
+    NormLinear      RMSNorm or LayerNorm, then Linear
+    SiluMulLinear   silu(gate) * up, then Linear (the second half of a gated MLP)
+
+Fused, the high-precision activation between the two is never written: one op produces its FP8 codes and its amax. The
+backward pass computes it again from the layer's own inputs, which are alive anyway, so nothing but the codes is stored
+for it. The codes, and with them everything that follows, are bit-equal to those of the unfused layers: the ops round to
+the activation's dtype at the same places.
+
+Fusion needs the scale before the values are known, so it happens under DelayedScaling; where wgrad reads the input in
+high precision, or under another recipe, the layer runs its two halves one after the other. The ops are composed of the
+others until a device has a kernel for them. One Linear per NormLinear: fuse q, k and v into one weight, or the norm is
+computed three times.
 """
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everyone uses
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from fp8serve.fp8 import reference
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.reference import layer_norm, rms_norm, silu_mul
 
-
-def mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """BF16 [M, K] x BF16 [N, K] -> [M, N], accumulated in FP32: like scaled_mm, a row does not depend on its batch."""
-    one = torch.ones((), device=a.device)
-    return reference.scaled_mm(a, b, one, one, bias, out_dtype)
+Sources = tuple[Tensor | None, ...]
+Produce = Callable[..., Tensor]  # (*sources) -> the activation in high precision
 
 
-def scaled_mm_add(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, residual: Tensor
-) -> Tensor:
-    """residual [M, N] + scaled_mm(...), whose result is rounded to the residual's dtype before it is added."""
-    return residual + reference.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, residual.dtype)
+class _StandIn(torch.autograd.Function):
+    """Stands for the activation in the graph and holds no values; its gradient is found by computing it again."""
+
+    @staticmethod
+    def forward(ctx: Any, produce: Produce, dtype: torch.dtype, *sources: Tensor | None) -> Tensor:
+        ctx.produce = produce
+        ctx.save_for_backward(*sources)
+        given = cast(Tensor, sources[0])
+        return given.new_empty(1, dtype=dtype).expand(given.shape)  # no memory: nothing reads it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Sources:
+        wanted = ctx.needs_input_grad[2:]
+        pairs = zip(ctx.saved_tensors, wanted, strict=True)
+        with torch.enable_grad():
+            sources = [None if s is None else s.detach().requires_grad_(w) for s, w in pairs]
+            produced = ctx.produce(*sources)
+        chosen = [s for s, w in zip(sources, wanted, strict=True) if s is not None and w]
+        found = iter(torch.autograd.grad(produced, chosen, gradient))
+        return None, None, *(next(found) if w else None for w in wanted)
 
 
-def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """x [T, hidden] / rms(x) * weight, quantized by a given scale: (q, amax). The norm as the decoder computes it."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return reference.quantize(weight * wide.to(x.dtype), scale, dtype)
+def _dtype(sources: Sources) -> torch.dtype:
+    """What an elementwise function of the sources promotes to."""
+    dtypes = [s.dtype for s in sources if s is not None]
+    result = dtypes[0]
+    for dtype in dtypes[1:]:
+        result = torch.promote_types(result, dtype)
+    return result
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up, both [T, intermediate], quantized by a given scale: (q, amax)."""
-    return reference.quantize(F.silu(gate) * up, scale, dtype)
+def _rows(sources: Sources) -> list[Tensor | None]:
+    return [s.reshape(-1, s.shape[-1]) if s is not None and s.dim() > 1 else s for s in sources]
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def _through(linear: Linear, produce: Produce, op: Callable[..., tuple[Tensor, Tensor]], sources: Sources) -> Tensor:
+    """linear(produce(*sources)), the cast fused by `op(*sources, scale, dtype)` where the recipe allows it."""
+    dtype, kind = _dtype(sources), cast(Tensor, sources[0]).device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
+        return cast(Tensor, linear(produce(*sources)))  # torch.autocast rounds once more between the two
+    edge = cast(Tensor, _StandIn.apply(produce, dtype, *sources))  # type: ignore[no-untyped-call]
+    return linear.run(edge, lambda: produce(*sources), lambda scale, fmt: op(*_rows(sources), scale, fmt))
 
 
-def rotary_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> Tensor:
-    """q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, 1, D]; k and v written; returns the turned q."""
-    reference.write_kv(_rotate(k, cos, sin), v, k_cache, v_cache, slots, k_scale, v_scale)
-    return _rotate(q, cos, sin)
+class NormLinear(nn.Module):
+    """[..., in_features] -> [..., out_features]: a norm over the last dimension, then the Linear.
+
+    norm: any module with `weight` (and `bias`, `eps`): nn.LayerNorm centres, everything else is an RMSNorm. Its
+    parameters and those of `linear` are shared, not copied.
+    """
+
+    def __init__(self, norm: nn.Module, linear: Linear) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+        self.center = isinstance(norm, nn.LayerNorm)
+        self.eps = float(cast(Any, norm).eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """linear(norm(x))."""
+        weight, bias = cast(Tensor, self.norm.weight), cast(Tensor | None, getattr(self.norm, "bias", None))
+        eps = self.eps
+        if self.center:
+
+            def produce(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                return layer_norm(x, weight, bias, eps)
+
+            def op(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Any:
+                return torch.ops.fp8serve.layer_norm_quantize(x, weight, bias, eps, scale, dtype)
+
+            return _through(self.linear, produce, op, (x, weight, bias))
+        return _through(
+            self.linear,
+            lambda x, weight: rms_norm(x, weight, eps),
+            lambda x, weight, scale, dtype: torch.ops.fp8serve.rms_norm_quantize(x, weight, eps, scale, dtype),
+            (x, weight),
+        )
+
+
+class SiluMulLinear(nn.Module):
+    """(gate, up) [..., in_features] -> [..., out_features]: linear(silu(gate) * up)."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """linear(silu(gate) * up)."""
+        return _through(self.linear, silu_mul, torch.ops.fp8serve.silu_mul_quantize, (gate, up))

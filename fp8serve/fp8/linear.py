@@ -10,10 +10,6 @@ activation is quantized twice in the forward pass, along K for the forward GEMM 
 Either way a layer keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128
 blocks of a weight serve both directions; a row-wise weight is quantized twice.
 
-The delayed states live outside of the module's parameters and buffers: `.to(bfloat16)` must not round them and DDP must
-not broadcast them. `state_dict` stores them as plain tensors under the names of a scaling checkpoint
-(`P.input.scale`, `P.weight.amax_history`, ...), and a state dict without them still loads.
-
 A weight is quantized once per optimizer step, without being told: its codes are kept while gradients accumulate
 (`weight.grad is not None`) and the parameter's version counter and storage are unchanged. The price is one byte per
 weight element between two microbatches.
@@ -22,21 +18,25 @@ weight element between two microbatches.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8serve.errors import ScalesError
 from fp8serve.fp8 import reference
-from fp8serve.fp8.autocast import Direction, autocast, current, enroll, prepare, record
-from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed
+from fp8serve.fp8.autocast import autocast, current, prepare, record
+from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
 from fp8serve.fp8.recompute import recall, refuse_reentrant, regions, remember
-from fp8serve.fp8.scaling import FIELDS, ScalingState
+from fp8serve.fp8.scaling import Direction, ScalingState
+from fp8serve.fp8.stateful import Stateful
+
+Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (codes [M, K], amax)
+
+Observer = Callable[[str, Tensor, Tensor], None]  # (tensor name, codes, scale_inv)
 
 NAMES = ("input", "weight", "grad_output")
 
@@ -51,7 +51,9 @@ class Call:
     states: dict[str, ScalingState]  # empty for recipes without state
     hp: Precisions  # which of fprop, dgrad, wgrad run in high precision
     recording: bool  # stage amaxes in the forward pass
+    observer: Observer | None  # a monitor that wants to see the codes
     observing: bool  # calibrating: stage the amax of operands that stay in high precision, too
+    sharers: Any = None  # process group whose ranks hold the other parts of every operand, see tensor_parallel.py
 
     def cast(self, name: str, x: Tensor, rows: bool, cols: bool) -> Pair:
         """Codes of the named tensor for the directions asked for; its amax is staged if the recipe has states."""
@@ -59,14 +61,34 @@ class Call:
             if self.observing:
                 self._stage(name, reference.amax(x))
             return Pair(None, None)
+        if (receive := getattr(x, "received_codes", None)) is not None:  # a weight that FSDP2 gathered in FP8 (fsdp.py)
+            pair, amax = receive(self.recording)
+            if amax is not None:
+                self._stage(name, amax)
+            return cast(Pair, pair)
         fmt = self.recipe.fp8_format
         dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
         if self.rule is None:
-            pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols)
+            pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols, self.sharers)
         else:
             pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
+        self._show(name, pair)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
+
+    def cast_fused(self, fused: Fused, cols: bool) -> Pair:
+        """Codes of the input from an op that produces and casts it in one."""
+        scale = self.states["input"].scale
+        q, amax = fused(scale, DTYPES[self.recipe.fp8_format.forward])
+        self._stage("input", amax)
+        pair = from_codes(q, scale, cols)
+        self._show("input", pair)
+        return pair
+
+    def _show(self, name: str, pair: Pair) -> None:
+        codes = pair.rows or pair.cols
+        if self.observer is not None and codes is not None:
+            self.observer(name, *codes)
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name == "grad_output" else "forward"
@@ -83,13 +105,18 @@ class Plan:
     input_cols: bool
     weight_codes: Pair
 
+    @property
+    def reads_codes_only(self) -> bool:
+        """The input's values are not needed: its scale is known beforehand and no GEMM reads it in high precision."""
+        return self.call.rule is not None and self.input_rows and not self.call.hp[2]
+
     def repeated(self) -> "Plan":
         """The plan of the second run: the scale as it is now, nothing recorded."""
         states = {name: replace(s, scale=s.scale.clone()) for name, s in self.call.states.items() if name == "input"}
-        return replace(self, call=replace(self.call, states=states, recording=False))
+        return replace(self, call=replace(self.call, states=states, recording=False, observer=None))
 
 
-def _mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """[M, K] x [N, K] -> [M, N]."""
     return cast(Tensor, torch.ops.fp8serve.scaled_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
 
@@ -109,7 +136,7 @@ class _Matmul(torch.autograd.Function):
         ctx.has_cols = (x_codes.cols is not None, w_codes.cols is not None)
         if x_codes.rows is None or w_codes.rows is None:
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        return _mm(x_codes.rows, w_codes.rows, bias, x.dtype)
+        return mm(x_codes.rows, w_codes.rows, bias, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -120,18 +147,18 @@ class _Matmul(torch.autograd.Function):
         x_cols = Codes(*codes[:2]) if ctx.has_cols[0] else None
         w_cols = Codes(*codes[-2:]) if ctx.has_cols[1] else None
         pair = call.cast("grad_output", dy, want_dx and not call.hp[1], want_dw and not call.hp[2])
-        dx = _gradient(want_dx, pair.rows, w_cols, lambda: dy @ weight.to(dy.dtype), x_dtype)
-        dw = _gradient(want_dw, pair.cols, x_cols, lambda: dy.t() @ x.to(dy.dtype), w_dtype)
+        dx = gradient(want_dx, pair.rows, w_cols, lambda: dy @ weight.to(dy.dtype), x_dtype)
+        dw = gradient(want_dw, pair.cols, x_cols, lambda: dy.t() @ x.to(dy.dtype), w_dtype)
         db = dy.float().sum(0).to(b_dtype) if want_db else None
         return dx, dw, db, None, None, None
 
 
-def _gradient(
+def gradient(
     wanted: bool, a: Codes | None, b: Codes | None, in_high_precision: Callable[[], Tensor], dtype: torch.dtype
 ) -> Tensor | None:
     if not wanted:
         return None
-    return in_high_precision().to(dtype) if a is None or b is None else _mm(a, b, None, dtype)
+    return in_high_precision().to(dtype) if a is None or b is None else mm(a, b, None, dtype)
 
 
 class _WeightCodes:
@@ -152,20 +179,19 @@ class _WeightCodes:
             return make()
         key = (weight._version, weight.data_ptr(), recipe)
         usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
-        if weight.grad is None or not usable:
+        if not weight.is_leaf or weight.grad is None or not usable:
             self.key, self.pair = key, make()
         return self.pair
 
 
-class Linear(nn.Linear):
+class Linear(Stateful, nn.Linear):
     """nn.Linear [..., in_features] -> [..., out_features] that runs in FP8 inside `autocast`, else in high precision.
 
     The output has the dtype of the input (of torch.autocast, where that is active); the weight may have another, such
     as FP32 master weights under BF16 activations, and its gradient has the weight's.
     """
 
-    key: int
-    scaling: dict[str, ScalingState]
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": NAMES[:2], "backward": NAMES[2:]}
 
     def __init__(
         self,
@@ -179,9 +205,9 @@ class Linear(nn.Linear):
         self._begin()
 
     def _begin(self) -> None:
-        self.key = enroll(self)
-        self.scaling = {}
+        super()._begin()
         self._weight_codes = _WeightCodes()
+        self.observer: Observer | None = None
         self._ran_frozen = False  # the last call ran in FP8 without gradients
 
     @classmethod
@@ -192,35 +218,41 @@ class Linear(nn.Linear):
         adopted._begin()
         return adopted
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is a module of its own: own place, own states
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.key = enroll(self)
-
-    def prepare(self, length: int) -> None:
-        """Create the delayed states, or resize them to this history length (the newest rows stay)."""
-        for name in NAMES:
-            if name not in self.scaling:
-                self.scaling[name] = ScalingState.create(length, self.weight.device)
-            self.scaling[name].resize(length)
-
-    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
-        """The states by tensor name, as this recipe wants them."""
-        self.prepare(recipe.amax_history_len)
-        return self.scaling
+    def state_device(self) -> torch.device:
+        """Where the weight is."""
+        return self.weight.device
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
+        return self.run(x, lambda: x, None)
+
+    def run(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None) -> Tensor:
+        """The layer on `values()`; on the codes of `fused` instead where the plan reads nothing but codes.
+
+        edge: the input's place in the autograd graph, of its shape and dtype; the input itself, or a stand-in for it.
+        """
         running = regions()
         again, plan = recall(running, self.key)
         if not again:
-            plan = self._plan(x)
+            plan = self._plan(edge)
             remember(running, self.key, plan and plan.repeated() if running else None)
         if plan is None:
-            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        return self._quantized(x.reshape(-1, self.in_features), plan).view(*x.shape[:-1], self.out_features)
+            return self._in_high_precision(values())
+        y = self._quantized(edge, values, fused, plan)
+        # Not a view: FSDP2 warns of a module that returns one.
+        shape = (*edge.shape[:-1], self.out_features) if edge.dim() == 1 else (-1, *edge.shape[1:-1], self.out_features)
+        return torch.ops.aten._unsafe_view(y, shape)  # type: ignore[no-any-return]
+
+    def _in_high_precision(self, x: Tensor) -> Tensor:
+        bias = self._bias()
+        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _bias(self) -> Tensor | None:
+        """What the GEMM adds."""
+        return self.bias
 
     def _plan(self, x: Tensor) -> Plan | None:
         """How this call runs: the recipe in force and the codes of the weight. None: in high precision."""
@@ -252,44 +284,25 @@ class Linear(nn.Linear):
             states=self.scaling if isinstance(recipe, DelayedScaling) else {},
             hp=recipe.override_linear_precision if context.enabled else (True, True, True),
             recording=torch.is_grad_enabled() or context.calibrating,
+            observer=None if torch.compiler.is_compiling() else self.observer,
             observing=context.calibrating,
         )
 
-    def _quantized(self, x: Tensor, plan: Plan) -> Tensor:
-        with torch.no_grad():
-            x_codes = plan.call.cast("input", x, plan.input_rows, plan.input_cols)
-        args = (x, self.weight, self.bias, plan.call, x_codes, plan.weight_codes)
+    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+        x, x_codes = self._input(edge, values, fused, plan)
+        args = (x, self.weight, self._bias(), plan.call, x_codes, plan.weight_codes)
         return cast(Tensor, _Matmul.apply(*args))  # type: ignore[no-untyped-call]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for state in self.scaling.values():  # follow the weight to its device, but stay FP32
-            state.move(self.weight.device)
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, state in self.scaling.items():
-            for field in FIELDS:
-                destination[f"{prefix}{name}.{field}"] = getattr(state, field)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in NAMES:
-            found = {field: state_dict.pop(f"{prefix}{name}.{field}", None) for field in FIELDS}
-            if any(value is not None for value in found.values()):
-                self.scaling[name] = _restored(found, f"{prefix}{name}", self.weight.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _restored(found: dict[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
-    """A state from a state dict; counters that a scaling checkpoint does not carry start at 0."""
-    scale, history = found["scale"], found["amax_history"]
-    if scale is None or history is None:
-        raise ScalesError(f"The state dict holds a part of {name} only; it needs {name}.scale and {name}.amax_history.")
-    zero = torch.zeros((), dtype=torch.int64)
-    counters = [zero if found[field] is None else found[field] for field in ("nonfinite", "steps")]
-    with torch.no_grad():
-        return ScalingState(*(cast(Tensor, t).detach().to(device).clone() for t in (scale, history, *counters)))
+    def _input(
+        self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan
+    ) -> tuple[Tensor, Pair]:
+        """The input as a matrix in the autograd graph, and its codes."""
+        by_codes = fused is not None and plan.reads_codes_only
+        x = (edge if by_codes else values()).reshape(-1, self.in_features)
+        with torch.no_grad():
+            if fused is not None and by_codes:
+                return x, plan.call.cast_fused(fused, plan.input_cols)
+            return x, plan.call.cast("input", x, plan.input_rows, plan.input_cols)
 
 
 def _skipped(name: str, skip: tuple[str, ...]) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fp8serve
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import fused, reference
+from fp8serve.fp8 import reference, reference_fused
 from fp8serve.fp8.reference import BLOCK
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -58,6 +58,39 @@ def _quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[T
     return q, q.t().clone(memory_format=torch.contiguous_format), amax
 
 
+def _fake_rmsnorm(x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, scale, dtype)
+
+
+def _rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = torch.ops.fp8serve.rms_norm(x, weight, eps)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
+def _fake_layernorm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, scale, dtype)
+
+
+def _layer_norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = reference.layer_norm(x, weight, bias, eps)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
+def _fake_silu_mul(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(gate, scale, dtype)
+
+
+def _silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    y = torch.ops.fp8serve.silu_mul(gate, up)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
 def _fake_current(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty((), dtype=torch.float32)
 
@@ -92,6 +125,25 @@ _define(
     "quantize_transpose(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor q_t, Tensor amax)",
     _quantize_transpose,
     _fake_transpose,
+    composed=True,
+)
+_define(
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    _rms_norm_quantize,
+    _fake_rmsnorm,
+    composed=True,
+)
+_define(
+    "layer_norm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor scale, ScalarType dtype)"
+    " -> (Tensor q, Tensor amax)",
+    _layer_norm_quantize,
+    _fake_layernorm,
+    composed=True,
+)
+_define(
+    "silu_mul_quantize(Tensor gate, Tensor up, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    _silu_mul_quantize,
+    _fake_silu_mul,
     composed=True,
 )
 _define(
@@ -147,28 +199,43 @@ def implement(name: str, kernel: Callable[..., Any]) -> None:
 _define(
     "scaled_mm_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual)"
     " -> Tensor",
-    fused.scaled_mm_add,
+    reference_fused.scaled_mm_add,
     lambda a, b, a_s, b_s, bias, residual: torch.empty_like(residual, memory_format=torch.contiguous_format),
 )
 _define(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    reference.rms_norm,
+    lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+_define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps) -> (Tensor d_x, Tensor d_weight)",
+    reference_fused.rms_norm_backward,
+    lambda grad, x, weight, eps: (torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)),
+)
+_define(
+    "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    reference.silu_mul,
+    lambda gate, up: torch.empty_like(gate, memory_format=torch.contiguous_format),
+)
+_define(
+    "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor d_gate, Tensor d_up)",
+    reference_fused.silu_mul_backward,
+    lambda grad, *sources: tuple(torch.empty_like(s, memory_format=torch.contiguous_format) for s in sources),
+)
+_define(
+    "rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    reference_fused.rotary,
+    lambda x, cos, sin: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+_define(
     "mm(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
-    fused.mm,
+    reference_fused.mm,
     lambda a, b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
-)
-_define(
-    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
-    fused.rms_norm_quantize,
-    lambda x, weight, eps, scale, dtype: _fake_quantize(x, scale, dtype),
-)
-_define(
-    "silu_mul_quantize(Tensor gate, Tensor up, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
-    fused.silu_mul_quantize,
-    lambda gate, up, scale, dtype: _fake_quantize(gate, scale, dtype),
 )
 _define(
     "rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
     " Tensor slots, Tensor? k_scale, Tensor? v_scale) -> Tensor",
-    fused.rotary_write_kv,
+    reference_fused.rotary_write_kv,
     lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
 )
 # The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.

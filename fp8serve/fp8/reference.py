@@ -66,6 +66,42 @@ def quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Te
     return q, q.t().clone(memory_format=torch.contiguous_format), largest
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension: FP32 up to the rounding to x's dtype, then the product."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / std * weight + bias over the last dimension, as torch computes it in x's dtype."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up; silu is rounded to its dtype before the product."""
+    return F.silu(gate) * up
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x [M, K], quantized by a given scale []: (q, amax)."""
+    return quantize(rms_norm(x, weight, eps), scale, dtype)
+
+
+def layer_norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`layer_norm` of x [M, K], quantized by a given scale []: (q, amax)."""
+    return quantize(layer_norm(x, weight, bias, eps), scale, dtype)
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`silu_mul` of gate and up [M, K], quantized by a given scale []: (q, amax)."""
+    return quantize(silu_mul(gate, up), scale, dtype)
+
+
 def quantize_current(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
     """Quantize by the tensor's own amax: (q, scale_inv [])."""
     scale = scale_from_amax(amax(x), FP8_MAX[dtype], power_2)

@@ -11,13 +11,14 @@ reduction over a process group. A state costs 4 N + 20 bytes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from fp8serve.fp8.recipe import DelayedScaling
 
+Direction = Literal["forward", "backward"]
 FIELDS = ("scale", "amax_history", "nonfinite", "steps")
 
 
@@ -69,9 +70,10 @@ class ScalingState:
 
 
 class Scaled(Protocol):
-    """A module that owns delayed states, by tensor name ("input", "weight", "grad_output")."""
+    """A module that owns delayed states, by tensor name, such as "input", "weight" and "grad_output" of a Linear."""
 
     key: int
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
     scaling: dict[str, ScalingState]
 
     def prepare(self, length: int) -> None:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
+from fp8serve.fp8.elementwise import rms_norm, rotary, silu_mul
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.rotary import Rotary, apply_rotary
+from fp8serve.model.rotary import Rotary
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -32,9 +32,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -55,7 +53,7 @@ class Attention(nn.Module):
         q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        mixed = attend(self.layer, apply_rotary(q, *rotation), apply_rotary(k, *rotation), v)
+        mixed = attend(self.layer, rotary(q, *rotation), rotary(k, *rotation), v)
         return self.o_proj(mixed.reshape(len(x), -1))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -72,7 +70,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies, and their application to queries and keys.
+"""Rotary position embedding: the frequencies and the angles; `fp8.elementwise.rotary` applies them.
 
 Rounding follows transformers, because equal tokens are promised: frequencies and angles in FP32, cos and sin rounded
 to the activations' dtype, then two multiplications and an addition in that dtype. The first half of a head's
@@ -28,12 +28,6 @@ class Rotary:
         half = positions.float()[:, None] * self._inv_freq[device]  # [T, head_dim / 2]
         angles = torch.cat((half, half), dim=-1)[:, None, :]
         return (angles.cos() * self._attention_factor).to(dtype), (angles.sin() * self._attention_factor).to(dtype)
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] rotated by its position; cos, sin [T, 1, head_dim] in x's dtype."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:

@@ -17,11 +17,16 @@ from fp8serve.errors import MachineError, RequestError
 TrainOn = Literal["refuse", "share", "pause"]
 
 
+def data_home() -> Path:
+    """The user's directory that holds one data directory per model."""
+    return Path.home() / ".local" / "share" / "fp8serve"
+
+
 def default_data_dir(model: Path) -> Path:
     """Where jobs, uploads and checkpoints live unless told otherwise: a place of its own for each model."""
     path = model.resolve()
     mark = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return Path.home() / ".local" / "share" / "fp8serve" / f"{path.name}-{mark}"
+    return data_home() / f"{path.name}-{mark}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8 import fused, reference
+from fp8serve.fp8 import reference, reference_fused
 from tests.csrc.conftest import LEVELS
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile, tame
 
@@ -30,7 +30,7 @@ def assert_codes_close(found: Tensor, expected: Tensor) -> None:
 def test_rms_norm_quantize(level, shape, dtype, high):
     x, weight = tame(*shape, high), tame(1, shape[1], high, 1)[0]
     q, amax = OPS.rms_norm_quantize(x, weight, 1e-5, torch.tensor(3.0), dtype)
-    expected, expected_amax = fused.rms_norm_quantize(x, weight, 1e-5, torch.tensor(3.0), dtype)
+    expected, expected_amax = reference.rms_norm_quantize(x, weight, 1e-5, torch.tensor(3.0), dtype)
     assert_codes_close(q, expected)
     torch.testing.assert_close(amax, expected_amax, rtol=2 * torch.finfo(high).eps, atol=0)
 
@@ -41,7 +41,7 @@ def test_silu_mul_quantize(level, shape, high):
     both = torch.cat([tame(*shape, high), tame(*shape, high, 1)], 1)
     gate, up = both.chunk(2, 1)  # slices of a fused projection
     q, amax = OPS.silu_mul_quantize(gate, up, torch.tensor(0.7), E4M3)
-    expected, expected_amax = fused.silu_mul_quantize(gate, up, torch.tensor(0.7), E4M3)
+    expected, expected_amax = reference.silu_mul_quantize(gate, up, torch.tensor(0.7), E4M3)
     assert_codes_close(q, expected)
     torch.testing.assert_close(amax, expected_amax, rtol=4 * torch.finfo(high).eps, atol=0)
 
@@ -50,7 +50,7 @@ def test_silu_of_extremes(level):
     gate = torch.tensor([[-torch.inf, torch.inf, torch.nan, 0.0, -0.0, -89.0, -88.0, -100.0, 88.0, 1e30, -1e30]])
     up = torch.ones_like(gate)
     q, _ = OPS.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)
-    assert_codes_equal(q, fused.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)[0])
+    assert_codes_equal(q, reference.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)[0])
 
 
 def rotary_arguments(tokens, heads, kv_heads, dim, high, stored):
@@ -74,7 +74,7 @@ def test_rotary_write_kv(level, shape, stored, high):
     found, expected = rotary_arguments(*shape, high, stored), rotary_arguments(*shape, high, stored)
     scale = torch.tensor(2.5) if stored == E4M3 else None
     q = OPS.rotary_write_kv(*found, scale, scale)
-    assert_bits_equal(q, fused.rotary_write_kv(*expected, scale, scale))
+    assert_bits_equal(q, reference_fused.rotary_write_kv(*expected, scale, scale))
     for ours, theirs in zip(found[5:7], expected[5:7], strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 

@@ -1,0 +1,240 @@
+"""One model trained from the same random weights, on the same text in the same order, under every recipe.
+
+The question is whether FP8 training ends where BF16 training ends. Everything but the recipe is equal: initial weights,
+rows, order, learning rates, FP32 master weights and moments. The product's own `Trainer` runs, as a user would run it.
+Each run leaves a checkpoint half-way; one of them is afterwards continued in a directory of its own, and its last
+checkpoint must have the bytes of the uninterrupted run.
+
+Compared are the training loss over the last steps (its mean, because one step's batch is small) and the loss on text
+that was held out. A study that was stopped goes on where it was: finished runs are read from their curve file.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8serve.bench.corpus import corpus, digest
+from fp8serve.errors import JobError
+from fp8serve.fp8.recipe import NAMES
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.scratch import write_random_model, write_texts
+from fp8serve.train.trainer import Trainer
+
+Tell = Callable[[str, int, int], None]  # (recipe, step, steps)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama with tied embeddings; the default has 10.2 million parameters."""
+
+    hidden_size: int = 384
+    layers: int = 6
+    heads: int = 6
+    kv_heads: int = 2
+    intermediate_size: int = 1024
+    vocab_size: int = 2048
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, and for how long. A step reads `batch_size` rows of at most `seq_len` tokens, packed."""
+
+    recipes: tuple[str, ...] = ("bf16", "delayed", "current", "rowwise", "block")
+    resumed: str = "delayed"
+    steps: int = 1000
+    batch_size: int = 4
+    seq_len: int = 128
+    lr: float = 1e-3
+    seed: int = 0
+    shape: Shape = field(default_factory=Shape)
+
+    def __post_init__(self) -> None:
+        if unknown := [r for r in self.recipes if r not in NAMES]:
+            raise JobError(f"There is no recipe {unknown[0]!r}; choose from {', '.join(NAMES)}.")
+        if self.steps < 4 or self.steps % 2:
+            raise JobError(f"steps must be an even number of at least 4, found {self.steps}.")
+
+    @property
+    def averaged(self) -> int:
+        """Steps at the end whose mean is the final training loss."""
+        return max(1, self.steps // 20)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run: the training loss of every step, (step, loss) on held-out text, and tokens per second of the median."""
+
+    train: list[float]
+    valid: list[tuple[int, float]]
+    tokens_per_second: float
+
+
+def study(out: Path, plan: Plan, tell: Tell) -> dict[str, Any]:
+    """Every run of `plan` below `out`; returns the figures, which `summary` and `chart` show.
+
+    A directory that holds a study of another plan is refused with JobError.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    _same_plan(out / "plan.json", plan)
+    text = _write_text(out, plan)
+    curves = {recipe: _curve(out, plan, recipe, tell) for recipe in plan.recipes}
+    return {
+        "plan": asdict(plan),
+        "text": text,
+        "parameters": _parameters(out / "model"),
+        "runs": {recipe: _figures(curve, curves[plan.recipes[0]], plan) for recipe, curve in curves.items()},
+        "resumed": _resume(out, plan, tell) if plan.resumed in plan.recipes else None,
+        "curves": {recipe: asdict(curve) for recipe, curve in curves.items()},
+    }
+
+
+def _same_plan(path: Path, plan: Plan) -> None:
+    """Which recipes are run may differ from call to call; so two calls can share the work."""
+    text = json.dumps({k: v for k, v in asdict(plan).items() if k not in ("recipes", "resumed")}, indent=2)
+    if path.exists() and path.read_text() != text:
+        raise JobError(f"{path.parent} holds a study with other settings; use another directory.")
+    path.write_text(text)
+
+
+def _write_text(out: Path, plan: Plan) -> dict[str, Any]:
+    """The model directory and the text files, once; and what the text is."""
+    train, held_out = corpus()
+    if not (out / "model").exists():
+        write_texts(out / "train.jsonl", train)
+        write_texts(out / "held-out.jsonl", held_out)
+        write_random_model(out / "model", train, context=max(256, plan.seq_len), seed=plan.seed, **asdict(plan.shape))
+    return {
+        "source": "pydoc_data.topics and the docstrings of the standard library",
+        "characters": sum(map(len, train)),
+        "held_out_characters": sum(map(len, held_out)),
+        "digest": digest(train + held_out),
+    }
+
+
+def _config(out: Path, plan: Plan, recipe: str, run: str) -> TrainConfig:
+    return TrainConfig(
+        model=str(out / "model"),
+        data=(str(out / "train.jsonl"),),
+        eval_data=(str(out / "held-out.jsonl"),),
+        eval_every=max(1, plan.steps // 5),
+        out=str(out / run),
+        recipe=recipe,
+        max_steps=plan.steps,
+        batch_size=plan.batch_size,
+        seq_len=plan.seq_len,
+        packing="tokens",
+        lr=plan.lr,
+        min_lr_ratio=0.1,
+        weight_decay=0.1,
+        seed=plan.seed,
+        save_every=plan.steps // 2,
+        keep_last=2,
+    )
+
+
+def _curve(out: Path, plan: Plan, recipe: str, tell: Tell) -> Curve:
+    """Train, or go on training, and read the curve back from the file that the events were appended to."""
+    file = out / f"{recipe}.jsonl"
+    if not (out / recipe / "model").exists():
+        with file.open("a", encoding="utf-8") as lines:
+
+            def follow(event: dict[str, Any]) -> None:
+                if event["type"] == "metrics":
+                    lines.write(json.dumps(event) + "\n")
+                    lines.flush()
+                    tell(recipe, event["step"], event["total_steps"])
+
+            Trainer(_config(out, plan, recipe, recipe)).run(follow)
+    return read_curve(file, plan.steps)
+
+
+def read_curve(file: Path, steps: int) -> Curve:
+    """The curve in a file of metrics events. Steps that a stopped run took twice count once, the last time."""
+    events = {e["step"]: e for e in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
+    if missing := [s for s in range(1, steps + 1) if s not in events]:
+        raise JobError(f"{file} lacks step {missing[0]}; remove the directory and run the study again.")
+    losses = [_number(events[s]["train_loss"]) for s in range(1, steps + 1)]
+    valid = [(s, _number(events[s]["valid_loss"])) for s in sorted(events) if "valid_loss" in events[s]]
+    speeds = sorted(e["tokens_per_second"] for e in events.values())
+    return Curve(losses, valid, speeds[len(speeds) // 2])
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _figures(curve: Curve, baseline: Curve, plan: Plan) -> dict[str, float]:
+    """Final losses in nats per token, and their distance from the first recipe's in percent."""
+    train, base = _tail(curve, plan), _tail(baseline, plan)
+    valid, base_valid = curve.valid[-1][1], baseline.valid[-1][1]
+    return {
+        "final_train_loss": train,
+        "train_difference_percent": 100 * (train / base - 1),
+        "final_valid_loss": valid,
+        "valid_difference_percent": 100 * (valid / base_valid - 1),
+        "tokens_per_second": curve.tokens_per_second,
+    }
+
+
+def _tail(curve: Curve, plan: Plan) -> float:
+    return sum(curve.train[-plan.averaged :]) / plan.averaged
+
+
+def _parameters(model: Path) -> int:
+    from fp8serve.model.shards import open_shards
+
+    return sum(math.prod(entry.shape) for entry in open_shards(model).entries.values())
+
+
+def _resume(out: Path, plan: Plan, tell: Tell) -> dict[str, Any]:
+    """Go on from the half-way checkpoint in another directory and compare every byte of the last checkpoint."""
+    half, run = plan.steps // 2, f"{plan.resumed}-resumed"
+    source, target = out / plan.resumed / "checkpoints", out / run / "checkpoints"
+    if not (target / f"step-{half}").exists():
+        shutil.copytree(source / f"step-{half}", target / f"step-{half}")
+
+    def follow(event: dict[str, Any]) -> None:
+        if event["type"] == "metrics":
+            tell(run, event["step"], event["total_steps"])
+
+    Trainer(_config(out, plan, plan.resumed, run)).run(follow)
+    differing = _differing(source / f"step-{plan.steps}", target / f"step-{plan.steps}")
+    return {"recipe": plan.resumed, "from_step": half, "identical": not differing, "differing_files": differing}
+
+
+def _differing(one: Path, other: Path) -> list[str]:
+    """Tensor files of a checkpoint whose bytes differ."""
+    names = [p.name for p in sorted(one.glob("*.safetensors"))]
+    return [n for n in names if (one / n).read_bytes() != (other / n).read_bytes()]
+
+
+def smoothed(values: Sequence[float], width: int) -> list[tuple[float, float]]:
+    """(step, mean of the `width` steps around it), one point for every half width: what a plot can show."""
+    stride = max(1, width // 2)
+    return [
+        (start + width / 2, sum(values[start : start + width]) / width)
+        for start in range(0, len(values) - width + 1, stride)
+    ]
+
+
+def chart(result: Mapping[str, Any]) -> str:
+    """The training curves, smoothed, and below them each recipe's distance from the first one, in percent."""
+    from fp8serve.bench.plot import Panel, svg
+
+    steps = result["plan"]["steps"]
+    width = max(1, steps // 50)
+    curves = {name: smoothed(run["train"], width) for name, run in result["curves"].items()}
+    base = next(iter(curves.values()))
+    apart = {
+        name: [(x, 100 * (y / b - 1)) for (x, y), (_, b) in zip(points, base, strict=True)]
+        for name, points in curves.items()
+    }
+    return svg(
+        f"Training loss, {result['parameters'] / 1e6:.1f} M parameters, mean of {width} steps",
+        [Panel("loss, nats per token", curves), Panel(f"distance from {next(iter(curves))}, %", apart)],
+        "step",
+    )

@@ -1,0 +1,83 @@
+"""Modules that own delayed states: where the states live, how they move, and how they are stored.
+
+They live outside of parameters and buffers: `.to(bfloat16)` must not round them and DDP must not broadcast them.
+`state_dict` stores them as plain tensors under the names of a scaling checkpoint (`P.input.scale`,
+`P.weight.amax_history`, ...), and a state dict without them still loads.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.errors import ScalesError
+from fp8serve.fp8.autocast import enroll
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.scaling import FIELDS, Direction, ScalingState
+
+
+class Stateful(nn.Module):
+    """A module with one delayed state per name in `tensors`, created when a delayed recipe first runs it."""
+
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
+    key: int
+    scaling: dict[str, ScalingState]
+
+    def _begin(self) -> None:
+        self.key = enroll(self)
+        self.scaling = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is a module of its own: own place, own states
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.key = enroll(self)
+
+    def state_device(self) -> torch.device:
+        """Where the states have to be."""
+        raise NotImplementedError
+
+    def state_names(self) -> tuple[str, ...]:
+        """The names of all states."""
+        return self.tensors["forward"] + self.tensors["backward"]
+
+    def prepare(self, length: int) -> None:
+        """Create the delayed states, or resize them to this history length (the newest rows stay)."""
+        for name in self.state_names():
+            if name not in self.scaling:
+                self.scaling[name] = ScalingState.create(length, self.state_device())
+            self.scaling[name].resize(length)
+
+    def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
+        """The states by tensor name, as this recipe wants them."""
+        self.prepare(recipe.amax_history_len)
+        return self.scaling
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for state in self.scaling.values():  # follow the module to its device, but stay FP32
+            state.move(self.state_device())
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, state in self.scaling.items():
+            for field in FIELDS:
+                destination[f"{prefix}{name}.{field}"] = getattr(state, field)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in self.state_names():
+            found = {field: state_dict.pop(f"{prefix}{name}.{field}", None) for field in FIELDS}
+            if any(value is not None for value in found.values()):
+                self.scaling[name] = _restored(found, f"{prefix}{name}", self.state_device())
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _restored(found: dict[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
+    """A state from a state dict; counters that a scaling checkpoint does not carry start at 0."""
+    scale, history = found["scale"], found["amax_history"]
+    if scale is None or history is None:
+        raise ScalesError(f"The state dict holds a part of {name} only; it needs {name}.scale and {name}.amax_history.")
+    zero = torch.zeros((), dtype=torch.int64)
+    counters = [zero if found[field] is None else found[field] for field in ("nonfinite", "steps")]
+    with torch.no_grad():
+        return ScalingState(*(cast(Tensor, t).detach().to(device).clone() for t in (scale, history, *counters)))

@@ -1,0 +1,160 @@
+"""Monitor: what it reads, when it counts, what it warns of, and how it prints."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast, convert, scaling_state
+from fp8serve.fp8.monitor import PROMETHEUS, Monitor, Reading
+from fp8serve.fp8.recipe import Recipe
+
+SHORT = DelayedScaling(amax_history_len=4)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return convert(nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 16, bias=False)))
+
+
+def train(module: nn.Module, x: Tensor, recipe: Recipe = SHORT) -> None:
+    with autocast(recipe=recipe):
+        y = module(x)
+    y.square().sum().backward()
+    module.zero_grad()
+
+
+def at(monitor: Monitor, layer: str, tensor: str) -> Reading:
+    return next(r for r in monitor.readings if (r.layer, r.tensor) == (layer, tensor))
+
+
+def batch(magnitude: float = 1.0) -> Tensor:
+    return torch.linspace(-magnitude, magnitude, 128).view(8, 16)
+
+
+def test_every_tensor_of_every_layer_is_read_at_every_step() -> None:
+    module = model()
+    monitor = Monitor(module, every=100)
+    for _ in range(3):
+        train(module, batch())
+        names = {(r.layer, r.tensor) for r in monitor.step()}
+        assert names == {(layer, t) for layer in "02" for t in ("input", "weight", "grad_output")}
+    reading = at(monitor, "0", "input")
+    assert (reading.step, reading.amax, reading.scale) == (2, 1.0, 448.0)
+    assert reading.headroom == 0.0
+
+
+def test_headroom_is_that_of_the_scale_in_force() -> None:
+    module = model()
+    monitor = Monitor(module)
+    headrooms = []
+    for magnitude in (1.0, 1.0, 4.0, 4.0):
+        train(module, batch(magnitude))
+        monitor.step()
+        headrooms.append(at(monitor, "0", "input").headroom)
+    assert headrooms == [pytest.approx(math.log2(448)), 0.0, -2.0, 0.0]
+
+
+def test_fractions_are_counted_every_so_often_and_remembered() -> None:
+    module = model()
+    monitor = Monitor(module, every=2)
+    train(module, batch())
+    monitor.step()  # counted: scale 1
+    zeros = (batch().to(torch.float8_e4m3fn).float() == 0).float().mean().item()
+    assert at(monitor, "0", "input").zeros == pytest.approx(zeros)
+    train(module, torch.zeros(8, 16) + 1e-9)
+    monitor.step()  # not counted
+    assert at(monitor, "0", "input").zeros == pytest.approx(zeros)
+    train(module, torch.zeros(8, 16) + 1e-9)
+    monitor.step()  # counted: all of it vanishes below a scale made for 1
+    assert at(monitor, "0", "input").zeros == 1.0
+
+
+def test_saturation_is_the_fraction_beyond_the_range() -> None:
+    module = model()
+    monitor = Monitor(module, every=1)
+    train(module, batch())
+    monitor.step()
+    assert at(monitor, "0", "input").saturated == 0.0
+    train(module, batch(4.0))
+    monitor.step()
+    beyond = (batch(4.0).abs() * 448 >= 432).float().mean().item()  # 432 and more round to the top
+    assert at(monitor, "0", "input").saturated == pytest.approx(beyond)
+
+
+def test_troubles_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = model()
+    monitor = Monitor(module, every=1)
+    spike = batch(8.0)
+    hostile = batch()
+    hostile[0, 0] = torch.inf
+    with caplog.at_level(logging.WARNING, "fp8serve.monitor"):
+        for x in (batch(), spike, batch() * 1e-9, hostile, hostile):
+            train(module, x)
+            monitor.step()
+    logged = [m for m in caplog.messages if m.startswith("input of 0 ")]
+    assert logged == [
+        "input of 0 at step 1: overflow",
+        "input of 0 at step 2: underflow",
+        "input of 0 at step 3: non-finite",
+    ]
+
+
+@pytest.mark.parametrize(
+    "recipe", [Float8CurrentScaling(), Float8CurrentScaling(granularity="row"), Float8BlockScaling()]
+)
+def test_recipes_without_state_are_read_from_their_codes(recipe: Recipe) -> None:
+    module = model()
+    monitor = Monitor(module, every=2)
+    train(module, batch(), recipe)
+    monitor.step()
+    reading = at(monitor, "0", "input")
+    assert (reading.headroom, reading.saturated) == (0.0, 0.0)
+    assert reading.amax == pytest.approx(1.0)
+    train(module, batch(), recipe)
+    assert monitor.step() == []
+
+
+def test_watching_changes_nothing_and_ends() -> None:
+    module = model()
+    twin = copy.deepcopy(module)
+    with Monitor(module, every=1) as monitor:
+        for _ in range(2):
+            train(module, batch())
+            train(twin, batch())
+            monitor.step()
+    for a, b in zip(module.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert all(getattr(m, "observer", None) is None for m in module.modules())
+
+
+def test_loaded_scales_are_the_ones_in_force() -> None:
+    module = model()
+    train(module, batch())
+    monitor = Monitor(module)
+    train(module, batch(2.0))
+    monitor.step()
+    assert at(monitor, "0", "input").headroom == -1.0
+    assert scaling_state(module[0])["input"].scale.item() == 224.0  # type: ignore[index, arg-type]
+
+
+def test_callback_table_and_prometheus() -> None:
+    module, seen = model(), []
+    monitor = Monitor(module, callback=seen.append)
+    train(module, batch(2.0))
+    monitor.step()
+    assert seen == [monitor.readings]
+    line = next(t for t in monitor.table().splitlines() if t.startswith("0 ") and " input " in t)
+    assert line.split()[:4] == ["0", "input", "2", "1"]
+    text = monitor.prometheus()
+    assert 'fp8serve_amax{layer="0",tensor="input"} 2\n' in text
+    assert "# TYPE fp8serve_nonfinite_total counter" in text
+    assert all(f"# HELP {name} " in text for name in PROMETHEUS.values())
+
+
+def test_every_must_be_a_step() -> None:
+    with pytest.raises(ValueError, match="every must be at least 1 step, found 0"):
+        Monitor(model(), every=0)
