@@ -65,7 +65,7 @@ def calibrate(
     samples: int = 128,
     seq_len: int = 512,
     batch_size: int = 4,
-    format: OutputFormat = "compressed-tensors",  # noqa: A002 - the public name
+    format: OutputFormat = "compressed-tensors",
     seed: int = 0,
     device: str = "cpu",
     kv_cache: bool = False,

@@ -1,5 +1,5 @@
-// The two FP8 formats and their casts, bit for bit as SPEC 2.1: round to nearest, ties to even; finite values
-// and infinities beyond the maximum saturate to +-max; NaN stays NaN with its sign.
+// The two FP8 formats and their casts, bit for bit as SPEC 2.1: round to nearest, ties to even; finite
+// values and infinities beyond the maximum saturate to +-max; NaN stays NaN with its sign.
 //
 // Everything is branch-free integer and float arithmetic on one value, so that a loop over it vectorises at
 // every instruction set: the scalar line below *is* the AVX-512 kernel.
@@ -8,7 +8,11 @@
 #include <bit>
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define FP8_INLINE __host__ __device__ __forceinline__
+#else
 #define FP8_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace fp8serve {
 

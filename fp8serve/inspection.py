@@ -1,8 +1,9 @@
 """Every scale in a checkpoint: what it scales, in which direction, its shape and values, and where it came from.
 
-Two kinds of place hold scales. A model directory of any format of SPEC 5.3 stores dequantizing multipliers under that
-format's names; `scales.safetensors` stores quantizing multipliers and the amax histories they were made from. Both are
-read and checked by the same code that serves them, so what cannot be served is refused here in the same words.
+Three kinds of place hold scales. A model directory of any format of SPEC 5.3 stores dequantizing multipliers under that
+format's names; `scales.safetensors` stores quantizing multipliers and the amax histories they were made from, and so
+do the `_extra_state` tensors of Transformer Engine. All are read and checked by the same code that serves or imports
+them, so what cannot be served is refused here in the same words.
 """
 
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fp8serve.errors import ModelError
+from fp8serve.model import transformer_engine
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, load_scales
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
@@ -34,10 +36,14 @@ class Scale:
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """{"path", "holds", "scales": [Scale as a dict, ...]} of a model directory, or of a scales.safetensors.
+    """{"path", "holds", "scales": [Scale as a dict, ...]} of a model directory, of a scales.safetensors, or of a
+    .safetensors file with the `_extra_state` tensors of Transformer Engine.
 
     ModelError, ScalesError: there is nothing to inspect, or it is damaged.
     """
+    if path.is_file() and transformer_engine.holds_states(path):
+        scales = transformer_engine.read_file(path)
+        return _report(path, "delayed scaling state of Transformer Engine", _from_scales(scales, path.name))
     if path.is_file():
         return _report(path, "scales", _from_scales(load_scales(path), path.name))
     if not path.is_dir():

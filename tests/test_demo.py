@@ -55,7 +55,7 @@ def test_what_is_kept_can_be_served_again(kept: tuple[Path, dict[str, Any], list
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with (
-        pytest.raises(MachineError, match=r"tokenizer\.json"),
+        pytest.raises(MachineError, match=r"holds no config\.json"),
         RunningServer(tmp_path / "model", ["--data-dir", str(tmp_path / "data")], log=tmp_path / "log"),
     ):
         pass

@@ -146,7 +146,6 @@ void with_cache(ScalarType dtype, const F& f) {
 }
 
 // --- contract
-// -----------------------------------------------------------------------------------------------------
 
 struct Batch {
   Tensor q, out, k_cache, v_cache, tables, lengths, starts;

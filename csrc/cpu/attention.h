@@ -2,8 +2,8 @@
 //
 // The order. A query at position p sees keys 0..p in tiles, aligned to multiples of the tile whatever chunk
 // or batch the query came in. Per tile: the scores, their maximum, the weights exp(score - running maximum);
-// sum and output are rescaled if the maximum rose, and the tile is added. Keys beyond p have weight exactly 0
-// and their values are not touched. So a query's result depends on its own q, its keys and its position
+// sum and output are rescaled if the maximum rose, and the tile is added. Keys beyond p have weight exactly
+// 0 and their values are not touched. So a query's result depends on its own q, its keys and its position
 // alone: not on the batch, on how the prompt was cut, or on threads. Tile and arithmetic are the path's: 16
 // keys in FP32 in general, 64 keys in BF16 with FP32 sums where q is BF16 and the machine multiplies BF16.
 //

@@ -6,8 +6,8 @@
 // summed as rounded, which keeps a uniform attention's mean exact. Tiles of 64 keys: one maximum and one
 // rescaling for 64 scores.
 //
-// A tile of 64 keys and 64 dimensions is unpacked in about 300 cycles and costs a query row 130, so that four
-// rows (heads of a group, or tokens of a prompt) already hide it.
+// A tile of 64 keys and 64 dimensions is unpacked in about 300 cycles and costs a query row 130, so that
+// four rows (heads of a group, or tokens of a prompt) already hide it.
 #include "cpu/attention.h"
 #include "cpu/isa.h"
 
@@ -76,7 +76,6 @@ FP8_TARGET FP8_INLINE __m512 exp16(__m512 x) {
 }
 
 // --- tiles
-// ------------------------------------------------------------------------------------------------------
 
 struct Tile {
   int64_t begin;  // its first position
@@ -141,7 +140,6 @@ void unpack(const Work& w, Tile tile, const State& s) {
 }
 
 // --- one tile onto every row
-// ----------------------------------------------------------------------------------------
 
 void score(const Work& w, Tile tile, const State& s, int64_t first) {
   const gemm::Level& level = gemm::avx512bf16();
@@ -249,7 +247,6 @@ void attend_tile(const Work& w, Tile tile, const State& s) {
 }
 
 // --- a task
-// -----------------------------------------------------------------------------------------------------
 
 void begin(const Work& w, const State& s) {
   std::fill_n(s.out, s.rows * s.width, 0.0f);

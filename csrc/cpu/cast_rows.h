@@ -1,8 +1,8 @@
 // Rows of high-precision values: their amax, and their cast to FP8. What every quantizing kernel is made of.
 //
-// The plain loops are the definition and vectorise at every level. Where there is AVX-512 VBMI a hand-written
-// cast takes over (cast_vbmi.cpp): it needs about a third of the instructions and makes quantizing a matter
-// of memory speed.
+// The plain loops are the definition and vectorise at every level. Where there is AVX-512 VBMI a
+// hand-written cast takes over (cast_vbmi.cpp): it needs about a third of the instructions and makes
+// quantizing a matter of memory speed.
 #pragma once
 
 #include "cpu/isa.h"

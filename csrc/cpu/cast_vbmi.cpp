@@ -2,10 +2,10 @@
 //
 // The trick: to |p| = |x * scale|, clamped to the maximum, add a number M so large that the FP32 addition
 // itself rounds to the FP8 grid, nearest even, subnormals included. M has the exponent of |p| (or of the
-// smallest normal, if that is more) plus 23 less the mantissa bits, and its low bits hold the code's exponent
-// field; the low byte of the sum then *is* the code. M comes out of a 32-entry table by the exponent. The
-// sign and NaN are taken from x, which a positive finite scale does not change, 64 at a time: eight
-// instructions for 16 values, and little more for 64.
+// smallest normal, if that is more) plus 23 less the mantissa bits, and its low bits hold the code's
+// exponent field; the low byte of the sum then *is* the code. M comes out of a 32-entry table by the
+// exponent. The sign and NaN are taken from x, which a positive finite scale does not change, 64 at a time:
+// eight instructions for 16 values, and little more for 64.
 #include "cpu/cast_rows.h"
 
 #if FP8_X86

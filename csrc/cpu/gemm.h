@@ -5,22 +5,21 @@
 // shape or on threads.
 //  * K is cut into blocks of 1024, a block into runs of 8.
 //  * Four lanes are running FP32 sums over a block's runs: lane i adds k = 2 i + 1, then k = 2 i, of each
-//  run. That is
-//    what `vdpbf16ps` does with eight BF16.
+//    run. That is what `vdpbf16ps` does with eight BF16.
 //  * At the block's end (lane 0 + lane 2) + (lane 1 + lane 3); the sums of the blocks are added in order.
 //  * With block scales each 128 of K has its own lanes, and lane += partial * scale, rounded twice, promotes
-//  them.
+//    them.
 // Every level does exactly this, so all of them give the same bits, and a request's output is the same
-// whoever shares its batch. Why four lanes: a 512-bit register holds them for four columns, so that only two
-// shuffled additions per 16 outputs are left at the end. Sixteen lanes of one column were tried first: six
-// per 16 outputs, 27 % of the time at K = 256. One lane (16 columns a register) needs weights packed in
-// another order than a checkpoint has them.
+// whoever shares its batch.
+//
+// Why four lanes: a 512-bit register holds them for four columns, so that six shuffles and three additions
+// finish 16 outputs. Sixteen lanes of one column were tried first: thirty and fifteen, 27 % of the time at
+// K = 256. One lane (16 columns a register) needs weights in another order than a checkpoint has them.
 //
 // The panels. FP8 codes become BF16 (or FP32 where there is no BF16 dot product) once, padded with zeros:
 //  * a row of `a`: its runs one after the other;
 //  * 16 columns of `b`: per run four vectors, vector i holding columns i, i + 4, i + 8, i + 12, so that the
-//  sums of
-//    the four vectors come out of the final shuffles as columns 0 to 15.
+//    sums of the four vectors come out of the final shuffles as columns 0 to 15.
 // Within a run the order is the level's own.
 #pragma once
 

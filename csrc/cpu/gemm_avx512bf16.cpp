@@ -3,8 +3,8 @@
 //
 // 64 codes become 64 BF16 in five instructions: two `vpermi2b` look up the low and the high byte of 64
 // magnitudes, a ternary-logic op copies the signs, two byte-unpacks pair low and high bytes up. Subnormal
-// codes come out of the table as the normal BF16 numbers they are, hence `vdpbf16ps` treating BF16 subnormals
-// as zero does not matter.
+// codes come out of the table as the normal BF16 numbers they are, hence `vdpbf16ps` treating BF16
+// subnormals as zero does not matter.
 //
 // Four columns' 16 codes each make such a register: the unpacks then give a run of 8 of the four columns,
 // which is what the tile wants. 64 codes of four columns are turned into four of those by a 4 x 4 transpose
@@ -38,8 +38,7 @@ FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
 
 #include "cpu/gemm_tile.h"
 
-// --- FP8 -> BF16 by table
-// -------------------------------------------------------------------------------------
+// --- FP8 to BF16 by table
 
 template <class F>
 struct alignas(64) ByteTables {
@@ -148,7 +147,6 @@ FP8_TARGET void unpack_columns_of(const uint8_t* const* codes, int64_t k, uint16
 }
 
 // --- BF16 as it is
-// --------------------------------------------------------------------------------------------------
 
 // Up to 32 values, zeros after the end.
 FP8_TARGET FP8_INLINE __m512i load_values(const uint16_t* p, int64_t left) {
@@ -182,7 +180,6 @@ FP8_TARGET void copy_columns(const uint16_t* const* from, int64_t k, uint16_t* p
 }
 
 // --- dispatch by kind
-// -----------------------------------------------------------------------------------------------
 
 template <class T>
 const T* const* as(const void* const* columns) {
@@ -203,7 +200,6 @@ void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) 
 }
 
 // --- weights read once: converted in registers, never stored
-// -------------------------------------------------------
 
 // 64 codes of 16 columns onto R rows.
 template <int R>

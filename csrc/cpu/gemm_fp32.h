@@ -1,5 +1,5 @@
-// FP8 or BF16 -> FP32 panels in the order of gemm.h, for the levels without a BF16 dot product. A run has two
-// steps: its odd k, then its even k.
+// FP8 or BF16 -> FP32 panels in the order of gemm.h, for the levels without a BF16 dot product. A run has
+// two steps: its odd k, then its even k.
 #pragma once
 
 #include "cpu/gemm.h"

@@ -1,5 +1,5 @@
-// The GEMM level without instruction sets: FP32 panels, loops over 16 lanes. The first rung, and the check of
-// the rest.
+// The GEMM level without instruction sets: FP32 panels, loops over 16 lanes. The first rung, and the check
+// of the rest.
 #include "cpu/gemm.h"
 #include "cpu/gemm_fp32.h"
 #include "fp8.h"

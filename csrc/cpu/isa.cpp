@@ -1,5 +1,5 @@
-// The instruction-set table and `fp8serve::cpu_isa(str cap) -> str`, which caps the level and returns the one
-// in force.
+// The instruction-set table and `fp8serve::cpu_isa(str cap) -> str`, which caps the level and returns the
+// one in force.
 //
 // It is a test hook: a cap holds for the whole process, "best" lifts it, "" only asks. Having no tensor
 // argument it is registered for no device.

@@ -3,8 +3,7 @@
 //
 // Two ways to write a kernel:
 //  * a struct whose always-inline `run` is plain C++: `dispatch<Kernel>(args...)` compiles it once per level
-//  inside a
-//    function with that level's `target` attribute, and the compiler vectorises it (quantize.cpp);
+//    inside a function with that level's `target` attribute, and the compiler vectorises it (quantize.cpp);
 //  * intrinsics in functions marked with the macros below, chosen by `isa()` (gemm_*.cpp).
 // There are no architecture flags anywhere: nothing outside these functions may use more than the baseline.
 #pragma once

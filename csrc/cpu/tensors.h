@@ -17,7 +17,6 @@
 namespace fp8serve {
 
 // --- element types: loaded as FP32, stored rounded to nearest even
-// -----------------------------------------------
 
 struct BF16 {
   uint16_t bits;
@@ -72,7 +71,6 @@ void with_format(ScalarType dtype, const F& f) {
 }
 
 // --- tensors
-// ------------------------------------------------------------------------------------------------------
 
 inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype) {
   int64_t strides[8] = {};
@@ -82,7 +80,7 @@ inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype) {
     stride *= std::max<int64_t>(sizes.begin()[d], 1);
   }
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
                                aoti_torch_device_type_cpu(), 0, &handle));
@@ -103,7 +101,6 @@ T* data(const Tensor& t) {
 }
 
 // --- threads
-// ------------------------------------------------------------------------------------------------------
 
 // f(task) for every task, over torch's threads; a thread takes the next task when it is done with one, so
 // that uneven work and busy cores balance. Results must not depend on which thread runs a task.

@@ -7,8 +7,8 @@ namespace fp8serve {
 
 constexpr float kTooLarge = std::bit_cast<float>(kInfinity);
 
-// e^x within 2 units in the last place; 0 below -87, infinity above 88, NaN for NaN. Cephes' reduction: x = n
-// ln 2 + r with |r| <= ln 2 / 2, a degree-6 polynomial in r, and 2^n added into the exponent.
+// e^x within 2 units in the last place; 0 below -87, infinity above 88, NaN for NaN. Cephes' reduction: x =
+// n ln 2 + r with |r| <= ln 2 / 2, a degree-6 polynomial in r, and 2^n added into the exponent.
 FP8_INLINE float exp_of(float x) {
   const float above = x < -87.0f ? -87.0f : x;
   const float clamped = above > 88.0f ? 88.0f : above;

@@ -1,5 +1,7 @@
 """Studies and measurements that print their figures with the machine, the versions and the commit that made them.
 
-provenance   where figures come from            plot       curves as a standalone SVG
-corpus       text that every Python carries     training   five recipes, one model, one seed
+numerics       the three below, and a model for them      training    five recipes, one model, one seed
+quantization   E4M3, E5M2 and INT8 on one tensor          corpus      text that every Python carries
+layers         the recipes on every linear of a model     plot        curves as a standalone SVG
+spikes         delayed scaling when a tensor jumps        provenance  where figures come from
 """

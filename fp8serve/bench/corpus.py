@@ -16,11 +16,11 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 HELD_OUT_EVERY = 64
 
 
-def corpus() -> tuple[list[str], list[str]]:
-    """(texts to train on, held-out texts): every 64th text is held out."""
+def corpus(docstrings_too: bool = True) -> tuple[list[str], list[str]]:
+    """(texts to train on, held-out texts): every 64th text is held out. Reading the docstrings takes some seconds."""
     from pydoc_data.topics import topics
 
-    texts = [text for _, text in sorted(topics.items())] + list(docstrings())
+    texts = [text for _, text in sorted(topics.items())] + (list(docstrings()) if docstrings_too else [])
     return [t for i, t in enumerate(texts) if i % HELD_OUT_EVERY], texts[::HELD_OUT_EVERY]
 
 

@@ -53,7 +53,8 @@ def svg(title: str, panels: Sequence[Panel], x_label: str) -> str:
     body += [_text((LEFT + WIDTH - RIGHT) / 2, height - 8, x_label, "middle"), *_legend(names)]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'font-family="sans-serif" role="img"><rect width="{WIDTH}" height="{height}" fill="#fff"/>{"".join(body)}</svg>\n'
+        f'font-family="sans-serif" role="img"><rect width="{WIDTH}" height="{height}" fill="#fff"/>'
+        f"{''.join(body)}</svg>\n"
     )
 
 
@@ -71,7 +72,8 @@ def _panel(panel: Panel, top: float, across: _Axis, names: list[str]) -> Iterabl
         for piece in _pieces(points):
             path = " ".join(f"{across.pixel(x):.1f},{up.pixel(y):.1f}" for x, y in piece)
             colour = COLOURS[names.index(name) % len(COLOURS)]
-            yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"><title>{escape(name)}</title></polyline>'
+            yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6">'
+            yield f"<title>{escape(name)}</title></polyline>"
 
 
 def _pieces(points: Points) -> Iterable[list[tuple[float, float]]]:
@@ -91,7 +93,8 @@ def _legend(names: Sequence[str]) -> Iterable[str]:
     for index, name in enumerate(names):
         y = TOP + 12 + 20 * index
         colour = COLOURS[index % len(COLOURS)]
-        yield f'<line x1="{WIDTH - RIGHT + 12}" x2="{WIDTH - RIGHT + 32}" y1="{y - 4}" y2="{y - 4}" stroke="{colour}" stroke-width="3"/>'
+        left, right = WIDTH - RIGHT + 12, WIDTH - RIGHT + 32
+        yield f'<line x1="{left}" x2="{right}" y1="{y - 4}" y2="{y - 4}" stroke="{colour}" stroke-width="3"/>'
         yield _text(WIDTH - RIGHT + 38, y, name, "start")
 
 

@@ -30,6 +30,79 @@ def _write(out: Path, name: str, result: Mapping[str, Any], charts: Mapping[str,
         (out / f"{name}-{chart}.svg").write_text(svg, encoding="utf-8")
 
 
+@app.command("numerics")
+def numerics(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Hugging Face-format directory in high precision, or a name on the hub.",
+            show_default="a small one, trained for the purpose",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for numerics.json and the plots.")] = None,
+    samples: Annotated[int, typer.Option(min=2, help="Sequences to calibrate on; an eighth more is measured.")] = 64,
+    seq_len: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 256,
+    own_steps: Annotated[int, typer.Option(min=2, help="Training steps of the small model; unused with MODEL.")] = 200,
+    json: AsJson = False,
+) -> None:
+    """Measure what FP8 costs: formats on one tensor, recipes on a model, delayed scaling after a spike.
+
+    E4M3, E5M2 and INT8 on Gaussian values, outliers and activations; the noise of every linear under each recipe; the
+    saturation and the recovery of delayed scaling when values get 100 times larger.
+
+    \b
+    Examples:
+      fp8serve bench numerics
+      fp8serve bench numerics ./llama --out figures
+    """
+    from fp8serve.hub import find_model
+
+    directory = find_model(model) if model else None
+    from fp8serve.bench import numerics as bench
+
+    with progress("Measuring") as advance:
+        figures = bench.study(
+            directory, samples=samples, seq_len=seq_len, own_steps=own_steps,
+            tell=lambda what, done, total: advance(done, total, what),
+        )  # fmt: skip
+    result = _result("numerics", figures)
+    if out is not None:
+        _write(out, "numerics", result, bench.charts(result))
+    print_json(result) if json else _print_numerics(result)
+
+
+def _db(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _print_numerics(result: Mapping[str, Any]) -> None:
+    from fp8serve.bench.provenance import one_line
+
+    print(one_line(result["made"]), "\n")
+    print("One cast and back, SQNR in dB; of activations the median linear")
+    casts = [
+        (r["tensor"], r["granularity"], r["format"], _db(r["sqnr_db"]), _db(r.get("ordinary_sqnr_db")), _db(r.get("worst_sqnr_db")))
+        for r in result["casts"]
+    ]  # fmt: skip
+    print_table(("values", "scale per", "format", "all", "without outliers", "worst linear"), casts)
+    print(f"\nEach linear's output, SQNR in dB: {result['model']}")
+    recipes = [
+        (name, _db(r["median_db"]), _db(r["worst_db"]), f"{r['perplexity']:.3f}", f"{r['perplexity_bf16']:.3f}",
+         f"{100 * r['top1_agreement']:.1f} %")
+        for name, r in result["recipes"].items()
+    ]  # fmt: skip
+    print_table(("recipe", "median linear", "worst linear", "perplexity", "in BF16", "same top token"), recipes)
+    print("\nDelayed scaling, values 100 times larger at one step or from then on")
+    spikes = [
+        (s["scenario"], s["history"], s["margin"], f"{100 * s['spike_saturated']:.1f} %", _db(s["before_db"]),
+         _db(s["spike_db"]), _db(s["worst_after_db"]), s["steps_to_recover"] if s["recovered"] else "not within the run")
+        for s in result["spikes"]
+    ]  # fmt: skip
+    heading = ("spike", "history", "margin", "saturated", "before", "at the spike", "worst after", "steps to recover")
+    print_table(heading, spikes)
+
+
 @app.command("training")
 def training(
     out: Annotated[
@@ -88,8 +161,8 @@ def _print_training(result: Mapping[str, Any]) -> None:
         f"seed {plan['seed']}; {result['text']['source']}, {result['text']['characters']:,} characters\n"
     )
     rows = [
-        (name, f"{r['final_train_loss']:.4f}", f"{r['train_difference_percent']:+.2f} %", f"{r['final_valid_loss']:.4f}",
-         f"{r['valid_difference_percent']:+.2f} %", f"{r['tokens_per_second']:.0f}")
+        (name, f"{r['final_train_loss']:.4f}", f"{r['train_difference_percent']:+.2f} %",
+         f"{r['final_valid_loss']:.4f}", f"{r['valid_difference_percent']:+.2f} %", f"{r['tokens_per_second']:.0f}")
         for name, r in result["runs"].items()
     ]  # fmt: skip
     print_table(("recipe", "final loss", "apart", "held-out loss", "apart", "tokens/s"), rows)

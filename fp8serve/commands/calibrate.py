@@ -36,7 +36,7 @@ def command(
     ] = None,
     kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Also find scales for an FP8 KV cache.")] = False,
     gradients: Annotated[bool, typer.Option("--gradients", help="Also observe gradients, for training.")] = False,
-    format: Annotated[  # noqa: A002 - the name of the option
+    format: Annotated[
         Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="Spelling of the FP8 weights.")
     ] = "compressed-tensors",
     scales_only: Annotated[

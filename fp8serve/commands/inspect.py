@@ -9,7 +9,9 @@ from fp8serve.terminal import AsJson, print_json, print_table
 
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Model directory, or a scales.safetensors.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Model directory, scales.safetensors, or Transformer Engine state.")
+    ],
     json: AsJson = False,
 ) -> None:
     """Show every scale in a checkpoint.
@@ -20,6 +22,7 @@ def command(
     Examples:
       fp8serve inspect ./llama-fp8
       fp8serve inspect ./llama-fp8/scales.safetensors --json
+      fp8serve inspect te.safetensors                        # with _extra_state tensors of Transformer Engine
     """
     from fp8serve.inspection import inspect
 

@@ -34,7 +34,8 @@ def command(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     data_dir: Annotated[
-        Path | None, typer.Option(help="Where jobs, uploads and checkpoints are kept.", show_default="a user directory")
+        Path | None,
+        typer.Option(help="Where jobs, uploads and checkpoints are kept.", show_default="one for each model"),
     ] = None,
     train_on: Annotated[
         Literal["refuse", "share", "pause"], typer.Option(help="What a fine-tune may do to the device that serves.")

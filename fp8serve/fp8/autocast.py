@@ -10,16 +10,14 @@ backward pass runs outside of any context: what it needs, every forward call has
 are updated when the running backward pass ends. We ask the autograd engine for that moment (`queue_callback`) rather
 than attach it to the first module, because a first module that is frozen has no backward at all.
 
-With a process group, the staged amaxes of *all* living modules, in order of creation, are reduced with one MAX: a rank
-where some module did not run still takes part with zeros, so nothing hangs and all ranks hold equal scales. Every rank
-must have built the same modules in the same order.
+With a process group, the staged amaxes of *all* living modules are reduced with one MAX: a rank where some module did
+not run still takes part with zeros, so nothing hangs and all ranks hold equal scales (distributed.py).
 """
 
 import threading
 from collections.abc import Iterable
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
-from itertools import count
 from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -63,7 +61,7 @@ class Session:
         for rule, modules in self.ran.items():
             chosen: Iterable[Scaled] = modules.values()
             if rule.group is not None and rule.recipe.reduce_amax:
-                chosen = reduce_staged(living(), self.direction, rule.recipe, rule.group)
+                chosen = reduce_staged(living(), _MADE.count, self.direction, rule.recipe, rule.group)
             named = [(name, m.scaling[name]) for m in chosen for name in m.tensors[self.direction]]
             update([Entry(state, fp8_max(rule.recipe, name)) for name, state in named], rule.recipe)
 
@@ -80,6 +78,13 @@ def fp8_max(recipe: Recipe, name: str) -> float:
     return FP8_MAX[DTYPES[recipe.fp8_format.backward if name.startswith("grad_") else recipe.fp8_format.forward]]
 
 
+@dataclass
+class _Made:
+    """How many modules were ever made, the discarded ones included."""
+
+    count: int = 0
+
+
 class _Local(threading.local):
     """Per thread: the stack of open contexts and the session of the outermost."""
 
@@ -91,7 +96,7 @@ class _Local(threading.local):
 _LOCAL = _Local()
 _RULES: dict[int, Rule] = {}  # by id, so that a compiled graph can carry it; the newest MAX_RULES
 MAX_RULES = 1024
-_ORDER = count()
+_MADE = _Made()
 _MODULES: WeakValueDictionary[int, Scaled] = WeakValueDictionary()
 _BACKWARD: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
@@ -109,7 +114,7 @@ def rule_id(rule: Rule) -> int:
 
 def enroll(module: Scaled) -> int:
     """Give a module its place in the order of creation."""
-    key = next(_ORDER)
+    key, _MADE.count = _MADE.count, _MADE.count + 1
     _MODULES[key] = module
     return key
 
@@ -173,6 +178,19 @@ def current() -> autocast | None:
     """The innermost context of this thread if it asks anything of a Linear, else None."""
     context = _LOCAL.stack[-1] if _LOCAL.stack else None
     return context if context is not None and (context.enabled or context.calibrating) else None
+
+
+def join_backward(recipe: DelayedScaling, group: Any) -> None:
+    """Take part in the collective of a backward pass in which this rank runs nothing in FP8, but others do."""
+    session = Session("backward")
+    session.open(Rule(recipe, group))
+    with torch.no_grad():
+        session.finish()
+
+
+def session() -> Session:
+    """What the running outermost context has staged; another object in every step."""
+    return _LOCAL.session
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -6,14 +6,16 @@ copied where the device's GEMM needs it (devices.py). A scale per row or per 1x1
 there the columns are cast from x^T on their own.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fp8serve.fp8 import reference
 from fp8serve.fp8.devices import layout_of
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
-from fp8serve.fp8.reference import BLOCK
+from fp8serve.fp8.reference import BLOCK, FP8_MAX, scale_from_amax
 
 
 class Codes(NamedTuple):
@@ -65,11 +67,27 @@ def _power_2(recipe: Recipe) -> bool:
     return not isinstance(recipe, DelayedScaling) and recipe.power_2_scale
 
 
-def cast_by_content(x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, rows: bool, cols: bool) -> Pair:
-    """Cast x [M, K] by its own amax, at the granularity of a recipe without state, for the asked directions."""
+def cast_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_2: bool) -> Codes:
+    """Cast by an amax [] found elsewhere: of a tensor of which x is one rank's part (distributed.py)."""
+    scale = scale_from_amax(amax, FP8_MAX[dtype], power_2)
+    q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
+    return Codes(q, scale.reciprocal())
+
+
+def cast_by_content(
+    x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, rows: bool, cols: bool, sharers: Any = None
+) -> Pair:
+    """Cast x [M, K] by its own amax, at the granularity of a recipe without state, for the asked directions.
+
+    A scale for the whole tensor is found together with the `sharers`, the ranks that hold its other parts.
+    """
     if isinstance(recipe, Float8BlockScaling) and weight:
         return _both(Codes(*torch.ops.fp8serve.quantize_block(x, dtype, BLOCK, recipe.power_2_scale)), cols)
     if not isinstance(recipe, Float8BlockScaling) and getattr(recipe, "granularity", "tensor") == "tensor":
+        if sharers is not None:
+            amax = reference.amax(x)
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharers)
+            return _both(cast_by_amax(x, amax, dtype, _power_2(recipe)), cols)
         return _both(Codes(*torch.ops.fp8serve.quantize_current(x, dtype, _power_2(recipe))), cols)
     return Pair(
         _cast_along_rows(x, dtype, recipe) if rows else None,

@@ -1,49 +1,108 @@
 """What delayed scaling needs from torch.distributed: one MAX over everything that was staged.
 
-The vector holds one value per tensor of every living module, in order of creation, whether or not the module ran on
-this rank or has a state here at all: the ranks cannot disagree about its length as long as they built the same modules.
+There is one collective an update, whatever the number of layers: one when the outermost `autocast` ends and one when
+the backward pass ends. It goes over a vector with a place for every module that was ever made, in order of creation. So
+the ranks cannot disagree about its length: not when a module did not run on one of them, and not when one has already
+collected a discarded model as garbage and another has not. They must have made the same modules in the same order; the
+length is rounded up to a power of two (at least 1024 places), so that a copy made later by one rank alone (for
+evaluation, for export) does no harm.
+
+A rank on which *nothing* ran in FP8 takes part in the forward pass's collective by its `autocast`, but no backward pass
+of its own tells it that the others are in theirs: there, it calls
+`autocast.join_backward`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.errors import RecipeError
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.scaling import Direction, Scaled
 
+if TYPE_CHECKING:
+    from fp8serve.fp8.autocast import autocast
 
-def _staged(module: Scaled, name: str, device: torch.device) -> Tensor:
-    state = module.scaling.get(name)
-    return torch.zeros((), device=device) if state is None else state.amax_history[0].to(device)
-
-
-def _device(modules: Sequence[Scaled]) -> torch.device:
-    found = {s.amax_history.device for m in modules for s in m.scaling.values()}
-    return found.pop() if found else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MIN_PLACES = 1024
+WIDTH = 4  # tensors that a module stages in one pass, at most
 
 
-def reduce_staged(modules: Sequence[Scaled], direction: Direction, recipe: DelayedScaling, group: Any) -> list[Scaled]:
-    """Raise every staging slot to the maximum over the ranks of `group`, in one collective.
+def reduce_staged(
+    living: Iterable[Scaled], made: int, direction: Direction, recipe: DelayedScaling, group: Any
+) -> list[Scaled]:
+    """Raise every staging slot of the `living` modules to the maximum over the ranks of `group`, in one collective.
 
-    Returns the modules that have states. A module that ran on another rank only gets its states here, so all ranks keep
-    equal scales. An infinite amax on one rank is infinite on all, so all ranks drop that step alike.
+    `made`: how many modules were ever made; a module's `key` is its number among them. Returns the modules that have
+    states. A module that ran on another rank only gets its states here, so all ranks keep equal scales. An infinite
+    amax on one rank is infinite on all, so all ranks drop that step alike.
     """
-    if not modules:
-        return []
-    device = _device(modules)
-    staged = torch.stack([_staged(m, name, device) for m in modules for name in m.tensors[direction]])
-    dist.all_reduce(staged, op=dist.ReduceOp.MAX, group=group)
-    rows = staged.split([len(m.tensors[direction]) for m in modules])  # type: ignore[no-untyped-call]
-    strangers = [i for i, m in enumerate(modules) if not m.scaling]
+    modules = list(living)
+    rows = _reduced(modules, made, direction, group)
+    strangers = [m for m in modules if not m.scaling]
     if strangers:  # only these need a look at the values, which costs a synchronisation on a GPU
-        ran = torch.stack([rows[i].any() for i in strangers]).tolist()
-        for i in (i for i, yes in zip(strangers, ran, strict=True) if yes):
-            modules[i].prepare(recipe.amax_history_len)
-    present = [i for i, m in enumerate(modules) if m.scaling]
-    for i in present:
-        for name, value in zip(modules[i].tensors[direction], rows[i], strict=True):
-            modules[i].scaling[name].amax_history[0].copy_(value)
-    return [modules[i] for i in present]
+        ran = rows[[m.key for m in strangers]].any(1).tolist()
+        for module in (m for m, yes in zip(strangers, ran, strict=True) if yes):
+            module.prepare(recipe.amax_history_len)
+    present = [m for m in modules if m.scaling]
+    if present:
+        torch._foreach_copy_(_slots(present, direction), list(rows[_places(present, direction)].unbind()))
+    return present
+
+
+def _reduced(modules: Sequence[Scaled], made: int, direction: Direction, group: Any) -> Tensor:
+    """The maxima over the ranks, FP32 [places, WIDTH]: row `key` is that module's, zero where it staged nothing."""
+    places = max(MIN_PLACES, 1 << (made - 1).bit_length())
+    staged = torch.zeros(places, WIDTH, device=_device(modules, group))
+    present = [m for m in modules if m.scaling]
+    if present:
+        staged[_places(present, direction)] = torch.stack(_slots(present, direction))
+    dist.all_reduce(staged, op=dist.ReduceOp.MAX, group=group)
+    return staged
+
+
+def _slots(modules: Sequence[Scaled], direction: Direction) -> list[Tensor]:
+    return [m.scaling[name].amax_history[0] for m in modules for name in m.tensors[direction]]
+
+
+def _places(modules: Sequence[Scaled], direction: Direction) -> tuple[list[int], list[int]]:
+    """Row and column of every slot."""
+    places = [(m.key, column) for m in modules for column in range(len(m.tensors[direction]))]
+    return [row for row, _ in places], [column for _, column in places]
+
+
+def _device(modules: Sequence[Scaled], group: Any) -> torch.device:
+    """Where the states are; without any, where the group's collectives want their tensors."""
+    found = {s.amax_history.device for m in modules for s in m.scaling.values()}
+    return found.pop() if found else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def one_scale(context: "autocast", members: Any, user: str) -> None:
+    """Raise RecipeError unless a tensor that lies in parts on the ranks of `members` has one scale in `context`.
+
+    Delayed scales are equal on ranks that reduce their amaxes together; current ones can be found together; a scale for
+    each row or block cannot be shared by both directions.
+    """
+    recipe = context.recipe
+    if isinstance(recipe, DelayedScaling):
+        if not (recipe.reduce_amax and spans(context.group, members)):
+            raise RecipeError(
+                f"{user} needs equal delayed scales on its ranks: give autocast an amax_reduction_group that spans "
+                "them, and leave reduce_amax on."
+            )
+    elif not one_per_tensor(recipe):
+        raise RecipeError(f"{user} needs one scale for a whole tensor; use a delayed recipe or current with 'tensor'.")
+
+
+def one_per_tensor(recipe: Recipe) -> bool:
+    """Whether the recipe has one scale for a whole tensor."""
+    return isinstance(recipe, DelayedScaling) or getattr(recipe, "granularity", None) == "tensor"
+
+
+def spans(group: Any, members: Any) -> bool:
+    """Whether a group holds every rank of another one."""
+    if group is None or group is members:
+        return group is not None
+    return set(dist.get_process_group_ranks(members)) <= set(dist.get_process_group_ranks(group))

@@ -53,6 +53,7 @@ class Call:
     recording: bool  # stage amaxes in the forward pass
     observer: Observer | None  # a monitor that wants to see the codes
     observing: bool  # calibrating: stage the amax of operands that stay in high precision, too
+    sharers: Any = None  # process group whose ranks hold the other parts of every operand, see tensor_parallel.py
 
     def cast(self, name: str, x: Tensor, rows: bool, cols: bool) -> Pair:
         """Codes of the named tensor for the directions asked for; its amax is staged if the recipe has states."""
@@ -60,10 +61,15 @@ class Call:
             if self.observing:
                 self._stage(name, reference.amax(x))
             return Pair(None, None)
+        if (receive := getattr(x, "received_codes", None)) is not None:  # a weight that FSDP2 gathered in FP8 (fsdp.py)
+            pair, amax = receive(self.recording)
+            if amax is not None:
+                self._stage(name, amax)
+            return cast(Pair, pair)
         fmt = self.recipe.fp8_format
         dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
         if self.rule is None:
-            pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols)
+            pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols, self.sharers)
         else:
             pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
@@ -110,7 +116,7 @@ class Plan:
         return replace(self, call=replace(self.call, states=states, recording=False, observer=None))
 
 
-def _mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """[M, K] x [N, K] -> [M, N]."""
     return cast(Tensor, torch.ops.fp8serve.scaled_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
 
@@ -130,7 +136,7 @@ class _Matmul(torch.autograd.Function):
         ctx.has_cols = (x_codes.cols is not None, w_codes.cols is not None)
         if x_codes.rows is None or w_codes.rows is None:
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        return _mm(x_codes.rows, w_codes.rows, bias, x.dtype)
+        return mm(x_codes.rows, w_codes.rows, bias, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -141,18 +147,18 @@ class _Matmul(torch.autograd.Function):
         x_cols = Codes(*codes[:2]) if ctx.has_cols[0] else None
         w_cols = Codes(*codes[-2:]) if ctx.has_cols[1] else None
         pair = call.cast("grad_output", dy, want_dx and not call.hp[1], want_dw and not call.hp[2])
-        dx = _gradient(want_dx, pair.rows, w_cols, lambda: dy @ weight.to(dy.dtype), x_dtype)
-        dw = _gradient(want_dw, pair.cols, x_cols, lambda: dy.t() @ x.to(dy.dtype), w_dtype)
+        dx = gradient(want_dx, pair.rows, w_cols, lambda: dy @ weight.to(dy.dtype), x_dtype)
+        dw = gradient(want_dw, pair.cols, x_cols, lambda: dy.t() @ x.to(dy.dtype), w_dtype)
         db = dy.float().sum(0).to(b_dtype) if want_db else None
         return dx, dw, db, None, None, None
 
 
-def _gradient(
+def gradient(
     wanted: bool, a: Codes | None, b: Codes | None, in_high_precision: Callable[[], Tensor], dtype: torch.dtype
 ) -> Tensor | None:
     if not wanted:
         return None
-    return in_high_precision().to(dtype) if a is None or b is None else _mm(a, b, None, dtype)
+    return in_high_precision().to(dtype) if a is None or b is None else mm(a, b, None, dtype)
 
 
 class _WeightCodes:
@@ -173,7 +179,7 @@ class _WeightCodes:
             return make()
         key = (weight._version, weight.data_ptr(), recipe)
         usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
-        if weight.grad is None or not usable:
+        if not weight.is_leaf or weight.grad is None or not usable:
             self.key, self.pair = key, make()
         return self.pair
 
@@ -234,10 +240,19 @@ class Linear(Stateful, nn.Linear):
             plan = self._plan(edge)
             remember(running, self.key, plan and plan.repeated() if running else None)
         if plan is None:
-            x = values()
-            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+            return self._in_high_precision(values())
         y = self._quantized(edge, values, fused, plan)
-        return y.view(*edge.shape[:-1], self.out_features)
+        # Not a view: FSDP2 warns of a module that returns one.
+        shape = (*edge.shape[:-1], self.out_features) if edge.dim() == 1 else (-1, *edge.shape[1:-1], self.out_features)
+        return torch.ops.aten._unsafe_view(y, shape)  # type: ignore[no-any-return]
+
+    def _in_high_precision(self, x: Tensor) -> Tensor:
+        bias = self._bias()
+        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _bias(self) -> Tensor | None:
+        """What the GEMM adds."""
+        return self.bias
 
     def _plan(self, x: Tensor) -> Plan | None:
         """How this call runs: the recipe in force and the codes of the weight. None: in high precision."""
@@ -274,15 +289,20 @@ class Linear(Stateful, nn.Linear):
         )
 
     def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+        x, x_codes = self._input(edge, values, fused, plan)
+        args = (x, self.weight, self._bias(), plan.call, x_codes, plan.weight_codes)
+        return cast(Tensor, _Matmul.apply(*args))  # type: ignore[no-untyped-call]
+
+    def _input(
+        self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan
+    ) -> tuple[Tensor, Pair]:
+        """The input as a matrix in the autograd graph, and its codes."""
         by_codes = fused is not None and plan.reads_codes_only
         x = (edge if by_codes else values()).reshape(-1, self.in_features)
         with torch.no_grad():
             if fused is not None and by_codes:
-                x_codes = plan.call.cast_fused(fused, plan.input_cols)
-            else:
-                x_codes = plan.call.cast("input", x, plan.input_rows, plan.input_cols)
-        args = (x, self.weight, self.bias, plan.call, x_codes, plan.weight_codes)
-        return cast(Tensor, _Matmul.apply(*args))  # type: ignore[no-untyped-call]
+                return x, plan.call.cast_fused(fused, plan.input_cols)
+            return x, plan.call.cast("input", x, plan.input_rows, plan.input_cols)
 
 
 def _skipped(name: str, skip: tuple[str, ...]) -> bool:

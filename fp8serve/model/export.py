@@ -82,7 +82,7 @@ def write_calibrated(
     scales: ScalingCheckpoint,
     *,
     weights: Mapping[str, Tensor] | None = None,
-    format: str = "compressed-tensors",  # noqa: A002 - the name of the command-line option
+    format: str = "compressed-tensors",
     extra_files: ExtraFiles | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:

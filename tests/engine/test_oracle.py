@@ -52,7 +52,7 @@ def test_tokens_of_a_random_model_are_transformers_best_to_rounding(model_type: 
         with torch.no_grad():
             logits = oracle(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert ((logits.amax(-1) - chosen) < 0.05 * logits.std(-1)).all()
+        assert ((logits.amax(-1) - chosen) < 0.15 * logits.std(-1)).all()  # BF16 moves each of two logits by up to 0.07
         logprobs = torch.tensor([item.logprob for item in completion.logprobs or ()])
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert torch.allclose(logprobs, expected, atol=0.1)

@@ -1,0 +1,177 @@
+// What kernels and their launches take from CUDA: the few PTX instructions that C++ has no word for, launches
+// with their error check, and the device an op runs on. tests/cuda/emulator has the same header for a machine
+// without a GPU: kernels contain nothing that is not spelled here or in the C++ part of CUDA.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+// Where STABLE_TORCH_LIBRARY_IMPL registers: library and dispatch key.
+#define FP8SERVE_OPS fp8serve
+#define FP8SERVE_DEVICE_KEY CUDA
+
+namespace fp8serve {
+
+using Stream = cudaStream_t;
+using torch::stable::Tensor;
+
+inline bool lives_here(const Tensor& t) { return t.is_cuda(); }
+
+inline void check_cuda(cudaError_t code) {
+  if (code != cudaSuccess) {
+    throw std::runtime_error(std::string("fp8serve: a CUDA call failed: ") + cudaGetErrorString(code));
+  }
+}
+
+// Makes a tensor's device the current one for as long as it lives, and names torch's current stream there.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& t) : index_(t.get_device_index()), guard_(index_) {
+    void* stream = nullptr;
+    if (aoti_torch_get_current_cuda_stream(index_, &stream) != 0) {
+      throw std::runtime_error("fp8serve: torch did not tell its current CUDA stream");
+    }
+    stream_ = static_cast<Stream>(stream);
+  }
+  Stream stream() const { return stream_; }
+  int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+  int capability() const {  // 89, 90, 100, 120
+    return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+  }
+
+ private:
+  int attribute(cudaDeviceAttr which) const {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, which, index_));
+    return value;
+  }
+  int32_t index_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  Stream stream_ = nullptr;
+};
+
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream stream, const A&... args) {
+  if (shared_bytes > 48 * 1024) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  }
+  kernel<<<grid, threads, shared_bytes, stream>>>(static_cast<P>(args)...);
+  check_cuda(cudaGetLastError());
+}
+
+inline void set_zero(void* memory, size_t bytes, Stream stream) {
+  check_cuda(cudaMemsetAsync(memory, 0, bytes, stream));
+}
+
+// --- instructions
+// ---------------------------------------------------------------------------------------------
+
+#ifdef __CUDACC__
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  return memory;
+}
+
+// Two FP32 to two E4M3 or E5M2 codes, low first: nearest even, saturating; NaN becomes 0x7f.
+template <bool kE5M2>
+__device__ __forceinline__ uint16_t encode_pair(float low, float high) {
+  uint16_t codes;
+  if constexpr (kE5M2) {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  }
+  return codes;
+}
+
+// Two codes to two FP16 numbers, packed in 32 bits: exact.
+template <bool kE5M2>
+__device__ __forceinline__ uint32_t decode_pair(uint16_t codes) {
+  uint32_t halves;
+  if constexpr (kE5M2) {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  } else {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  }
+  return halves;
+}
+
+__device__ __forceinline__ float half_to_float(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+__device__ __forceinline__ uint16_t float_to_half(float value) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+__device__ __forceinline__ uint16_t float_to_bfloat(float value) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// True if one of the two is NaN: one instruction for both.
+__device__ __forceinline__ bool either_nan(float a, float b) {
+  int answer;
+  asm("{ .reg .pred p; setp.nan.f32 p, %1, %2; selp.b32 %0, 1, 0, p; }" : "=r"(answer) : "f"(a), "f"(b));
+  return answer != 0;
+}
+
+// 16 bytes that no other thread will want: they pass the first-level cache by.
+__device__ __forceinline__ uint4 load_once(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+// 16 bytes from global to shared memory, asynchronously; zeros where `valid` is false.
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8x16-byte matrices; lane i gives the address of row i%8 of matrix i/8.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* shared_row) {
+  const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(shared_row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(from)
+               : "memory");
+}
+
+// c[16 x 8] += a[16 x 32] b[8 x 32]^T in FP8 with FP32 sums.
+#define FP8SERVE_MMA(A, B)                                                            \
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." A "." B                       \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <bool kAE5M2, bool kBE5M2>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (kAE5M2 && kBE5M2) FP8SERVE_MMA("e5m2", "e5m2");
+  if constexpr (kAE5M2 && !kBE5M2) FP8SERVE_MMA("e5m2", "e4m3");
+  if constexpr (!kAE5M2 && kBE5M2) FP8SERVE_MMA("e4m3", "e5m2");
+  if constexpr (!kAE5M2 && !kBE5M2) FP8SERVE_MMA("e4m3", "e4m3");
+}
+#undef FP8SERVE_MMA
+
+#endif  // __CUDACC__
+
+}  // namespace fp8serve

@@ -1,0 +1,132 @@
+// scaled_mm: FP8 [M, K] x FP8 [N, K] -> [M, N] in FP32, BF16 or FP16, any mix of formats and scale
+// granularities.
+//
+// This file holds the contract and asks the kernels in order of speed; gemm.h says which there are. Who
+// answers:
+//
+//   rows                        Ada, sm_120              Hopper, sm_100
+//   1..16   (E4M3 x E4M3)       skinny                   skinny
+//   17..64  (E4M3 x E4M3)       skinny                   CUTLASS, else skinny
+//   more, or E5M2               sm_120: CUTLASS, else mma   CUTLASS, else mma
+//
+// CUTLASS says no to FP16 output, E5M2 x E5M2, rows of the output that are no multiple of 16 bytes, and pairs
+// of scale granularities that no recipe makes; the mma kernel says yes to everything.
+#include <torch/csrc/stable/library.h>
+
+#include <limits>
+
+#include "cuda/gemm.h"
+#include "cuda/layout.h"
+
+namespace fp8serve {
+namespace {
+
+#define FP8SERVE_PICK(arch)                                                                   \
+  if (g.out_type == Number::fp16 || (g.a_e5m2 && g.b_e5m2)) return false;                     \
+  const bool wide = g.out_type == Number::fp32;                                               \
+  CutlassKernel* kernel = wide ? gemm_##arch##_e4m3_e4m3_fp32 : gemm_##arch##_e4m3_e4m3_bf16; \
+  if (g.a_e5m2) kernel = wide ? gemm_##arch##_e5m2_e4m3_fp32 : gemm_##arch##_e5m2_e4m3_bf16;  \
+  if (g.b_e5m2) kernel = wide ? gemm_##arch##_e4m3_e5m2_fp32 : gemm_##arch##_e4m3_e5m2_bf16;  \
+  return kernel(g, device, allocator)
+
+[[maybe_unused]] bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator, int chip) {
+#ifdef FP8SERVE_HAVE_sm90
+  if (chip == 90) {
+    FP8SERVE_PICK(sm90);
+  }
+#endif
+#ifdef FP8SERVE_HAVE_sm100
+  if (chip == 100) {
+    FP8SERVE_PICK(sm100);
+  }
+#endif
+#ifdef FP8SERVE_HAVE_sm120
+  if (chip == 120) {
+    FP8SERVE_PICK(sm120);
+  }
+#endif
+  (void)g, (void)device, (void)allocator, (void)chip;
+  return false;
+}
+
+void run(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
+  const int chip = device.capability();
+  const bool decoding = g.m <= kSkinnyRows && !g.a_e5m2 && !g.b_e5m2;
+  // Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: enough for few
+  // rows only.
+  const int always = chip == 90 || chip == 100 ? 16 : kSkinnyRows;
+  if (decoding && g.m <= always) return gemm_skinny(g, device, allocator);
+  if (gemm_cutlass(g, device, allocator, chip)) return;
+  decoding ? gemm_skinny(g, device, allocator) : gemm_mma(g, device);
+}
+
+// --- contract
+// ---------------------------------------------------------------------------------------------------
+
+Scale scale_of(const DeviceContract& check, const char* name, const Tensor& scale, Size rows, Size k) {
+  check.here(name, scale);
+  check.dtype(name, scale, {ScalarType::Float});
+  Scale out{.data = data<const float>(scale)};
+  if (scale.numel() == 1 && (scale.dim() == 0 || scale.dim() == 2)) return out;
+  check.rank(name, scale, 2);
+  const Size tiles = ceil_div(rows, kScaleBlock), blocks = ceil_div(k, kScaleBlock);
+  const bool by_row = scale.size(0) == rows.value();
+  if (!by_row) check.shape(name, scale, {tiles, blocks});
+  if (by_row && scale.size(1) != 1) check.shape(name, scale, {rows, blocks});
+  if (k.value() == 0 && scale.numel() == 0) return Scale{};  // an empty sum: nothing to scale
+  out.shift = by_row ? 0 : 7;
+  out.blocks = by_row && scale.size(1) == 1 ? 0 : static_cast<int>(blocks.value());
+  return out;
+}
+
+void check_sizes(const DeviceContract& check, std::initializer_list<Size> sizes) {
+  for (const Size& size : sizes) {
+    check.require(size.value() < std::numeric_limits<int>::max() - kScaleBlock, size.name, "is ",
+                  size.value(), ", must fit 32 bits");
+  }
+}
+
+Tensor scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& a_scale_in, const Tensor& b_scale_in,
+                 const std::optional<Tensor>& bias_in, ScalarType out_dtype) {
+  const DeviceContract check("scaled_mm", a_in);
+  check.rank("a", a_in, 2);
+  const Size m{"M", a_in.size(0)}, k{"K", a_in.size(1)};
+  check.tensor("a", a_in, kFp8, {m, k});
+  check.rank("b", b_in, 2);
+  const Size n{"N", b_in.size(0)};
+  check.tensor("b", b_in, kFp8, {n, k});
+  if (bias_in) check.tensor("bias", *bias_in, kHigh, {n});
+  check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
+                torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
+  check_sizes(check, {m, n, k});
+  const OnDevice device(a_in);
+  const Tensor a_scale = dense(a_scale_in), b_scale = dense(b_scale_in);
+  const Tensor bias = bias_in ? dense(*bias_in) : a_scale;
+  const Scale a_by = scale_of(check, "a_scale_inv", a_scale, m, k),
+              b_by = scale_of(check, "b_scale_inv", b_scale, n, k);
+  Tensor out = empty(a_in, {m.value(), n.value()}, out_dtype);
+  if (out.numel() == 0) return out;
+  const Tensor a = k_contiguous(a_in, device), b = k_contiguous(b_in, device);
+  run({.a = data<const uint8_t>(a),
+       .b = data<const uint8_t>(b),
+       .a_e5m2 = a.scalar_type() == ScalarType::Float8_e5m2,
+       .b_e5m2 = b.scalar_type() == ScalarType::Float8_e5m2,
+       .m = static_cast<int>(m.value()),
+       .n = static_cast<int>(n.value()),
+       .k = static_cast<int>(a.size(1)),
+       .a_scale = a_by,
+       .b_scale = b_by,
+       .bias = bias_in ? bias.data_ptr() : nullptr,
+       .bias_type = number_of(bias.scalar_type()),
+       .out_type = number_of(out_dtype),
+       .out = out.data_ptr()},
+      device, out);
+  return out;
+}
+
+}  // namespace
+}  // namespace fp8serve
+
+STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
+  m.impl("scaled_mm", TORCH_BOX(&fp8serve::scaled_mm));
+}

@@ -1,0 +1,66 @@
+// What a GEMM is asked to do, and who can do it.
+//
+//   out[m][n] = (sum over k of a[m][k] b[n][k], block scales inside) * a_scale[m] * b_scale[n] + bias[n]
+//
+// Kernels: gemm_sm89.cu answers everything on every chip (mma.sync); gemm_skinny.cu answers up to 64 rows
+// (decoding); gemm_sm90/100/120.cu answer what pays there and say no to the rest. gemm.cu asks them in order
+// of speed.
+#pragma once
+
+#include "cuda/tensors.h"
+
+namespace fp8serve {
+
+constexpr int kScaleBlock = 128;
+
+// scale_inv of any granularity: value(row, block of K) = data[(row >> shift) * blocks + block].
+struct Scale {
+  const float* data = nullptr;
+  int shift = 31;  // 31: one for all rows (none has a number that large); 0: per row; 7: per 128 rows
+  int blocks = 0;  // blocks of K per scale row when the scale acts inside the sum; 0: it acts outside
+
+  __host__ __device__ bool inside() const { return blocks != 0; }
+  // The factor of a row's partial sum over one block of K; rows past the end are read as the last one.
+  __device__ __forceinline__ float inner(int row, int rows, int block) const {
+    return inside() ? data[static_cast<int64_t>(min(row, rows - 1) >> shift) * blocks + block] : 1.0f;
+  }
+  // The factor of a row's whole sum; without data (an empty sum) there is nothing to scale.
+  __device__ __forceinline__ float outer(int row) const {
+    return inside() || data == nullptr ? 1.0f : data[row >> shift];
+  }
+  __host__ __device__ bool one() const { return shift == 31 && blocks == 0; }
+};
+
+struct Gemm {
+  const uint8_t *a, *b;  // [m, k] and [n, k] codes, k contiguous, rows 16-byte aligned: k is a multiple of 16
+  bool a_e5m2, b_e5m2;
+  int m, n, k;
+  Scale a_scale, b_scale;
+  const void* bias;  // [n] or null
+  Number bias_type, out_type;
+  void* out;  // [m, n]
+};
+
+__device__ __forceinline__ float bias_at(const Gemm& g, int column) {
+  return g.bias == nullptr ? 0.0f : load(g.bias, column, g.bias_type);
+}
+__device__ __forceinline__ void put(const Gemm& g, int64_t at, float value) {
+  store(value, g.out, at, g.out_type);
+}
+
+constexpr int kSkinnyRows = 64;
+
+// `allocate(bytes)` gives device memory that lives until the kernels launched here are done.
+void gemm_mma(const Gemm& g, const OnDevice& device);
+void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator);  // m <= kSkinnyRows
+
+// CUTLASS kernels: false when the problem is not theirs. Named <arch>_<a>_<b>_<out>.
+using CutlassKernel = bool(const Gemm& g, const OnDevice& device, const Tensor& allocator);
+#define FP8SERVE_CUTLASS_KERNELS(arch)                                                                    \
+  CutlassKernel gemm_##arch##_e4m3_e4m3_bf16, gemm_##arch##_e4m3_e4m3_fp32, gemm_##arch##_e4m3_e5m2_bf16, \
+      gemm_##arch##_e4m3_e5m2_fp32, gemm_##arch##_e5m2_e4m3_bf16, gemm_##arch##_e5m2_e4m3_fp32
+FP8SERVE_CUTLASS_KERNELS(sm90);
+FP8SERVE_CUTLASS_KERNELS(sm100);
+FP8SERVE_CUTLASS_KERNELS(sm120);
+
+}  // namespace fp8serve

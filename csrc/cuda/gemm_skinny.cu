@@ -1,0 +1,155 @@
+// Decoding: E4M3 activations of 1..64 rows times E4M3 weights. Bound by reading the weights once.
+//
+// The weights are the 16-row operand of mma.m16n8k32 and the activations its 8-column one, so 8 rows of
+// activations cost as much as 1. Nothing is staged: the order of K inside an mma is free as long as both
+// operands agree, so a lane takes 16 neighbouring bytes of its weight row straight into the registers of two
+// mma's (with the same 16 bytes of its activation row, from the first-level cache), four such loads ahead of
+// their use. 8 warps of a block share 16 weight rows and take every eighth block of 128 of K each; small
+// matrices are also split over blocks along K. The sums are added in a fixed order which depends on the
+// weight's shape and the chip alone: a row's result is the same, bit for bit, whatever rows are computed with
+// it.
+#include "cuda/gemm.h"
+
+namespace fp8serve {
+namespace {
+
+constexpr int kRows = 16;  // weight rows of a block
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+
+struct Split {
+  int count;       // blocks along K
+  float* partial;  // [count][m][n] sums, or null if count is 1
+};
+
+__device__ __forceinline__ uint4 sixteen(const uint8_t* codes, bool valid) {
+  return valid ? load_once(reinterpret_cast<const uint4*>(codes)) : uint4{0, 0, 0, 0};
+}
+__device__ __forceinline__ uint4 sixteen_cached(const uint8_t* codes, bool valid) {
+  return valid ? *reinterpret_cast<const uint4*>(codes) : uint4{0, 0, 0, 0};
+}
+
+struct Weights {
+  uint4 low[2], high[2];  // 64-code halves of rows g and g + 8
+};
+
+__device__ __forceinline__ Weights load_weights(const Gemm& g, int row, int at) {
+  Weights w;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int k = at + half * 64;
+    w.low[half] = sixteen(g.b + static_cast<int64_t>(min(row, g.n - 1)) * g.k + k, k < g.k);
+    w.high[half] = sixteen(g.b + static_cast<int64_t>(min(row + 8, g.n - 1)) * g.k + k, k < g.k);
+  }
+  return w;
+}
+
+// 16 weight rows x 8 tokens over 128 of K.
+__device__ __forceinline__ void multiply(float (&part)[4], const Weights& w, const uint8_t* token, int at,
+                                         int k, bool valid) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint4 x = sixteen_cached(token + half * 64, valid && at + half * 64 < k);
+    const uint4 low = w.low[half], high = w.high[half];
+    mma<false, false>(part, {low.x, high.x, low.y, high.y}, {x.x, x.y});
+    mma<false, false>(part, {low.z, high.z, low.w, high.w}, {x.z, x.w});
+  }
+}
+
+__device__ __forceinline__ float finished(const Gemm& g, float sum, int token, int column) {
+  return sum * g.a_scale.outer(token) * g.b_scale.outer(column) + bias_at(g, column);
+}
+
+template <int kGroups, bool kInside>  // kGroups: tokens in eights
+__global__ void __launch_bounds__(kThreads)
+    gemm_stream(const __grid_constant__ Gemm g, const __grid_constant__ Split split) {
+  __shared__ float sums[kWarps][8 * kGroups][kRows];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4, piece = lane % 4 * 16;
+  const int blocks = (g.k + kScaleBlock - 1) / kScaleBlock, stride = kWarps * split.count;
+  float total[kGroups][4] = {};
+  int block = static_cast<int>(blockIdx.y) * kWarps + warp;
+  Weights next = load_weights(g, row, block * kScaleBlock + piece);
+  for (; block < blocks; block += stride) {
+    const Weights w = next;
+    const int at = block * kScaleBlock + piece;
+    next = load_weights(g, row, at + stride * kScaleBlock);
+    float by_row[2] = {1.0f, 1.0f};
+    if constexpr (kInside) {
+      by_row[0] = g.b_scale.inner(row, g.n, block);
+      by_row[1] = g.b_scale.inner(row + 8, g.n, block);
+    }
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const int token = j * 8 + lane / 4;
+      float part[4] = {};
+      multiply(part, w, g.a + static_cast<int64_t>(min(token, g.m - 1)) * g.k + at, at, g.k, token < g.m);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int of = j * 8 + lane % 4 * 2 + e % 2;
+        total[j][e] += kInside ? part[e] * (by_row[e / 2] * g.a_scale.inner(of, g.m, block)) : part[e];
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[warp][j * 8 + lane % 4 * 2 + e % 2][lane / 4 + e / 2 * 8] = total[j][e];
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < 8 * kGroups * kRows; i += kThreads) {
+    const int token = i / kRows, column = n0 + i % kRows;
+    if (token >= g.m || column >= g.n) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += sums[w][token][i % kRows];
+    if (split.partial == nullptr) {
+      put(g, static_cast<int64_t>(token) * g.n + column, finished(g, sum, token, column));
+    } else {
+      split.partial[(static_cast<int64_t>(blockIdx.y) * g.m + token) * g.n + column] = sum;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_splits(const __grid_constant__ Gemm g, const __grid_constant__ Split split) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t count = static_cast<int64_t>(g.m) * g.n;
+  if (at >= count) return;
+  float sum = 0.0f;
+  for (int i = 0; i < split.count; ++i) sum += split.partial[i * count + at];
+  put(g, at, finished(g, sum, static_cast<int>(at / g.n), static_cast<int>(at % g.n)));
+}
+
+template <bool kInside>
+auto kernel_for(int m) {
+  if (m <= 8) return gemm_stream<1, kInside>;
+  if (m <= 16) return gemm_stream<2, kInside>;
+  return m <= 32 ? gemm_stream<4, kInside> : gemm_stream<8, kInside>;
+}
+
+// Blocks along K so that every multiprocessor has about three, each with at least one step for every warp.
+int splits_for(const Gemm& g, const OnDevice& device) {
+  const int64_t across = ceil_over(g.n, kRows), steps = ceil_over(ceil_over(g.k, kScaleBlock), kWarps);
+  const int64_t wanted = ceil_over(3 * device.multiprocessors(), across);
+  return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(steps, 1, 8)));
+}
+
+}  // namespace
+
+void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
+  const bool inside = g.a_scale.inside() || g.b_scale.inside();
+  Split split{splits_for(g, device), nullptr};
+  const int64_t held = split.count > 1 ? static_cast<int64_t>(split.count) * g.m * g.n : 0;
+  const Tensor partial = empty(allocator, {held}, ScalarType::Float);
+  if (split.count > 1) split.partial = data<float>(partial);
+  const dim3 grid(static_cast<unsigned>(ceil_over(g.n, kRows)), static_cast<unsigned>(split.count));
+  launch(inside ? kernel_for<true>(g.m) : kernel_for<false>(g.m), grid, kThreads, 0, device.stream(), g,
+         split);
+  if (split.count > 1) {
+    launch(add_splits, static_cast<unsigned>(ceil_over(static_cast<int64_t>(g.m) * g.n, kThreads)), kThreads,
+           0, device.stream(), g, split);
+  }
+}
+
+}  // namespace fp8serve

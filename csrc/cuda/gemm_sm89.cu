@@ -1,0 +1,204 @@
+// The GEMM that answers everything: any formats, any scales, any sizes, on every chip from Ada on.
+//
+// A block computes 128 x 128 of the output with 8 warps of 64 x 32, from 128-byte rows of both operands that
+// three stages of cp.async keep coming. Rows lie in shared memory with their 16-byte pieces xor-ed by the row
+// number, so neither the copies nor ldmatrix meet a bank conflict. 128 codes are also one scale block:
+// partial sums live in registers of their own for 128 of K, are scaled (block scales) and added to the total
+// in FP32, which is what makes the sum accurate on chips whose tensor cores keep few bits of it. Ada and
+// sm_120 have the FP8 instruction (SASS: QMMA); Hopper and sm_100 convert to FP16 first, exactly, at half the
+// rate or less: there this kernel is the fallback.
+#include "cuda/gemm.h"
+
+namespace fp8serve {
+namespace {
+
+constexpr int kTileM = 128, kTileN = 128, kTileK = 128;  // bytes are codes
+constexpr int kStages = 3;
+constexpr int kThreads = 256;
+constexpr int kPiece = 16;                     // bytes of one asynchronous copy
+constexpr int kPieces = kTileK / kPiece;       // per row
+constexpr int kPanel = kTileM * kTileK;        // bytes of one operand in one stage
+constexpr int kShared = kStages * 2 * kPanel;  // 96 KiB
+constexpr int kWarpM = 64, kWarpN = 32;
+constexpr int kFragsM = kWarpM / 16, kFragsN = kWarpN / 8;
+constexpr int kBand =
+    8;  // tile rows that run together, to meet each other's columns in the second-level cache
+
+__device__ __forceinline__ int swizzled(int row, int piece) {
+  return row * kTileK + ((piece ^ (row & 7)) * kPiece);
+}
+
+// 128 rows x 128 codes into shared memory; zeros outside the matrix.
+__device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* codes, int first, int rows,
+                                           int k0, int k) {
+#pragma unroll
+  for (int i = 0; i < kTileM * kPieces / kThreads; ++i) {
+    const int index = static_cast<int>(threadIdx.x) + i * kThreads;
+    const int row = index / kPieces, piece = index % kPieces;
+    const int64_t at = static_cast<int64_t>(first + row) * k + k0 + piece * kPiece;
+    const bool valid = first + row < rows && k0 + piece * kPiece < k;
+    copy_async(panel + swizzled(row, piece), valid ? codes + at : codes, valid);
+  }
+}
+
+struct Place {
+  int m0, n0;          // of the block
+  int warp_m, warp_n;  // of the warp in the block
+  int lane;
+};
+
+// Blocks in bands of kBand tile rows, column by column.
+__device__ __forceinline__ Place place_of(const Gemm& g) {
+  const int tiles_m = (g.m + kTileM - 1) / kTileM, tiles_n = (g.n + kTileN - 1) / kTileN;
+  const int index = static_cast<int>(blockIdx.x), per_band = kBand * tiles_n, band = index / per_band;
+  const int height = min(kBand, tiles_m - band * kBand);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  return {(band * kBand + index % per_band % height) * kTileM, index % per_band / height * kTileN,
+          warp % 2 * kWarpM, warp / 2 * kWarpN, static_cast<int>(threadIdx.x) % 32};
+}
+
+using Sums = float[kFragsM][kFragsN][4];
+
+template <bool kAE5M2, bool kBE5M2>
+__device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_panel,
+                                         const unsigned char* b_panel, const Place& p) {
+  const int matrix = p.lane / 8, line = p.lane % 8;
+#pragma unroll
+  for (int step = 0; step < kTileK / 32; ++step) {
+    uint32_t b[kFragsN][2];
+#pragma unroll
+    for (int j = 0; j < kFragsN; j += 2) {
+      uint32_t both[4];
+      const int row = p.warp_n + j * 8 + matrix / 2 * 8 + line;
+      load_matrices(both, b_panel + swizzled(row, 2 * step + matrix % 2));
+      b[j][0] = both[0], b[j][1] = both[1], b[j + 1][0] = both[2], b[j + 1][1] = both[3];
+    }
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+      uint32_t a[4];
+      const int row = p.warp_m + i * 16 + matrix % 2 * 8 + line;
+      load_matrices(a, a_panel + swizzled(row, 2 * step + matrix / 2));
+#pragma unroll
+      for (int j = 0; j < kFragsN; ++j) mma<kAE5M2, kBE5M2>(part[i][j], a, b[j]);
+    }
+  }
+}
+
+// Row of the output of sum element e of fragment i, and column of fragment j (elements come in pairs of
+// columns).
+__device__ __forceinline__ int row_of(const Place& p, int i, int half) {
+  return p.m0 + p.warp_m + i * 16 + half * 8 + p.lane / 4;
+}
+__device__ __forceinline__ int column_of(const Place& p, int j) {
+  return p.n0 + p.warp_n + j * 8 + p.lane % 4 * 2;
+}
+
+template <bool kInside>
+__device__ __forceinline__ void promote(Sums& total, const Sums& part, const Gemm& g, const Place& p,
+                                        int block) {
+  float by_column[kFragsN][2];
+  if constexpr (kInside) {
+#pragma unroll
+    for (int j = 0; j < kFragsN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) by_column[j][e] = g.b_scale.inner(column_of(p, j) + e, g.n, block);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float by_row = 1.0f;
+      if constexpr (kInside) by_row = g.a_scale.inner(row_of(p, i, half), g.m, block);
+#pragma unroll
+      for (int j = 0; j < kFragsN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float sum = part[i][j][2 * half + e];
+          total[i][j][2 * half + e] += kInside ? sum * (by_row * by_column[j][e]) : sum;
+        }
+      }
+    }
+  }
+}
+
+// Two neighbouring values, as one access where the row allows it.
+__device__ __forceinline__ void put_pair(const Gemm& g, int row, int column, float low, float high) {
+  const int64_t at = static_cast<int64_t>(row) * g.n + column;
+  if (g.n % 2 == 0 && g.out_type == Number::bf16) {
+    static_cast<uint32_t*>(g.out)[at / 2] =
+        float_to_bfloat(low) | static_cast<uint32_t>(float_to_bfloat(high)) << 16;
+  } else {
+    put(g, at, low);
+    if (column + 1 < g.n) put(g, at + 1, high);
+  }
+}
+
+__device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const Place& p) {
+#pragma unroll
+  for (int j = 0; j < kFragsN; ++j) {
+    const int column = column_of(p, j);
+    if (column >= g.n) continue;
+    const int next = min(column + 1, g.n - 1);
+    const float scale[2] = {g.b_scale.outer(column), g.b_scale.outer(next)};
+    const float bias[2] = {bias_at(g, column), bias_at(g, next)};
+#pragma unroll
+    for (int i = 0; i < kFragsM; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row_of(p, i, half);
+        if (row >= g.m) continue;
+        const float by_row = g.a_scale.outer(row);
+        const float* sum = total[i][j] + 2 * half;
+        put_pair(g, row, column, sum[0] * by_row * scale[0] + bias[0], sum[1] * by_row * scale[1] + bias[1]);
+      }
+    }
+  }
+}
+
+template <bool kAE5M2, bool kBE5M2, bool kInside>
+__global__ void __launch_bounds__(kThreads, 1) gemm_tile(const __grid_constant__ Gemm g) {
+  unsigned char* shared = dynamic_shared();
+  const Place p = place_of(g);
+  const int steps = (g.k + kTileK - 1) / kTileK;
+  const auto load_stage = [&](int step) {
+    if (step < steps) {
+      unsigned char* stage = shared + step % kStages * 2 * kPanel;
+      load_panel(stage, g.a, p.m0, g.m, step * kTileK, g.k);
+      load_panel(stage + kPanel, g.b, p.n0, g.n, step * kTileK, g.k);
+    }
+    copy_commit();  // also when there is nothing: the count of pending groups stays the same
+  };
+  for (int step = 0; step < kStages - 1; ++step) load_stage(step);
+  Sums total = {};
+  for (int step = 0; step < steps; ++step) {
+    copy_wait<kStages - 2>();
+    __syncthreads();  // this stage has arrived everywhere, and everybody is done with the one that comes next
+    load_stage(step + kStages - 1);
+    const unsigned char* stage = shared + step % kStages * 2 * kPanel;
+    Sums part = {};
+    multiply<kAE5M2, kBE5M2>(part, stage, stage + kPanel, p);
+    promote<kInside>(total, part, g, p, step);
+  }
+  finish(total, g, p);
+}
+
+template <bool kAE5M2, bool kBE5M2>
+void launch_gemm(const Gemm& g, const OnDevice& device) {
+  const auto blocks = static_cast<unsigned>(ceil_over(g.m, kTileM) * ceil_over(g.n, kTileN));
+  const bool inside = g.a_scale.inside() || g.b_scale.inside();
+  launch(inside ? gemm_tile<kAE5M2, kBE5M2, true> : gemm_tile<kAE5M2, kBE5M2, false>, blocks, kThreads,
+         kShared, device.stream(), g);
+}
+
+}  // namespace
+
+void gemm_mma(const Gemm& g, const OnDevice& device) {
+  if (g.a_e5m2) {
+    g.b_e5m2 ? launch_gemm<true, true>(g, device) : launch_gemm<true, false>(g, device);
+  } else {
+    g.b_e5m2 ? launch_gemm<false, true>(g, device) : launch_gemm<false, false>(g, device);
+  }
+}
+
+}  // namespace fp8serve

@@ -1,0 +1,79 @@
+// Transposing and padding FP8 codes, one byte an element. Memory-bound: every byte is read once and written
+// once.
+#include "cuda/layout.h"
+
+namespace fp8serve {
+namespace {
+
+constexpr int kTile = 128;
+constexpr int kThreads = 256;
+
+// from [k, rows] with `pitch` bytes between its rows -> to [rows, padded], zeros from k on. A block takes 128
+// x 128.
+template <bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    transpose(const uint8_t* from, int64_t pitch, uint8_t* to, int64_t rows, int64_t k, int64_t padded) {
+  __shared__ __align__(16) uint8_t tile[kTile][kTile];
+  const int64_t k0 = static_cast<int64_t>(blockIdx.x) * kTile, r0 = static_cast<int64_t>(blockIdx.y) * kTile;
+  for (int i = 0; i < 4; ++i) {
+    const int line = static_cast<int>(threadIdx.x) / 8 + 32 * i,
+              column = static_cast<int>(threadIdx.x) % 8 * 16;
+    const uint8_t* source = from + (k0 + line) * pitch + r0 + column;
+    uint4 codes = {0, 0, 0, 0};
+    if (k0 + line < k) {
+      if (kAligned && r0 + column < rows) {
+        codes = *reinterpret_cast<const uint4*>(source);
+      } else if (!kAligned) {
+        uint32_t word[4] = {0, 0, 0, 0};
+        for (int b = 0; b < 16; ++b) {
+          if (r0 + column + b < rows) word[b / 4] |= static_cast<uint32_t>(source[b]) << (8 * (b % 4));
+        }
+        codes = {word[0], word[1], word[2], word[3]};
+      }
+    }
+    *reinterpret_cast<uint4*>(&tile[line][column]) = codes;
+  }
+  __syncthreads();
+  // Neighbouring lanes read neighbouring bytes: eight words, no conflict.
+  const int first = static_cast<int>(threadIdx.x) / 32 * 16, lane = static_cast<int>(threadIdx.x) % 32;
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane + 32 * i;
+    uint32_t word[4] = {0, 0, 0, 0};
+    for (int b = 0; b < 16; ++b) word[b / 4] |= static_cast<uint32_t>(tile[first + b][row]) << (8 * (b % 4));
+    if (r0 + row < rows && k0 + first < padded) {
+      *reinterpret_cast<uint4*>(to + (r0 + row) * padded + k0 + first) = {word[0], word[1], word[2], word[3]};
+    }
+  }
+}
+
+// Any strides, padding: sizes that are no multiple of 16 are rare, and small.
+__global__ void __launch_bounds__(kThreads) gather(const uint8_t* from, int64_t row_stride, int64_t k_stride,
+                                                   uint8_t* to, int64_t count, int64_t k, int64_t padded) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (at >= count) return;
+  const int64_t row = at / padded, column = at % padded;
+  to[at] = column < k ? from[row * row_stride + column * k_stride] : static_cast<uint8_t>(0);
+}
+
+}  // namespace
+
+Tensor k_contiguous(const Tensor& codes, const OnDevice& device) {
+  const int64_t rows = codes.size(0), k = codes.size(1), padded = ceil_over(k, 16) * 16;
+  if (codes.is_contiguous() && padded == k && aligned(codes.data_ptr(), 16)) return codes;
+  Tensor out = empty(codes, {rows, padded}, codes.scalar_type());
+  if (out.numel() == 0) return out;
+  const int64_t row_stride = codes.stride(0), k_stride = codes.stride(1);
+  if (row_stride == 1 && k_stride >= rows) {
+    const bool fast = aligned(codes.data_ptr(), 16) && k_stride % 16 == 0 && rows % 16 == 0;
+    const dim3 grid(static_cast<unsigned>(ceil_over(padded, kTile)),
+                    static_cast<unsigned>(ceil_over(rows, kTile)));
+    launch(fast ? transpose<true> : transpose<false>, grid, kThreads, 0, device.stream(),
+           data<uint8_t>(codes), k_stride, data<uint8_t>(out), rows, k, padded);
+  } else {
+    launch(gather, static_cast<unsigned>(ceil_over(out.numel(), kThreads)), kThreads, 0, device.stream(),
+           data<uint8_t>(codes), row_stride, k_stride, data<uint8_t>(out), out.numel(), k, padded);
+  }
+  return out;
+}
+
+}  // namespace fp8serve

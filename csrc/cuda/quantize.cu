@@ -1,0 +1,334 @@
+// quantize, quantize_current, quantize_rowwise, quantize_block: high precision in, FP8 and its scale out.
+//
+// All are bound by memory: per BF16 element 2 bytes read and 1 written. A given scale, rows (up to 32768
+// columns), 1x128 and 128x128 blocks read the tensor once: a row or a block waits in registers between its
+// amax and its cast. Per-tensor current scaling needs the amax of everything first and reads twice, the
+// second time backwards, so that what the first pass left in the second-level cache is met first. Nothing
+// comes back to the host: a scale is computed where it is used.
+//
+// Codes and scales equal those of reference.py bit for bit: true divisions, no fast-math, amax of magnitudes
+// without NaN.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "cuda/cast.h"
+
+namespace fp8serve {
+namespace {
+
+using Pair = std::tuple<Tensor, Tensor>;
+
+constexpr int kBlock = 128;
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;                          // independent loads per thread
+constexpr int kTile = kThreads * kUnroll * kChunk;  // elements a block takes at a time
+constexpr int kSmall = 4 * kTile;                   // up to here one block does it all
+
+// --- one scale for the whole tensor
+// ---------------------------------------------------------------------------
+
+// f(element offset) for this thread's chunks of one tile; loads of a full tile are issued before the first
+// use.
+template <bool kAligned, class T, class Use>
+__device__ __forceinline__ void for_tile(const T* x, int64_t tile, int64_t n, const Use& use) {
+  const int64_t begin = tile * kTile + static_cast<int64_t>(threadIdx.x) * kChunk;
+  if (kAligned && (tile + 1) * kTile <= n) {
+    Raw<T> raw[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) raw[i] = load_raw(x + begin + i * kThreads * kChunk);
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) use(unpack(raw[i]), begin + i * kThreads * kChunk);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kUnroll; ++i) {
+      const int64_t at = begin + i * kThreads * kChunk;
+      use(load_chunk<kAligned>(x, at, n), at);
+    }
+  }
+}
+
+template <class F, class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    cast_amax(const T* x, uint8_t* q, int64_t n, const float* scale_in, float* amax, bool alone) {
+  __shared__ float memory[32];
+  const float scale = *scale_in;
+  float seen = 0.0f;
+  const int64_t tiles = (n + kTile - 1) / kTile;
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for_tile<kAligned>(x, tile, n, [&](const Chunk& chunk, int64_t at) {
+      seen = amax_of(chunk, seen);
+      store_chunk<kAligned>(encode_chunk<F>(chunk, scale), q, at, n);
+    });
+  }
+  seen = block_max(seen, memory);
+  if (threadIdx.x == 0) alone ? void(*amax = seen) : raise(amax, seen);
+}
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads) find_amax(const T* x, int64_t n, float* amax, bool alone) {
+  __shared__ float memory[32];
+  float seen = 0.0f;
+  const int64_t tiles = (n + kTile - 1) / kTile;
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for_tile<kAligned>(x, tile, n, [&](const Chunk& chunk, int64_t) { seen = amax_of(chunk, seen); });
+  }
+  seen = block_max(seen, memory);
+  if (threadIdx.x == 0) alone ? void(*amax = seen) : raise(amax, seen);
+}
+
+template <class F, class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    cast_by_amax(const T* x, uint8_t* q, int64_t n, const float* amax, float* scale_inv, bool power_2) {
+  const float scale = scale_for(*amax, F::max(), power_2);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
+  const int64_t tiles = (n + kTile - 1) / kTile;
+  for (int64_t tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    for_tile<kAligned>(x, tile, n, [&](const Chunk& chunk, int64_t at) {
+      store_chunk<kAligned>(encode_chunk<F>(chunk, scale), q, at, n);
+    });
+  }
+}
+
+// --- one scale per row
+// ----------------------------------------------------------------------------------------
+
+// A block per row, which stays in registers: kChunks per thread.
+template <class F, class T, bool kAligned, int kChunks>
+__global__ void __launch_bounds__(1024)
+    quantize_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
+  __shared__ float memory[32];
+  const T* from = x + blockIdx.x * cols;
+  uint8_t* to = q + blockIdx.x * cols;
+  Chunk chunk[kChunks];
+  float seen = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    chunk[i] =
+        load_chunk<kAligned>(from, (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kChunk, cols);
+  }
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) seen = amax_of(chunk[i], seen);
+  const float scale = scale_for(block_max(seen, memory), F::max(), power_2);
+  if (threadIdx.x == 0) scale_inv[blockIdx.x] = 1.0f / scale;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    store_chunk<kAligned>(encode_chunk<F>(chunk[i], scale), to,
+                          (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kChunk, cols);
+  }
+}
+
+// Rows too long for registers: read twice.
+template <class F, class T, bool kAligned>
+__global__ void __launch_bounds__(1024)
+    quantize_long_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
+  __shared__ float memory[32];
+  const T* from = x + blockIdx.x * cols;
+  uint8_t* to = q + blockIdx.x * cols;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk,
+                step = static_cast<int64_t>(blockDim.x) * kChunk;
+  float seen = 0.0f;
+  for (int64_t at = first; at < cols; at += step) seen = amax_of(load_chunk<kAligned>(from, at, cols), seen);
+  const float scale = scale_for(block_max(seen, memory), F::max(), power_2);
+  if (threadIdx.x == 0) scale_inv[blockIdx.x] = 1.0f / scale;
+  for (int64_t at = first; at < cols; at += step) {
+    store_chunk<kAligned>(encode_chunk<F>(load_chunk<kAligned>(from, at, cols), scale), to, at, cols);
+  }
+}
+
+// --- one scale per block
+// --------------------------------------------------------------------------------------
+
+// 16 lanes take a segment of 128 columns; each thread works on kUnroll segments at once.
+template <class F, class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    quantize_segments(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
+  constexpr int kLanes = kBlock / kChunk, kGroups = kThreads / kLanes;
+  const int64_t per_row = (cols + kBlock - 1) / kBlock, segments = rows * per_row;
+  const int lane = threadIdx.x % kLanes;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups * kUnroll + threadIdx.x / kLanes;
+  Chunk chunk[kUnroll];
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    const int64_t segment = first + i * kGroups;
+    const int64_t row = segment / per_row, at = segment % per_row * kBlock + lane * kChunk;
+    chunk[i] = load_chunk<kAligned>(x + row * cols, segment < segments ? at : cols, cols);
+  }
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    const int64_t segment = first + i * kGroups;
+    const int64_t row = segment / per_row, at = segment % per_row * kBlock + lane * kChunk;
+    const float scale = scale_for(lanes_max<kLanes>(amax_of(chunk[i], 0.0f)), F::max(), power_2);
+    if (segment >= segments) continue;
+    if (lane == 0) scale_inv[segment] = 1.0f / scale;
+    store_chunk<kAligned>(encode_chunk<F>(chunk[i], scale), q + row * cols, at, cols);
+  }
+}
+
+// A block per 128 x 128 square, which stays in registers: 8 chunks per thread.
+template <class F, class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    quantize_square(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
+  __shared__ float memory[32];
+  constexpr int kLanes = kBlock / kChunk, kRows = kThreads / kLanes, kPasses = kBlock / kRows;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x % kLanes * kChunk;
+  const int64_t top = static_cast<int64_t>(blockIdx.y) * kBlock + threadIdx.x / kLanes;
+  Chunk chunk[kPasses];
+  float seen = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const int64_t row = top + i * kRows;
+    chunk[i] = load_chunk<kAligned>(x + row * cols, row < rows ? at : cols, cols);
+  }
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) seen = amax_of(chunk[i], seen);
+  const float scale = scale_for(block_max(seen, memory), F::max(), power_2);
+  if (threadIdx.x == 0) scale_inv[static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x] = 1.0f / scale;
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const int64_t row = top + i * kRows;
+    if (row < rows) store_chunk<kAligned>(encode_chunk<F>(chunk[i], scale), q + row * cols, at, cols);
+  }
+}
+
+// --- ops
+// --------------------------------------------------------------------------------------------------------
+
+Tensor input(const DeviceContract& check, const Tensor& x, ScalarType dtype) {
+  check.here("x", x);
+  check.dtype("x", x, kHigh);
+  check.require(is_fp8(dtype), "dtype", "is ", torch::headeronly::toString(dtype),
+                ", must be Float8_e4m3fn or Float8_e5m2");
+  return dense(x);
+}
+
+// Calls f(Type<Format>, Type<Element>, true_type if rows of `cols` elements may be read 16 bytes at a time).
+template <class F>
+void with_types(ScalarType format, const Tensor& x, int64_t cols, const F& f) {
+  const bool fast = aligned(x.data_ptr(), 16) && cols % kChunk == 0;
+  with_format(format, [&](auto fmt) {
+    with_element(x.scalar_type(),
+                 [&](auto elem) { fast ? f(fmt, elem, std::true_type{}) : f(fmt, elem, std::false_type{}); });
+  });
+}
+
+// Blocks for a pass over n elements: one for small tensors, else at most what is resident at once.
+int blocks_for(int64_t n, const OnDevice& device) {
+  if (n <= kSmall) return 1;
+  return static_cast<int>(std::min<int64_t>(ceil_over(n, kTile), 8 * device.multiprocessors()));
+}
+
+Tensor quantized_like(const Tensor& x, ScalarType dtype) {
+  return torch::stable::new_empty(x, x.sizes(), dtype);
+}
+
+Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
+  const DeviceContract check("quantize", x_in);
+  const Tensor x = input(check, x_in, dtype);
+  check.tensor("scale", scale, {ScalarType::Float}, {});
+  const OnDevice device(x);
+  const int64_t n = x.numel();
+  Tensor q = quantized_like(x, dtype), amax = empty(x, {}, ScalarType::Float);
+  const int blocks = blocks_for(n, device);
+  if (blocks > 1) set_zero(amax.data_ptr(), sizeof(float), device.stream());
+  with_types(dtype, x, n, [&](auto fmt, auto elem, auto fast) {
+    using F = typename decltype(fmt)::type;
+    using T = typename decltype(elem)::type;
+    launch(cast_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), n,
+           data<float>(scale), data<float>(amax), blocks == 1);
+  });
+  return {q, amax};
+}
+
+Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
+  const DeviceContract check("quantize_current", x_in);
+  const Tensor x = input(check, x_in, dtype);
+  const OnDevice device(x);
+  const int64_t n = x.numel();
+  Tensor q = quantized_like(x, dtype), scale_inv = empty(x, {}, ScalarType::Float);
+  const Tensor amax = empty(x, {}, ScalarType::Float);
+  const int blocks = blocks_for(n, device);
+  if (blocks > 1) set_zero(amax.data_ptr(), sizeof(float), device.stream());
+  with_types(dtype, x, n, [&](auto fmt, auto elem, auto fast) {
+    using F = typename decltype(fmt)::type;
+    using T = typename decltype(elem)::type;
+    launch(find_amax<T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), n, data<float>(amax),
+           blocks == 1);
+    launch(cast_by_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q),
+           n, data<float>(amax), data<float>(scale_inv), power_2);
+  });
+  return {q, scale_inv};
+}
+
+// Threads of a block that shares a row of `chunks`, kChunks each.
+int row_threads(int64_t chunks, int each) {
+  return static_cast<int>(std::clamp<int64_t>(ceil_over(ceil_over(chunks, each), 32) * 32, 32, 1024));
+}
+
+template <class F, class T, bool kAligned>
+void quantize_rows(const Tensor& x, const Tensor& q, const Tensor& scale_inv, bool power_2, Stream stream) {
+  const int64_t cols = x.size(1), chunks = ceil_over(cols, kChunk);
+  const auto rows = static_cast<unsigned>(x.size(0));
+  const auto run = [&](auto kernel, int each) {
+    launch(kernel, rows, row_threads(chunks, each), 0, stream, data<T>(x), data<uint8_t>(q), cols,
+           data<float>(scale_inv), power_2);
+  };
+  if (chunks <= 128) return run(quantize_row<F, T, kAligned, 1>, 1);
+  if (chunks <= 512) return run(quantize_row<F, T, kAligned, 2>, 2);
+  if (chunks <= 4096) return run(quantize_row<F, T, kAligned, 4>, 4);
+  run(quantize_long_row<F, T, kAligned>, 1);
+}
+
+Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2) {
+  const DeviceContract check("quantize_rowwise", x_in);
+  const Tensor x = input(check, x_in, dtype);
+  check.rank("x", x, 2);
+  const OnDevice device(x);
+  Tensor q = quantized_like(x, dtype), scale_inv = empty(x, {x.size(0), 1}, ScalarType::Float);
+  if (x.size(0) == 0) return {q, scale_inv};
+  with_types(dtype, x, x.size(1), [&](auto fmt, auto elem, auto fast) {
+    quantize_rows<typename decltype(fmt)::type, typename decltype(elem)::type, fast.value>(
+        x, q, scale_inv, power_2, device.stream());
+  });
+  return {q, scale_inv};
+}
+
+Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bool power_2) {
+  const DeviceContract check("quantize_block", x_in);
+  const Tensor x = input(check, x_in, dtype);
+  check.rank("x", x, 2);
+  check.require(block_rows == 1 || block_rows == kBlock, "block_rows", "is ", block_rows,
+                ", must be 1 or 128");
+  const OnDevice device(x);
+  const int64_t rows = x.size(0), cols = x.size(1), across = ceil_over(cols, kBlock);
+  Tensor q = quantized_like(x, dtype);
+  Tensor scale_inv = empty(x, {ceil_over(rows, block_rows), across}, ScalarType::Float);
+  if (x.numel() == 0) return {q, scale_inv};
+  with_types(dtype, x, cols, [&](auto fmt, auto elem, auto fast) {
+    using F = typename decltype(fmt)::type;
+    using T = typename decltype(elem)::type;
+    const auto run = [&](auto kernel, dim3 grid) {
+      launch(kernel, grid, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), rows, cols,
+             data<float>(scale_inv), power_2);
+    };
+    constexpr int kPerBlock = kThreads / (kBlock / kChunk) * kUnroll;
+    if (block_rows == 1) {
+      run(quantize_segments<F, T, fast.value>,
+          dim3(static_cast<unsigned>(ceil_over(rows * across, kPerBlock))));
+    } else {
+      run(quantize_square<F, T, fast.value>,
+          dim3(static_cast<unsigned>(across), static_cast<unsigned>(ceil_over(rows, kBlock))));
+    }
+  });
+  return {q, scale_inv};
+}
+
+}  // namespace
+}  // namespace fp8serve
+
+STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
+  m.impl("quantize", TORCH_BOX(&fp8serve::quantize));
+  m.impl("quantize_current", TORCH_BOX(&fp8serve::quantize_current));
+  m.impl("quantize_rowwise", TORCH_BOX(&fp8serve::quantize_rowwise));
+  m.impl("quantize_block", TORCH_BOX(&fp8serve::quantize_block));
+}

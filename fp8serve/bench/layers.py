@@ -1,0 +1,52 @@
+"""What each recipe costs each linear of a model: the SQNR of its output, all recipes on the same text.
+
+Calibrated as a user would calibrate: the delayed recipe gets its scales from other text than the one it is measured on,
+the others scale what they see. Each linear gets the input that it has in the FP8 model, and is compared with the same
+layer in high precision on that input (`calibration.compare`), so a layer is charged with its own error.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fp8serve.calibration.compare import compare
+from fp8serve.calibration.data import calibration_batches
+from fp8serve.calibration.observe import observe, settle
+from fp8serve.calibration.pipeline import load
+from fp8serve.fp8.recipe import DelayedScaling, from_name
+from fp8serve.model.tokenizer import Tokenizer
+
+from .quantization import activations
+
+RECIPES = ("delayed", "current", "rowwise", "block")
+
+
+def study(model: Path, samples: int, seq_len: int, tell: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """{"activations": rows of `quantization`, "recipes": {name: {"layers": {linear: dB}, "perplexity", ...}}}.
+
+    ModelError, DataError: the model cannot be read. `samples` sequences of the shipped passages are calibrated on.
+    """
+    decoder, linears = load(model, "cpu")
+    batches = calibration_batches(
+        None, Tokenizer.from_dir(model), decoder.config.vocab_size,
+        samples=samples, seq_len=min(seq_len, decoder.config.max_full_attention_len), batch_size=4, seed=0,
+    )  # fmt: skip
+    states = settle(observe(decoder, linears, batches.calibration, DelayedScaling()))
+    found = {}
+    for index, name in enumerate(RECIPES):
+        tell(name, index, len(RECIPES))
+        recipe = from_name(name)
+        assert recipe is not None  # RECIPES has no bf16
+        quality, layers = compare(decoder, linears, batches.held_out, recipe, states)
+        sqnr = {linear: tally.sqnr_db for linear, tally in layers.items()}
+        finite = [value for value in sqnr.values() if value is not None]
+        found[name] = {
+            "layers": sqnr,
+            "median_db": median(finite),
+            "worst_db": min(finite),
+            "perplexity": quality.perplexity,
+            "perplexity_bf16": quality.reference_perplexity,
+            "top1_agreement": quality.top1_agreement,
+        }
+    return {"activations": list(activations(decoder, linears, batches.held_out[0])), "recipes": found}

@@ -1,0 +1,101 @@
+"""What a cast costs: E4M3, E5M2 and INT8 on Gaussian values, on Gaussian values with outliers, and on activations.
+
+Every tensor is quantized with a scale from its own amax, once for the whole tensor and once per row, and dequantized.
+SQNR = 10 log10(sum x^2 / sum (x - x_dq)^2) in dB, sums in FP64. Because a few outliers carry most of the power, the
+SQNR of the other elements is given too: that is what an outlier costs its neighbours. INT8 is symmetric, round to
+nearest even, -127..127: a uniform grid, the best there is for values of one magnitude; FP8 has finer steps near zero.
+
+Known result (Kuzmin et al. 2022, van Baalen et al. 2023): INT8 wins on Gaussian values, FP8 E4M3 as soon as there are
+outliers, E5M2 never on well-behaved tensors.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.calibration.data import Batch
+from fp8serve.calibration.passes import Linears, forward
+from fp8serve.fp8.ops import dequantize, quantize
+from fp8serve.model.decoder import Decoder
+
+ROWS, COLUMNS = 1024, 1024
+OUTLIER = 50.0  # how much larger an outlier is
+GRANULARITIES = ("tensor", "row")
+
+
+def sqnr_db(exact: Tensor, got: Tensor) -> float:
+    """Infinite where there is no error."""
+    wide = exact.double()
+    noise = float((wide - got.double()).square().sum())
+    return 10 * math.log10(float(wide.square().sum()) / noise) if noise else math.inf
+
+
+def _fp8(fmt: str) -> Callable[[Tensor, str], Tensor]:
+    return lambda x, granularity: dequantize(*quantize(x, fmt=fmt, granularity=granularity))  # type: ignore[arg-type]
+
+
+def int8(x: Tensor, granularity: str) -> Tensor:
+    """x [M, K] through INT8 and back."""
+    amax = x.abs().amax(1, keepdim=True) if granularity == "row" else x.abs().amax()
+    scale = torch.where(amax > 0, 127 / amax, torch.ones_like(amax))
+    return (x * scale).round().clamp(-127, 127) / scale
+
+
+FORMATS: Mapping[str, Callable[[Tensor, str], Tensor]] = {"e4m3": _fp8("e4m3"), "e5m2": _fp8("e5m2"), "int8": int8}
+
+
+def gaussian(outliers: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(FP32 [1024, 1024] of standard deviation 1 where a fraction `outliers` is 50 times larger, which those are)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, COLUMNS, generator=generator)
+    chosen = torch.rand(ROWS, COLUMNS, generator=generator) < outliers
+    return torch.where(chosen, OUTLIER * x, x), chosen
+
+
+def synthetic() -> Iterable[dict[str, Any]]:
+    """One row of figures per distribution, format and granularity."""
+    for name, fraction in (("gaussian", 0.0), ("1 % outliers", 0.01), ("5 % outliers", 0.05)):
+        x, chosen = gaussian(fraction)
+        for fmt, cast in FORMATS.items():
+            for granularity in GRANULARITIES:
+                back = cast(x, granularity)
+                yield {
+                    "tensor": name,
+                    "format": fmt,
+                    "granularity": granularity,
+                    "sqnr_db": sqnr_db(x, back),
+                    "ordinary_sqnr_db": sqnr_db(x[~chosen], back[~chosen]),
+                }
+
+
+def activations(decoder: Decoder, linears: Linears, batch: Batch) -> Iterable[dict[str, Any]]:
+    """The inputs of all linears of a model on one batch: the median layer, and the worst, per format and granularity."""
+    seen: dict[tuple[str, str], dict[str, float]] = {(f, g): {} for f in FORMATS for g in GRANULARITIES}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(linear: nn.Module, args: tuple[Tensor]) -> None:
+            x = args[0].detach().float().flatten(0, -2)
+            for (fmt, granularity), found in seen.items():
+                found[name] = sqnr_db(x, FORMATS[fmt](x, granularity))
+
+        return hook
+
+    handles = [linear.register_forward_pre_hook(watch(name)) for name, linear in linears.items()]
+    with torch.no_grad():
+        forward(decoder, batch)
+    for handle in handles:
+        handle.remove()
+    for (fmt, granularity), found in seen.items():
+        worst = min(found, key=lambda name: found[name])
+        yield {
+            "tensor": f"inputs of {len(found)} linears",
+            "format": fmt,
+            "granularity": granularity,
+            "sqnr_db": median(found.values()),
+            "worst_sqnr_db": found[worst],
+            "worst": worst,
+        }

@@ -1,0 +1,88 @@
+"""Delayed scaling when a tensor suddenly gets 100 times larger, for one step or from then on.
+
+A stream of Gaussian tensors is quantized in E4M3 step by step with the product's own state and update. At step `START`
+the values are 100 times larger: in the scenario `once` for that step only, in `lasting` from then on. Delayed scaling
+quantizes that step with the scale of the steps before, so all but the smallest values saturate; the margin is room for
+just that. Afterwards the history remembers the spike for N steps: harmless in E4M3, whose precision is the same over 13
+binades, until small values reach the subnormals.
+
+Per step: the fraction of elements beyond the range, and the SQNR in dB. Recovered: the SQNR is within 1 dB of what it was
+before the spike, and stays there.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fp8serve.fp8.ops import dequantize
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.scaling import Entry, ScalingState, update
+
+from .plot import Panel, svg
+from .quantization import sqnr_db
+
+FACTOR, START, STEPS, ELEMENTS = 100.0, 20, 170, 1 << 14
+HISTORIES, MARGINS, SCENARIOS = (1, 16, 128), (0, 3, 7), ("once", "lasting")
+_E4M3, _MAX = torch.float8_e4m3fn, 448.0
+
+
+def study(steps: int = STEPS) -> list[dict[str, Any]]:
+    """One entry per scenario, history length and margin, with the figures of each step."""
+    return [
+        _case(scenario, history, margin, steps)
+        for scenario in SCENARIOS
+        for history in HISTORIES
+        for margin in MARGINS
+    ]  # fmt: skip
+
+
+def _case(scenario: str, history: int, margin: int, steps: int) -> dict[str, Any]:
+    saturated, sqnr = zip(*_run(scenario, history, margin, steps), strict=True)
+    before = sqnr[START - 1]
+    late = [step for step in range(START, steps) if sqnr[step] < before - 1]
+    return {
+        "scenario": scenario,
+        "history": history,
+        "margin": margin,
+        "before_db": before,
+        "spike_db": sqnr[START],
+        "spike_saturated": saturated[START],
+        "worst_after_db": min(sqnr[START + 1 :]),
+        "steps_to_recover": late[-1] + 1 - START if late else 0,
+        "recovered": not late or late[-1] + 1 < steps,
+        "saturated": list(saturated),
+        "sqnr_db": list(sqnr),
+    }
+
+
+def _run(scenario: str, history: int, margin: int, steps: int) -> Iterator[tuple[float, float]]:
+    """(saturated fraction, SQNR in dB) of each step."""
+    recipe = DelayedScaling(amax_history_len=history, margin=margin)
+    state = ScalingState.create(history, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        larger = step == START or (scenario == "lasting" and step > START)
+        x = torch.randn(ELEMENTS, generator=generator) * (FACTOR if larger else 1.0)
+        if step == 0:  # the first step would be taken at scale 1, which is not the question here
+            state.stage(x.abs().max())
+            update([Entry(state, _MAX)], recipe)
+        scale = state.scale.clone()
+        q, amax = torch.ops.fp8serve.quantize(x, scale, _E4M3)
+        state.stage(amax)
+        update([Entry(state, _MAX)], recipe)
+        yield float((x.abs() * scale > _MAX).float().mean()), sqnr_db(x, dequantize(q, scale.reciprocal()))
+
+
+def chart(cases: list[Mapping[str, Any]]) -> str:
+    """SQNR per step: above, history lengths at margin 0 after one spike; below, margins at history 16, lasting."""
+    once = {f"history {c['history']}": c for c in cases if c["scenario"] == "once" and c["margin"] == 0}
+    lasting = {f"margin {c['margin']}": c for c in cases if c["scenario"] == "lasting" and c["history"] == HISTORIES[1]}
+    return svg(
+        f"Delayed scaling (E4M3), values {FACTOR:.0f} times larger at step {START}",
+        [
+            Panel("SQNR, dB: one step, margin 0", {k: list(enumerate(c["sqnr_db"])) for k, c in once.items()}),
+            Panel("SQNR, dB: lasting, history 16", {k: list(enumerate(c["sqnr_db"])) for k, c in lasting.items()}),
+        ],
+        "step",
+    )

@@ -1,0 +1,277 @@
+"""FSDP2 with its all-gather in FP8: one byte a weight element instead of BF16's two or FP32's four.
+
+    convert(model)
+    gather_in_fp8(model)                         # before fully_shard
+    for block in model.blocks: fully_shard(block)
+    fully_shard(model)
+    with autocast(recipe=recipe, amax_reduction_group=group): loss = model(x)
+
+Each rank holds its rows of a weight in high precision. Before an all-gather it casts them with the scale of the *whole*
+weight, so the gathered codes are those that one process would have made, bit for bit:
+
+* delayed: the scale is known beforehand and equal on all ranks, because the amaxes are reduced over the group of the
+  `autocast`; it must span the ranks that share the weight. The shard's own amax is staged in the same read.
+* current: the scale needs the amax of the whole weight. The first gather of a step takes the amax of every shard of the
+  model and reduces them with one MAX, not one for each weight.
+
+The codes are kept with the shard (1 / ranks bytes an element) for the backward pass's second all-gather, which must
+send what the forward pass computed with although the scale has moved on by then, and while gradients accumulate, when a
+weight is cast once. Two forward passes before one backward pass share a buffer, as FSDP has one: the first's gradients
+are then computed with the second's codes and scale.
+
+FSDP2's extension points are methods of a tensor, so two tensor subclasses are needed here, and only here: what a rank
+holds (`ShardedWeight`), and what a layer sees once it is gathered (`GatheredWeight`), which has the codes in FSDP's own
+buffer (freed and filled again by FSDP, also under the tensors that autograd has saved) and no high-precision values.
+Hence what needs those is refused in words: row-wise and block recipes, whose two directions would gather two sets of
+codes, high-precision fprop or dgrad, and a forward pass outside of `autocast`. FSDP itself, without `gather_in_fp8`,
+serves them all in high precision.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
+
+from fp8serve.errors import RecipeError
+from fp8serve.fp8 import autocast as contexts
+from fp8serve.fp8 import reference
+from fp8serve.fp8.casting import Codes, Pair, cast_by_amax, cast_delayed
+from fp8serve.fp8.distributed import one_scale
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.ops import DTYPES
+from fp8serve.fp8.recipe import DelayedScaling
+
+# What FSDP2, DTensor and `nn.Module` do to a parameter while they shard, move and load it: the result is a shard again.
+_KEEP = {
+    getattr(torch.ops.aten, name).default
+    for name in ("detach", "clone", "empty_like", "new_zeros", "view", "as_strided", "_to_copy", "_pin_memory")
+} | {torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor}
+
+
+class WholeAmax(NamedTuple):
+    """The amax [] of a whole weight, and the step (its session) in which the ranks found it together."""
+
+    value: Tensor
+    session: "weakref.ref[contexts.Session]"
+
+
+class Peers:
+    """The layers whose weights are gathered together; they find their amaxes in one collective."""
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        self._layers = [weakref.ref(layer) for layer in layers]
+
+    def _shards(self, mesh: DeviceMesh) -> list["ShardedWeight"]:
+        """Those over `mesh` that are sharded at this moment; the same ones on every rank."""
+        weights = [layer.weight for layer in (ref() for ref in self._layers) if layer is not None]
+        over_mesh = [w for w in weights if isinstance(w, DTensor) and w.device_mesh == mesh]
+        shards = {id(w): w._local_tensor for w in over_mesh}  # a shared weight counts once
+        return [s for s in shards.values() if isinstance(s, ShardedWeight)]
+
+    def whole_amax(self, shard: "ShardedWeight", mesh: DeviceMesh, group: dist.ProcessGroup) -> Tensor:
+        """The amax of the shard's whole weight; the first to ask in a step finds those of all shards over `mesh`."""
+        session = contexts.session()
+        if shard.whole is None or shard.whole.session() is not session:
+            shards = self._shards(mesh)
+            amaxes = torch.stack([reference.amax(s.hp) for s in shards])
+            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+            for found, amax in zip(shards, amaxes.unbind(), strict=True):
+                found.whole = WholeAmax(amax, weakref.ref(session))
+        return cast(WholeAmax, shard.whole).value
+
+
+class Cast(NamedTuple):
+    """Codes float8 [rows, K] and their scale_inv []; the amax [] of a shard, if it is still to be staged."""
+
+    q: Tensor
+    scale_inv: Tensor
+    amax: Tensor | None
+
+
+class ShardedWeight(torch.Tensor):
+    """A rank's rows [n, K] of a weight, in high precision (`hp`), that FSDP2 gathers as FP8 codes."""
+
+    hp: Tensor
+    peers: Peers
+    whole: WholeAmax | None
+    sent: Cast | None
+    sent_key: tuple[Any, ...]
+
+    @staticmethod
+    def __new__(cls, hp: Tensor, peers: Peers) -> "ShardedWeight":
+        place = {"strides": hp.stride(), "storage_offset": hp.storage_offset()}
+        kind = {"dtype": hp.dtype, "device": hp.device, "requires_grad": hp.requires_grad}
+        return cast(Any, torch.Tensor._make_wrapper_subclass)(cls, hp.size(), **place, **kind)  # type: ignore[no-any-return]
+
+    def __init__(self, hp: Tensor, peers: Peers) -> None:
+        self.hp, self.peers = hp, peers
+        self.whole = self.sent = None
+        self.sent_key = ()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute on `hp`; what only reshapes, moves or copies the shard is a shard again."""
+        out = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
+        first = args[0] if args else None
+        if not isinstance(first, ShardedWeight):
+            return out
+        if out is first.hp:  # in place
+            return first
+        return tree_map(lambda t: ShardedWeight(t, first.peers), out) if func in _KEEP else out
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self.hp!r})"
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast]]:
+        """Codes of this rank's rows as uint8 [ceil(N / ranks), K]; cast anew only when the weight may have changed."""
+        layer, sent = cast(Linear, module), self.sent
+        in_backward = torch._C._current_graph_task_id() != -1
+        if sent is not None and (in_backward or (layer.weight.grad is not None and self.sent_key == self._key(layer))):
+            sent = sent._replace(amax=None)  # staged by the forward pass, or by the first microbatch
+        else:
+            sent = self.sent = self._cast_rows(mesh, layer)
+            self.sent_key = self._key(layer)
+        q = F.pad(sent.q.view(torch.uint8), (0, 0, 0, -(-outer_size[0] // mesh.size()) - sent.q.shape[0]))
+        return (q,), (outer_size, sent)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast], dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The weight that the layer sees; `out` is the one of an earlier gather, whose codes FSDP has just renewed."""
+        size, mine = sent
+        if out is not None:
+            out.renew(mine)
+            return None
+        q = outputs[0].view(mine.q.dtype)[: size[0]]
+        return GatheredWeight(Cast(q, mine.scale_inv.clone(), mine.amax), dtype), ()
+
+    def _key(self, layer: Linear) -> tuple[Any, ...]:
+        context = contexts.current()
+        return layer.weight._version, self.hp._version, None if context is None else context.recipe
+
+    def _cast_rows(self, mesh: DeviceMesh, layer: Linear) -> Cast:
+        recipe = _usable(mesh).recipe
+        dtype = DTYPES[recipe.fp8_format.forward]
+        if isinstance(recipe, DelayedScaling):
+            pair, amax = cast_delayed(self.hp, dtype, layer.delayed_states(recipe)["weight"].scale, cols=False)
+            return Cast(*cast(Codes, pair.rows), amax)
+        amax = self.peers.whole_amax(self, cast(DTensor, layer.weight).device_mesh, mesh.get_group())
+        return Cast(*cast_by_amax(self.hp, amax, dtype, recipe.power_2_scale), None)
+
+
+class GatheredWeight(torch.Tensor):
+    """A whole weight [N, K] that exists as FP8 codes only; its dtype is that of the gradient it wants."""
+
+    codes: Cast  # q [N, K] in FSDP's buffer; amax of this rank's rows, until it is staged
+
+    @staticmethod
+    def __new__(cls, codes: Cast, dtype: torch.dtype) -> "GatheredWeight":
+        return torch.Tensor._make_wrapper_subclass(cls, codes.q.size(), dtype=dtype, device=codes.q.device)
+
+    def __init__(self, codes: Cast, dtype: torch.dtype) -> None:
+        self.codes = codes
+
+    def renew(self, sent: Cast) -> None:
+        """Take the scale of codes that FSDP has just gathered; unseen by autograd, like FSDP's refilling of `q`."""
+        with _unsafe_preserve_version_counter(self.codes.scale_inv):
+            self.codes.scale_inv.copy_(sent.scale_inv)
+        self.codes = self.codes._replace(amax=sent.amax)
+
+    def received_codes(self, recording: bool) -> tuple[Pair, Tensor | None]:
+        """The codes for both directions (a view, so that FSDP's buffer stays the only copy) and an amax to stage."""
+        q, scale_inv, amax = self.codes
+        if recording:
+            self.codes = self.codes._replace(amax=None)
+        return Pair(Codes(q, scale_inv), Codes(q.t(), scale_inv)), amax
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """What FSDP and `nn.Parameter` do to an unsharded parameter; it has no values for anything else."""
+        self = next(a for a in args if isinstance(a, GatheredWeight))
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
+            return GatheredWeight(self.codes, self.dtype)
+        if func is torch.ops.aten.zeros_like.default:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        raise RecipeError(
+            f"This weight was gathered in FP8 and has no high-precision values for {func}; run the layer inside an "
+            "autocast with a delayed or current recipe, or shard the model without gather_in_fp8."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight({self.codes!r})"
+
+
+def _plain(value: Any) -> Any:
+    return value.hp if isinstance(value, ShardedWeight) else value
+
+
+def _usable(mesh: DeviceMesh) -> contexts.autocast:
+    """The context in force, which must quantize weights with one scale a tensor that the ranks of `mesh` share."""
+    context = contexts.current()
+    if context is None or not context.enabled:
+        raise RecipeError(
+            "A model sharded with gather_in_fp8 runs inside autocast only; shard it without, or evaluate inside one."
+        )
+    recipe = context.recipe
+    if any(recipe.override_linear_precision[:2]):
+        raise RecipeError(
+            f"override_linear_precision={recipe.override_linear_precision} needs high-precision weights for fprop or "
+            "dgrad, but gather_in_fp8 gathers FP8 codes; leave one of them out."
+        )
+    one_scale(context, mesh.get_group(), "gather_in_fp8")
+    return context
+
+
+def gather_in_fp8(module: nn.Module) -> nn.Module:
+    """Let FSDP2 all-gather the weights of every `Linear` inside `module` in FP8; call before `fully_shard`.
+
+    For delayed recipes and current ones with a scale per tensor; anything else is refused with RecipeError in the
+    forward pass. Returns module.
+    """
+    layers = [layer for layer in module.modules() if type(layer) is Linear]
+    peers = Peers(layers)
+    shared: dict[int, nn.Parameter] = {}
+    for layer in layers:
+        weight = layer.weight
+        if id(weight) not in shared:
+            made = ShardedWeight(weight.detach(), peers)
+            shared[id(weight)] = nn.Parameter(made, requires_grad=weight.requires_grad)
+        layer.weight = shared[id(weight)]
+    return module
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a sharded model with whole tensors, as the unsharded model has it; a collective.
+
+    (torch's `get_model_state_dict` cannot name the scaling states, which are neither parameters nor buffers.)
+    """
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
+
+
+def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load what `whole_state`, or the `state_dict` of the unsharded model, gave; every rank calls it with the same."""
+    places = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    model.load_state_dict(
+        {
+            n: distribute_tensor(v, places[n].device_mesh, places[n].placements) if n in places else v
+            for n, v in state.items()
+        }
+    )

@@ -1,0 +1,218 @@
+"""Linear layers whose weight is cut over the ranks of a tensor-parallel group.
+
+    column    W [N / ranks, K]    x whole                 -> y [T, N / ranks]
+    row       W [N, K / ranks]    x [T, K / ranks]        -> y whole, summed over the ranks; bias added once, after it
+
+A column layer followed by a row layer communicates twice a direction, whatever lies between them elementwise. With
+sequence parallelism what is whole above is cut along the tokens instead: the column layer gathers its input, the row
+layer scatters its output, and norms and residuals work on a part of the tokens.
+
+Those gathers carry FP8 codes where the recipe has one scale for a tensor (delayed, current): one byte an element, for x
+in a column layer and for dY in a row layer. A column layer keeps only its own tokens' codes and gathers them again in
+the backward pass, while dgrad runs. Row-wise and block scales hold along one direction only, so both directions would
+have to be gathered: there, and where a GEMM stays in high precision, the gather carries high precision, once.
+
+The scales are those of the whole tensor. Delayed: give `autocast` an `amax_reduction_group` that spans the ranks.
+Current: each cast takes a MAX of one number over the group. Row-wise and block scales are each rank's own.
+
+Sums over the ranks are made in the activations' dtype. Weights are plain parameters of the local shape. We did not
+build on DTensor: codes, and the scale that they need, are not a tensor that DTensor could redistribute.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatch
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.casting import Codes, Pair
+from fp8serve.fp8.distributed import one_per_tensor, one_scale
+from fp8serve.fp8.linear import Call, Fused, Linear, Plan, mm
+from fp8serve.fp8.token_collectives import (
+    all_sum,
+    copied,
+    gather,
+    gathered,
+    reduce_scatter,
+    scattered,
+    start_gather,
+    summed,
+)
+
+Kind = Literal["column", "row"]
+
+
+class ParallelLinear(Linear):
+    """What both kinds share; made by `parallelize`."""
+
+    group: Any
+    sequence_parallel: bool
+    cut: int  # the dimension of the weight that the ranks share out
+
+    def take_part(self, group: Any, sequence_parallel: bool) -> None:
+        """Become one rank's part of a layer that was whole. Raises ValueError when it cannot be cut evenly."""
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.weight = _part(cast(nn.Parameter, self.weight), self.cut, group)
+        self.out_features, self.in_features = self.weight.shape
+
+    def whole_weight(self) -> Tensor:
+        """The weight [N, K] of all ranks, in high precision; a collective."""
+        rows = self.weight.detach().movedim(self.cut, 0)
+        return gather(rows, self.group).movedim(0, self.cut).contiguous()
+
+    def _call(self, context: autocast) -> Call:
+        if self.sequence_parallel and one_per_tensor(context.recipe):
+            one_scale(context, self.group, "Sequence parallelism")
+        return replace(super()._call(context), sharers=self.group)
+
+    def _gathers_codes(self, plan: Plan) -> bool:
+        return self.sequence_parallel and one_per_tensor(plan.call.recipe) and not any(plan.call.hp)
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y [T, N / ranks] = x W^T, the rows of W cut over the ranks; x [T, K], or [T / ranks, K] (sequence parallel)."""
+
+    cut = 0
+
+    def take_part(self, group: Any, sequence_parallel: bool) -> None:
+        """Cut the weight and the bias."""
+        super().take_part(group, sequence_parallel)
+        if self.bias is not None:
+            self.bias = _part(self.bias, 0, group)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return gathered(x, self.group) if self.sequence_parallel else copied(x, self.group)
+
+    def _in_high_precision(self, x: Tensor) -> Tensor:
+        return super()._in_high_precision(self._enter(x))
+
+    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+        if self._gathers_codes(plan):
+            x, codes = self._input(edge, values, fused, replace(plan, input_cols=False))
+            args = (x, self.weight, self.bias, plan.call, codes.rows, plan.weight_codes, self.group)
+            return cast(Tensor, _GatheredMatmul.apply(*args))  # type: ignore[no-untyped-call]
+        if self.sequence_parallel:
+            whole = self._enter(values())
+            return super()._quantized(whole, lambda: whole, None, plan)
+        return super()._quantized(self._enter(edge), lambda: self._enter(values()), fused, plan)
+
+
+class RowParallelLinear(ParallelLinear):
+    """y [T, N] = x W^T with the columns of W and x cut over the ranks; y [T / ranks, N] with sequence parallelism."""
+
+    cut = 1
+
+    def _bias(self) -> None:
+        """Nothing: it is added to the sum."""
+
+    def _leave(self, y: Tensor) -> Tensor:
+        y = scattered(y, self.group) if self.sequence_parallel else summed(y, self.group)
+        if self.bias is None:
+            return y
+        bias = copied(self.bias, self.group) if self.sequence_parallel else self.bias
+        return y + bias.to(y.dtype)
+
+    def _in_high_precision(self, x: Tensor) -> Tensor:
+        return self._leave(super()._in_high_precision(x))
+
+    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+        if not self._gathers_codes(plan):
+            return self._leave(super()._quantized(edge, values, fused, plan))
+        x, codes = self._input(edge, values, fused, plan)
+        args = (x, self.weight, plan.call, codes, plan.weight_codes, self.group)
+        y = cast(Tensor, _ScatteredMatmul.apply(*args))  # type: ignore[no-untyped-call]
+        return y if self.bias is None else y + copied(self.bias, self.group).to(y.dtype)
+
+
+class _GatheredMatmul(torch.autograd.Function):
+    """x [T / ranks, K], gathered as codes, times weight [N / ranks, K] -> [T, N / ranks]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, mine: Codes, w_codes: Pair, group: Any
+    ) -> Tensor:
+        ctx.call, ctx.group = call, group
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(*mine, *(w_codes.cols or (None, None)))
+        q = gather(mine.q, group)
+        return mm(Codes(q, mine.scale_inv), cast(Codes, w_codes.rows), bias, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x_dtype, w_dtype, b_dtype), (want_dx, want_dw, want_db) = ctx.dtypes, ctx.needs_input_grad[:3]
+        q, scale_inv, w_q, w_scale_inv = ctx.saved_tensors
+        whole = start_gather(q, ctx.group) if want_dw else None
+        dy_codes = ctx.call.cast("grad_output", dy, want_dx, want_dw)
+        dx = reduce_scatter(mm(dy_codes.rows, Codes(w_q, w_scale_inv), None, x_dtype), ctx.group) if want_dx else None
+        dw = mm(dy_codes.cols, Codes(whole().t(), scale_inv), None, w_dtype) if whole is not None else None
+        db = dy.float().sum(0).to(b_dtype) if want_db else None
+        return dx, dw, db, None, None, None, None
+
+
+class _ScatteredMatmul(torch.autograd.Function):
+    """x [T, K / ranks] times weight [N, K / ranks], summed over ranks -> [T / ranks, N]; dY is gathered as codes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, x_codes: Pair, w_codes: Pair, group: Any) -> Tensor:
+        ctx.call, ctx.group, ctx.dtypes = call, group, (x.dtype, weight.dtype)
+        ctx.save_for_backward(*(x_codes.cols or (None, None)), *(w_codes.cols or (None, None)))
+        return reduce_scatter(mm(cast(Codes, x_codes.rows), cast(Codes, w_codes.rows), None, x.dtype), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x_dtype, w_dtype), (want_dx, want_dw) = ctx.dtypes, ctx.needs_input_grad[:2]
+        x_q, x_scale_inv, w_q, w_scale_inv = ctx.saved_tensors
+        mine = ctx.call.cast("grad_output", dy, True, False).rows
+        q = gather(mine.q, ctx.group)
+        dx = mm(Codes(q, mine.scale_inv), Codes(w_q, w_scale_inv), None, x_dtype) if want_dx else None
+        dw = mm(Codes(q.t(), mine.scale_inv), Codes(x_q, x_scale_inv), None, w_dtype) if want_dw else None
+        return dx, dw, None, None, None, None
+
+
+def _part(parameter: nn.Parameter, dim: int, group: Any) -> nn.Parameter:
+    """This rank's part of a parameter that all ranks hold whole."""
+    ranks, size = dist.get_world_size(group), parameter.shape[dim]
+    if size % ranks:
+        raise ValueError(f"A dimension of {size} cannot be cut evenly over {ranks} ranks.")
+    part = parameter.detach().chunk(ranks, dim)[dist.get_rank(group)].clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+_CLASSES: dict[Kind, type[ParallelLinear]] = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+
+
+def parallelize(
+    module: nn.Module, layout: Mapping[str, Kind], group: Any, sequence_parallel: bool = False
+) -> nn.Module:
+    """Cut the `Linear`s inside `module` whose names match a pattern of `layout`, in place; returns module.
+
+    layout: pattern -> "column" or "row", such as {"*.up_proj": "column", "*.down_proj": "row"}. All ranks must hold the
+    same whole weights. With `sequence_parallel` the activations between a row layer and the next column layer are
+    [T / ranks, ...], tokens first; the gradients of the parameters that work on them (norms) are then each rank's
+    part, and `sum_gradients` sums them. Raises ValueError for a pattern that matches nothing and for a layer that
+    cannot be cut evenly.
+    """
+    for pattern, kind in layout.items():
+        chosen = [m for name, m in module.named_modules() if type(m) is Linear and fnmatch(name, pattern)]
+        if not chosen:
+            raise ValueError(f"No fp8serve.Linear has a name like {pattern!r}.")
+        for layer in chosen:
+            layer.__class__ = _CLASSES[kind]
+            cast(ParallelLinear, layer).take_part(group, sequence_parallel)
+    return module
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], group: Any) -> None:
+    """Sum, in one collective, the gradients of parameters that every rank holds but used on its own tokens only."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if grads:
+        flat = all_sum(torch.cat([g.flatten() for g in grads]), group)
+        for grad, part in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))

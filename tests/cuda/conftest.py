@@ -1,0 +1,50 @@
+"""`kernels` runs a test on a GPU (mark gpu) and on the emulated one, which needs a C++ compiler only."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.fp8 import ops
+from tests.cuda import emulated
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The ops of one device, fed from and read back to the CPU, where they are compared."""
+
+    ops: Any
+    device: str
+
+    def here(self, value: Any) -> Any:
+        """Arguments of an op, or tensors, on this device."""
+        if isinstance(value, list | tuple):
+            return type(value)(self.here(v) for v in value)
+        return value.to(self.device) if isinstance(value, Tensor) else value
+
+    def run(self, op: str, *args: Any) -> Any:
+        """The op on arguments from the CPU; its results on the CPU."""
+        found = getattr(self.ops, op)(*self.here(args))
+        return tuple(t.cpu() for t in found) if isinstance(found, tuple) else found.cpu()
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "emulated"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        assert ops.LIBRARIES["cuda"] is not None, "there is a GPU, but libfp8serve_cuda.so was not built"
+        return Kernels(torch.ops.fp8serve, "cuda")
+    if emulated.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    return Kernels(emulated.ops(), "cpu")
+
+
+@pytest.fixture
+def gpu() -> Kernels:
+    """For tests that an emulated GPU would take too long for."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return Kernels(torch.ops.fp8serve, "cuda")

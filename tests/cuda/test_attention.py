@@ -1,0 +1,109 @@
+"""paged_attention and write_kv on the device: close to the FP64 reference, and independent of the batch bit for bit."""
+
+import pytest
+import torch
+
+from fp8serve.fp8 import reference
+from fp8serve.fp8.cases import CASES
+from tests.csrc.helpers import assert_bits_equal, assert_codes_equal
+
+E4M3 = torch.float8_e4m3fn
+
+
+def assert_close(found, expected):
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    tolerance = 2 * torch.finfo(found.dtype).eps * expected.double().abs().max() + 1e-5
+    assert (found.double() - expected.double()).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("case", CASES["paged_attention"], ids=lambda case: case.name)
+def test_cases(kernels, case):
+    assert_close(kernels.run("paged_attention", *case.make()), reference.paged_attention(*case.make()))
+
+
+class Paged:
+    """Sequences of random keys and values in shuffled blocks of 16."""
+
+    def __init__(self, lengths, heads=4, kv_heads=2, dim=32, dtype=torch.bfloat16):
+        self.noise = torch.Generator().manual_seed(len(lengths))
+        self.width = -(-max(lengths) // 16)
+        order = torch.randperm(self.width * len(lengths), generator=self.noise)
+        self.tables = order.view(len(lengths), self.width).int()
+        shape = (len(order), 16, kv_heads, dim)
+        self.k, self.v = (torch.randn(shape, generator=self.noise).to(dtype) for _ in range(2))
+        self.lengths, self.scale = lengths, dim**-0.5
+        self.queries = [torch.randn(n, heads, dim, generator=self.noise).bfloat16() for n in lengths]
+
+    def attend(self, kernels, parts):
+        """parts: per sequence (sequence, first query token, one past the last)."""
+        chosen = [self.queries[s][first:last] for s, first, last in parts]
+        starts = torch.tensor([0] + [len(q) for q in chosen]).cumsum(0).int()
+        tables = torch.stack([self.tables[s] for s, _, _ in parts])
+        lens = torch.tensor([last for _, _, last in parts]).int()
+        args = (torch.cat(chosen), self.k, self.v, tables, lens, starts, None, None, self.scale)
+        expected = reference.paged_attention(*args)
+        found = kernels.run("paged_attention", *args)
+        assert_close(found, expected)
+        return list(found.split([len(q) for q in chosen]))
+
+
+def test_a_sequence_does_not_depend_on_its_batch(kernels):
+    """Alone, its segments of keys go to blocks of their own; among many, one block walks them all."""
+    paged = Paged([1100, 40, 700, 513, 16, 90])
+    alone = paged.attend(kernels, [(0, 1099, 1100)])[0]
+    together = paged.attend(kernels, [(s, n - 1, n) for s, n in enumerate(paged.lengths)])
+    mixed = paged.attend(kernels, [(1, 0, 40), (2, 690, 700), (0, 1099, 1100), (5, 0, 90)])
+    assert_bits_equal(together[0], alone)
+    assert_bits_equal(mixed[2], alone)
+
+
+def test_a_prompt_may_be_cut_anywhere(kernels):
+    paged = Paged([560], heads=3, kv_heads=1, dim=16)
+    whole = paged.attend(kernels, [(0, 500, 560)])[0]
+    for cut in (501, 512, 513, 559):
+        first = paged.attend(kernels, [(0, 500, cut)])[0]
+        second = paged.attend(kernels, [(0, cut, 560)])[0]
+        assert_bits_equal(torch.cat([first, second]), whole)
+
+
+@pytest.mark.parametrize("dim", [20, 128, 130, 256, 300])
+def test_every_width_of_head(kernels, dim):
+    paged = Paged([70, 3], heads=6, kv_heads=2, dim=dim)
+    paged.attend(kernels, [(0, 60, 70), (1, 0, 3)])
+
+
+def test_what_lies_behind_a_query_does_not_reach_it(kernels):
+    """Keys and values after a position, and unused slots, may be NaN."""
+    paged = Paged([40])
+    clean = paged.attend(kernels, [(0, 20, 30)])[0]
+    block = paged.tables[0]
+    for position in range(30, 48):
+        paged.k[block[position // 16], position % 16] = torch.nan
+        paged.v[block[position // 16], position % 16] = torch.nan
+    assert_bits_equal(paged.attend(kernels, [(0, 20, 30)])[0], clean)
+
+
+@pytest.mark.parametrize("case", CASES["write_kv"], ids=lambda case: case.name)
+def test_write_cases(kernels, case):
+    args, expected = kernels.here(case.make()), case.make()
+    kernels.ops.write_kv(*args)
+    reference.write_kv(*expected)
+    for found, wanted in zip(args[2:4], expected[2:4], strict=True):
+        compare = assert_codes_equal if wanted.itemsize == 1 else assert_bits_equal
+        compare(found.cpu(), wanted)
+
+
+def test_slots_that_are_not_there_are_skipped(kernels):
+    k, v = torch.ones(3, 1, 8), torch.ones(3, 1, 8)
+    caches = kernels.here([torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8)])
+    kernels.ops.write_kv(*kernels.here((k, v)), *caches, kernels.here(torch.tensor([-1, 4, 2])), None, None)
+    for cache in caches:
+        assert torch.equal(cache.cpu().view(4, 8).sum(1), torch.tensor([0.0, 0.0, 8.0, 0.0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
+def test_large(gpu, cache):
+    paged = Paged([4000, 2500, 17, 1], heads=32, kv_heads=8, dim=128, dtype=cache)
+    paged.attend(gpu, [(0, 3900, 4000), (1, 2499, 2500), (2, 0, 17), (3, 0, 1)])

@@ -1,0 +1,132 @@
+"""scaled_mm on the device, every granularity by every granularity, on every kernel that may answer."""
+
+import pytest
+import torch
+
+from fp8serve.fp8 import reference
+from fp8serve.fp8.cases import CASES
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, tame
+from tests.csrc.test_gemm import E4M3, E5M2, GRANULARITIES, assert_as_good_as_naive, exact, quantized
+
+BF16 = torch.bfloat16
+
+
+def operands(m, n, k, a_by="tensor", b_by="tensor", formats=(E4M3, E4M3)):
+    a, a_scale = quantized(tame(m, k, seed=1), a_by, formats[0])
+    b, b_scale = quantized(tame(n, k, seed=2), b_by, formats[1])
+    return a, b, a_scale, b_scale
+
+
+def magnitudes(a, b, a_scale, b_scale):
+    """The sum of |a| |b| behind every output: what an error of accumulation is relative to."""
+    return exact(a.float().abs(), b.float().abs(), a_scale, b_scale)
+
+
+def assert_within_accumulation(found, a, b, a_scale, b_scale, bias=None):
+    """Tensor cores may keep as few as 14 bits of a partial sum over 128 products; FP32 holds the rest."""
+    truth = exact(a, b, a_scale, b_scale) + (0 if bias is None else bias.double())
+    rounding = torch.finfo(found.dtype).eps * truth.abs()
+    assert ((found.double() - truth).abs() <= 2.0**-12 * magnitudes(a, b, a_scale, b_scale) + rounding).all()
+
+
+@pytest.mark.parametrize("case", CASES["scaled_mm"], ids=lambda case: case.name)
+def test_cases(kernels, case):
+    a, b, a_scale, b_scale, bias, out = case.make()
+    found = kernels.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
+    assert found.dtype == out
+    if a.shape[1] == 0:
+        assert_bits_equal(found, reference.scaled_mm(a, b, a_scale, b_scale, bias, out))
+    else:
+        assert_within_accumulation(found, a, b, a_scale, b_scale, bias)
+
+
+# 5: skinny; 70: the mma tile with ragged edges; K = 400: a ragged block of K; 8 splits along K.
+@pytest.mark.parametrize("shape", [(5, 40, 400), (70, 136, 400)])
+@pytest.mark.parametrize("a_by", GRANULARITIES)
+@pytest.mark.parametrize("b_by", GRANULARITIES)
+def test_every_pair_of_granularities(kernels, shape, a_by, b_by):
+    a, b, a_scale, b_scale = operands(*shape, a_by, b_by)
+    found = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, BF16)
+    naive = reference.scaled_mm(a, b, a_scale, b_scale, None, BF16)
+    assert_as_good_as_naive(found, naive, exact(a, b, a_scale, b_scale))
+
+
+@pytest.mark.parametrize("a_dtype", FORMATS)
+@pytest.mark.parametrize("b_dtype", FORMATS)
+@pytest.mark.parametrize("shape", [(3, 17, 272), (130, 70, 144), (20, 9, 77)])
+def test_integers_multiply_exactly(kernels, shape, a_dtype, b_dtype):
+    """Sums of small integers are exact whatever their order and however few bits are kept, so nothing may differ."""
+    m, n, k = shape
+    make = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-3, 4, size, generator=make).float() for size in ((m, k), (n, k)))
+    one, bias = torch.tensor(1.0), torch.arange(n).float()
+    found = kernels.run("scaled_mm", a.to(a_dtype), b.to(b_dtype), one, one, bias, torch.float32)
+    assert torch.equal(found, a @ b.t() + bias)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 33, 64])
+def test_a_row_does_not_depend_on_its_neighbours(kernels, rows):
+    """Within the skinny kernel (16 rows on Hopper and sm_100, 64 elsewhere)."""
+    if kernels.device == "cuda" and torch.cuda.get_device_capability()[0] in {9, 10} and rows > 16:
+        pytest.skip("another kernel answers here")
+    a, b, a_scale, b_scale = operands(64, 48, 2304, "row", "row")
+    whole = kernels.run("scaled_mm", a[:rows], b, a_scale[:rows], b_scale, None, torch.float32)
+    alone = kernels.run("scaled_mm", a[rows - 1 : rows], b, a_scale[rows - 1 : rows], b_scale, None, torch.float32)
+    assert_bits_equal(alone[0], whole[-1])
+
+
+@pytest.mark.parametrize("m", [3, 80])
+@pytest.mark.parametrize("k", [256, 250])
+def test_operands_that_lie_the_other_way(kernels, m, k):
+    """Transposed views, as the backward pass has them, and strided ones; K that needs padding and K that does not."""
+    a, b, a_scale, b_scale = operands(m, 48, k)
+    straight = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
+    a_t, b_t = (kernels.here(x.t().contiguous()).t() for x in (a, b))
+    turned = kernels.ops.scaled_mm(a_t, b_t, *kernels.here((a_scale, b_scale)), None, torch.float32)
+    assert_bits_equal(turned.cpu(), straight)
+    wide = kernels.here(torch.cat([a, a], 1))[:, :k]
+    strided = kernels.ops.scaled_mm(wide, *kernels.here((b, a_scale, b_scale)), None, torch.float32)
+    assert_bits_equal(strided.cpu(), straight)
+
+
+@pytest.mark.parametrize("out", HIGH)
+@pytest.mark.parametrize("bias_dtype", HIGH)
+@pytest.mark.parametrize("m", [6, 70])
+def test_output_and_bias_types(kernels, out, bias_dtype, m):
+    a, b, a_scale, b_scale = operands(m, 24, 128, "row", "row")
+    bias = tame(1, 24, seed=3)[0].to(bias_dtype)
+    found = kernels.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
+    assert found.dtype == out
+    assert_within_accumulation(found, a, b, a_scale, b_scale, bias)
+
+
+def test_nan_and_infinity_stay_in_their_row(kernels):
+    for rows in (6, 70):
+        a = tame(rows, 144, seed=1).clamp(-400, 400)
+        a[2, 64], a[4, 129] = torch.nan, torch.inf
+        one = torch.tensor(1.0)
+        found = kernels.run("scaled_mm", a.to(E5M2), tame(16, 144, seed=2).to(E4M3), one, one, None, torch.float32)
+        assert found[2].isnan().all()
+        assert not found[4].isfinite().any()
+        assert found[[0, 1, 3, *range(5, rows)]].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(256, 512, 1024), (300, 264, 400), (2048, 4096, 4096), (8, 4096, 14336), (33, 40, 64)])
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize("by", [("tensor", "tensor"), ("row", "row"), ("block1x128", "block128x128"), ("block1x128",) * 2])
+@pytest.mark.parametrize("out", [BF16, torch.float32])
+def test_large(gpu, shape, formats, by, out):
+    a, b, a_scale, b_scale = operands(*shape, *by, formats)
+    bias = torch.linspace(-1, 1, shape[1]).to(out)
+    found = gpu.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
+    assert_within_accumulation(found, a, b, a_scale, b_scale, bias)
+    assert_bits_equal(gpu.run("scaled_mm", a, b, a_scale, b_scale, bias, out), found)  # twice the same
+
+
+def test_errors_name_the_size_that_is_wrong(kernels):
+    a, b, one = torch.zeros(4, 200).to(E4M3), torch.zeros(6, 200).to(E4M3), torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match=r"b_scale_inv: dim 1 is 3, must be ceil\(K=200 / 128\) = 2"):
+        kernels.run("scaled_mm", a, b, one, torch.ones(6, 3), None, torch.float32)
+    with pytest.raises(RuntimeError, match="bias: dim 0 is 7, must be N = 6"):
+        kernels.run("scaled_mm", a, b, one, one, torch.zeros(7), torch.float32)

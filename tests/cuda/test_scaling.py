@@ -1,0 +1,32 @@
+"""delayed_update on the device: any number of states in one call, equal to the reference bit for bit."""
+
+import pytest
+import torch
+
+from fp8serve.fp8 import reference
+from fp8serve.fp8.cases import CASES, _states
+
+
+def check(kernels, args, expected):
+    found = kernels.here(args)
+    kernels.ops.delayed_update(*found)
+    reference.delayed_update(*expected)
+    for column, wanted in zip(found[:4], expected[:4], strict=True):
+        for one, other in zip(column, wanted, strict=True):
+            assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("case", CASES["delayed_update"], ids=lambda case: case.name)
+def test_cases(kernels, case):
+    check(kernels, case.make(), case.make())
+
+
+def test_more_states_than_a_launch_takes(kernels):
+    """900 states of three lengths: 800 go in the first launch."""
+
+    def make():
+        parts = [_states(length, 300) for length in (1, 7, 16)]
+        return *[sum((part[i] for part in parts), []) for i in range(5)], 0, 1, "max"
+
+    check(kernels, make(), make())
+

@@ -1,0 +1,72 @@
+"""Run a function on several gloo processes, and see what it sends.
+
+The processes are forked, so that they need not import torch again, and meet in a file. A rank that fails or hangs fails
+the test: collectives give up after `PATIENCE` seconds, and the processes are killed soon after.
+"""
+
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PATIENCE = 30.0
+
+
+def _entry(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, timedelta(seconds=PATIENCE), world_size=world, rank=rank)
+    torch.save(body(rank, *args), f"{folder}/{rank}")
+    dist.barrier()  # nobody leaves while another still talks to it
+    dist.destroy_process_group()
+
+
+def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `body(rank, *args)` returns on each of `world` processes of one default process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(_entry, (world, folder, body, args), nprocs=world, join=False, start_method="fork")
+        assert context is not None
+        deadline = time.monotonic() + PATIENCE + 10
+        try:
+            while not context.join(timeout=1):
+                assert time.monotonic() < deadline, f"{body.__name__} hangs on {world} ranks"
+        finally:
+            for process in context.processes:
+                process.kill()
+        return [torch.load(Path(folder) / str(rank), weights_only=True) for rank in range(world)]
+
+
+class Wire(TorchDispatchMode):
+    """Counts the collectives of this rank, and the bytes that it puts into each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.__name__.split(".")[0].strip("_")
+            tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+            self.calls[name] += 1
+            self.bytes[name] += min(t.nbytes for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[Wire]:
+    with Wire() as wire:
+        yield wire
