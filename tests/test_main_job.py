@@ -1,4 +1,4 @@
-"""The main job on directories that transformers itself wrote: calibrate, serve, fine-tune over HTTP, serve the result."""
+"""The main job on sharded directories that transformers wrote: calibrate, serve, fine-tune over HTTP, serve again."""
 
 import json
 import shutil
