@@ -5,7 +5,7 @@ the others scale what they see. Each linear gets the input that it has in the FP
 layer in high precision on that input (`calibration.compare`), so a layer is charged with its own error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,14 +22,16 @@ from .quantization import activations
 RECIPES = ("delayed", "current", "rowwise", "block")
 
 
-def study(model: Path, samples: int, seq_len: int, tell: Callable[[str, int, int], None]) -> dict[str, Any]:
+def study(
+    model: Path, data: Sequence[Path] | None, samples: int, seq_len: int, tell: Callable[[str, int, int], None]
+) -> dict[str, Any]:
     """{"activations": rows of `quantization`, "recipes": {name: {"layers": {linear: dB}, "perplexity", ...}}}.
 
-    ModelError, DataError: the model cannot be read. `samples` sequences of the shipped passages are calibrated on.
+    ModelError, DataError: an input cannot be read. `samples` sequences of `data` are calibrated on, others measured.
     """
     decoder, linears = load(model, "cpu")
     batches = calibration_batches(
-        None, Tokenizer.from_dir(model), decoder.config.vocab_size,
+        data, Tokenizer.from_dir(model), decoder.config.vocab_size,
         samples=samples, seq_len=min(seq_len, decoder.config.max_full_attention_len), batch_size=4, seed=0,
     )  # fmt: skip
     states = settle(observe(decoder, linears, batches.calibration, DelayedScaling()))

@@ -5,7 +5,7 @@ the activations of random weights have no outliers and would say nothing.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,12 @@ def trained(folder: Path, steps: int, tell: Tell) -> Path:
     return Path(str(result.model))
 
 
-def study(model: Path | None, *, samples: int, seq_len: int, own_steps: int, tell: Tell) -> dict[str, Any]:
-    """The figures of all three studies. ModelError, DataError: `model` cannot be used."""
+def study(
+    model: Path | None, data: Sequence[Path] | None, *, samples: int, seq_len: int, own_steps: int, tell: Tell
+) -> dict[str, Any]:
+    """The figures of all three studies. ModelError, DataError: `model` or `data` (None: our passages) is unusable."""
     with _model(model, own_steps, tell) as (directory, described):
-        found = layers.study(directory, samples, seq_len, tell)
+        found = layers.study(directory, data, samples, seq_len, tell)
     casts = [*quantization.synthetic(), *found.pop("activations")]
     return {"model": described, "casts": casts, **found, "spikes": spikes.study()}
 
@@ -73,5 +75,6 @@ def charts(result: Mapping[str, Any]) -> dict[str, str]:
         "layers": svg(
             "Output SQNR of every linear", [Panel("SQNR, dB", by_recipe)], "linear, in the order of the model"
         ),
-        "spikes": spikes.chart(result["spikes"]),
+        "spikes": spikes.chart(result["spikes"]["cases"]),
+        "margins": spikes.margin_chart(result["spikes"]["margins"]),
     }

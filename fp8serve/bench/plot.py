@@ -28,15 +28,31 @@ class Panel:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Data to pixels: `ticks` from `start` to `end` pixels."""
+    """Data to pixels: the values `low` to `high` lie at the pixels `start` to `end`."""
 
-    ticks: list[float]
-    log: bool
+    low: float
+    high: float
     start: float
     end: float
+    ticks: list[float]
+    log: bool = False
+
+    @classmethod
+    def across(cls, xs: Sequence[float]) -> "_Axis":
+        """From the first value to the last, with the round numbers between them."""
+        low, high = min(xs), max(max(xs), min(xs) + 1e-9)
+        ticks = [tick for tick in linear_ticks(low, high) if low <= tick <= high]
+        return cls(low, high, LEFT, WIDTH - RIGHT, ticks)
+
+    @classmethod
+    def upwards(cls, panel: "Panel", top: float) -> "_Axis":
+        """From round number to round number."""
+        ys = [y for points in panel.curves.values() for _, y in points if math.isfinite(y)]
+        ticks = (decade_ticks if panel.log else linear_ticks)(min(ys), max(ys))
+        return cls(ticks[0], ticks[-1], top + PANEL, top, ticks, panel.log)
 
     def pixel(self, value: float) -> float:
-        low, high, place = (math.log10(v) if self.log else v for v in (self.ticks[0], self.ticks[-1], value))
+        low, high, place = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
         return self.start + (place - low) / (high - low) * (self.end - self.start)
 
 
@@ -45,7 +61,7 @@ def svg(title: str, panels: Sequence[Panel], x_label: str) -> str:
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     height = TOP + len(panels) * (PANEL + GAP) - GAP + BOTTOM
     xs = [x for panel in panels for points in panel.curves.values() for x, _ in points]
-    across = _Axis(linear_ticks(min(xs), max(xs)), False, LEFT, WIDTH - RIGHT)
+    across = _Axis.across(xs)
     body = [_text(LEFT, TOP - 14, title, "start", 14)]
     for index, panel in enumerate(panels):
         body += _panel(panel, TOP + index * (PANEL + GAP), across, names)
@@ -59,10 +75,8 @@ def svg(title: str, panels: Sequence[Panel], x_label: str) -> str:
 
 
 def _panel(panel: Panel, top: float, across: _Axis, names: list[str]) -> Iterable[str]:
-    ys = [y for points in panel.curves.values() for _, y in points if math.isfinite(y)]
-    ticks = decade_ticks(min(ys), max(ys)) if panel.log else linear_ticks(min(ys), max(ys))
-    up = _Axis(ticks, panel.log, top + PANEL, top)
-    for tick in ticks:
+    up = _Axis.upwards(panel, top)
+    for tick in up.ticks:
         y = up.pixel(tick)
         yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d0d7de"/>'
         yield _text(LEFT - 6, y + 4, f"{tick:.6g}", "end")

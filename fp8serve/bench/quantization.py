@@ -73,7 +73,7 @@ def synthetic() -> Iterable[dict[str, Any]]:
 
 
 def activations(decoder: Decoder, linears: Linears, batch: Batch) -> Iterable[dict[str, Any]]:
-    """The inputs of all linears of a model on one batch: the median layer, and the worst, per format and granularity."""
+    """The inputs of all linears of a model on one batch, per format and granularity: the median layer and the worst."""
     seen: dict[tuple[str, str], dict[str, float]] = {(f, g): {} for f in FORMATS for g in GRANULARITIES}
 
     def watch(name: str) -> Callable[..., None]:

@@ -6,11 +6,11 @@ quantizes that step with the scale of the steps before, so all but the smallest 
 just that. Afterwards the history remembers the spike for N steps: harmless in E4M3, whose precision is the same over 13
 binades, until small values reach the subnormals.
 
-Per step: the fraction of elements beyond the range, and the SQNR in dB. Recovered: the SQNR is within 1 dB of what it was
-before the spike, and stays there.
+Per step: the fraction of elements beyond the range, and the SQNR in dB. Recovered: the SQNR is within 1 dB of what it
+was before the spike, and stays there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,19 +22,18 @@ from fp8serve.fp8.scaling import Entry, ScalingState, update
 from .plot import Panel, svg
 from .quantization import sqnr_db
 
-FACTOR, START, STEPS, ELEMENTS = 100.0, 20, 170, 1 << 14
-HISTORIES, MARGINS, SCENARIOS = (1, 16, 128), (0, 3, 7), ("once", "lasting")
+FACTOR, START, STEPS, ELEMENTS = 100.0, 20, 100, 1 << 14
+HISTORIES, MARGINS, SCENARIOS = (1, 16, 64), (0, 3, 7), ("once", "lasting")
+SWEEP = range(9)  # margins at history 16, one spike
 _E4M3, _MAX = torch.float8_e4m3fn, 448.0
 
 
-def study(steps: int = STEPS) -> list[dict[str, Any]]:
-    """One entry per scenario, history length and margin, with the figures of each step."""
-    return [
-        _case(scenario, history, margin, steps)
-        for scenario in SCENARIOS
-        for history in HISTORIES
-        for margin in MARGINS
-    ]  # fmt: skip
+def study(steps: int = STEPS) -> dict[str, list[dict[str, Any]]]:
+    """{"cases": one entry per scenario, history length and margin, "margins": one per margin of SWEEP}."""
+    return {
+        "cases": [_case(s, history, margin, steps) for s in SCENARIOS for history in HISTORIES for margin in MARGINS],
+        "margins": [_case("once", HISTORIES[1], margin, START + 20) for margin in SWEEP],
+    }
 
 
 def _case(scenario: str, history: int, margin: int, steps: int) -> dict[str, Any]:
@@ -74,15 +73,28 @@ def _run(scenario: str, history: int, margin: int, steps: int) -> Iterator[tuple
         yield float((x.abs() * scale > _MAX).float().mean()), sqnr_db(x, dequantize(q, scale.reciprocal()))
 
 
-def chart(cases: list[Mapping[str, Any]]) -> str:
-    """SQNR per step: above, history lengths at margin 0 after one spike; below, margins at history 16, lasting."""
-    once = {f"history {c['history']}": c for c in cases if c["scenario"] == "once" and c["margin"] == 0}
-    lasting = {f"margin {c['margin']}": c for c in cases if c["scenario"] == "lasting" and c["history"] == HISTORIES[1]}
-    return svg(
-        f"Delayed scaling (E4M3), values {FACTOR:.0f} times larger at step {START}",
-        [
-            Panel("SQNR, dB: one step, margin 0", {k: list(enumerate(c["sqnr_db"])) for k, c in once.items()}),
-            Panel("SQNR, dB: lasting, history 16", {k: list(enumerate(c["sqnr_db"])) for k, c in lasting.items()}),
-        ],
-        "step",
-    )
+def chart(cases: Sequence[Mapping[str, Any]]) -> str:
+    """SQNR per step for the history lengths after one spike, without margin and with a margin that takes it in."""
+    panels = [
+        Panel(
+            f"SQNR, dB, margin {margin}",
+            {
+                f"history {case['history']}": list(enumerate(case["sqnr_db"]))
+                for case in cases
+                if case["scenario"] == "once" and case["margin"] == margin
+            },
+        )
+        for margin in (MARGINS[0], MARGINS[-1])
+    ]
+    return svg(f"Delayed scaling in E4M3, values {FACTOR:.0f} times larger at step {START} only", panels, "step")
+
+
+def margin_chart(cases: Sequence[Mapping[str, Any]]) -> str:
+    """What a margin buys at the spike and costs before and after it."""
+    curves = {"before": "before_db", "at the spike": "spike_db", "worst after": "worst_after_db"}
+    lost = [(float(case["margin"]), 100 * case["spike_saturated"]) for case in cases]
+    panels = [
+        Panel("SQNR, dB", {name: [(float(c["margin"]), c[key]) for c in cases] for name, key in curves.items()}),
+        Panel("saturated at the spike, %", {"at the spike": lost}),
+    ]
+    return svg(f"Margins and a spike of {FACTOR:.0f} times, history {HISTORIES[1]}", panels, "margin")

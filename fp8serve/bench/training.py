@@ -38,6 +38,15 @@ class Shape:
     intermediate_size: int = 1024
     vocab_size: int = 2048
 
+    @classmethod
+    def of(cls, hidden_size: int, layers: int) -> "Shape":
+        """The same proportions in another size: heads of 64, a feed-forward layer of 8/3 of the width."""
+        if hidden_size % 64:
+            raise JobError(f"hidden_size must be a multiple of 64, found {hidden_size}.")
+        heads = hidden_size // 64
+        wide = 128 * math.ceil(hidden_size * 8 / (3 * 128))
+        return cls(hidden_size, layers, heads, 2 if heads % 2 == 0 else 1, wide)
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -1,6 +1,8 @@
 """`fp8serve bench`: studies that print figures together with the machine, the versions and the commit behind them."""
 
-import json as json_lines
+import json as json_text
+import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -24,10 +26,22 @@ def _result(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
 def _write(out: Path, name: str, result: Mapping[str, Any], charts: Mapping[str, str]) -> None:
     """`name.json` and the charts as `name-*.svg` in `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    text = json_lines.dumps(result, indent=1, allow_nan=False)
+    text = json_text.dumps(_rounded(result), indent=1, allow_nan=False)
+    text = re.sub(r"\[[-+\d.e,\s]*\]", lambda numbers: "".join(numbers[0].split()), text)  # a curve on one line
     (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     for chart, svg in charts.items():
         (out / f"{name}-{chart}.svg").write_text(svg, encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    """To six significant digits; what is not finite becomes null."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 @app.command("numerics")
@@ -38,6 +52,12 @@ def numerics(
             metavar="[MODEL]",
             help="Hugging Face-format directory in high precision, or a name on the hub.",
             show_default="a small one, trained for the purpose",
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text or JSON-lines file; repeat for several.", show_default="passages that ship with fp8serve"
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for numerics.json and the plots.")] = None,
@@ -54,7 +74,7 @@ def numerics(
     \b
     Examples:
       fp8serve bench numerics
-      fp8serve bench numerics ./llama --out figures
+      fp8serve bench numerics ./llama --data held-out.jsonl --out figures
     """
     from fp8serve.hub import find_model
 
@@ -63,7 +83,7 @@ def numerics(
 
     with progress("Measuring") as advance:
         figures = bench.study(
-            directory, samples=samples, seq_len=seq_len, own_steps=own_steps,
+            directory, data, samples=samples, seq_len=seq_len, own_steps=own_steps,
             tell=lambda what, done, total: advance(done, total, what),
         )  # fmt: skip
     result = _result("numerics", figures)
@@ -82,7 +102,8 @@ def _print_numerics(result: Mapping[str, Any]) -> None:
     print(one_line(result["made"]), "\n")
     print("One cast and back, SQNR in dB; of activations the median linear")
     casts = [
-        (r["tensor"], r["granularity"], r["format"], _db(r["sqnr_db"]), _db(r.get("ordinary_sqnr_db")), _db(r.get("worst_sqnr_db")))
+        (r["tensor"], r["granularity"], r["format"],
+         *(_db(r.get(name)) for name in ("sqnr_db", "ordinary_sqnr_db", "worst_sqnr_db")))
         for r in result["casts"]
     ]  # fmt: skip
     print_table(("values", "scale per", "format", "all", "without outliers", "worst linear"), casts)
@@ -96,8 +117,8 @@ def _print_numerics(result: Mapping[str, Any]) -> None:
     print("\nDelayed scaling, values 100 times larger at one step or from then on")
     spikes = [
         (s["scenario"], s["history"], s["margin"], f"{100 * s['spike_saturated']:.1f} %", _db(s["before_db"]),
-         _db(s["spike_db"]), _db(s["worst_after_db"]), s["steps_to_recover"] if s["recovered"] else "not within the run")
-        for s in result["spikes"]
+         _db(s["spike_db"]), _db(s["worst_after_db"]), s["steps_to_recover"] if s["recovered"] else "never")
+        for s in result["spikes"]["cases"]
     ]  # fmt: skip
     heading = ("spike", "history", "margin", "saturated", "before", "at the spike", "worst after", "steps to recover")
     print_table(heading, spikes)
@@ -132,23 +153,16 @@ def training(
     """
     from fp8serve.bench import training as bench
 
-    shape = bench.Shape(
-        hidden_size=hidden_size, layers=layers, heads=hidden_size // 64, intermediate_size=_wide(hidden_size)
-    )
     plan = bench.Plan(
         recipes=tuple(recipe) if recipe else bench.Plan.recipes,
-        steps=steps, batch_size=batch_size, seq_len=seq_len, lr=lr, seed=seed, shape=shape,
+        steps=steps, batch_size=batch_size, seq_len=seq_len, lr=lr, seed=seed,
+        shape=bench.Shape.of(hidden_size, layers),
     )  # fmt: skip
     with progress("Training") as advance:
         figures = bench.study(out, plan, lambda name, step, total: advance(step, total, name))
     result = _result("training", figures)
     _write(out, "training", result, {"curves": bench.chart(result)})
     print_json(result) if json else _print_training(result)
-
-
-def _wide(hidden_size: int) -> int:
-    """Width of the feed-forward layer: 8/3 of the model's, up to a multiple of 128."""
-    return 128 * -(-hidden_size * 8 // (3 * 128))
 
 
 def _print_training(result: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from fp8serve.errors import ScalesError
 from fp8serve.fp8.recipe import DelayedScaling, Format
 from fp8serve.inspection import inspect
 from fp8serve.model import transformer_engine as te
+from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.pickle_data import read_pickle
 from fp8serve.model.scales import ScalingCheckpoint, TensorScale, load_scales, save_scales
 from tests.tiny import write_tiny_model
@@ -518,7 +519,9 @@ def test_a_file_becomes_scales_of_a_model_and_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "te.safetensors"
     save_file({**te.export_states(checkpoint(linears)), "other.weight": torch.ones(2)}, file)
     save_scales(tmp_path / "scales.safetensors", te.read_file(file, model))
-    assert load_scales(tmp_path / "scales.safetensors", model).input_scale(linears[0]) is not None
+    scale = load_scales(tmp_path / "scales.safetensors", model).input_scale(linears[0])
+    served = load_servable(model, DelayedScaling(), scales=tmp_path / "scales.safetensors")
+    assert torch.equal(served.get_submodule(linears[0]).input_scale, scale)  # type: ignore[arg-type]
     report = inspect(file)
     assert report["holds"] == "delayed scaling state of Transformer Engine"
     assert {s["tensor"] for s in report["scales"]} == {

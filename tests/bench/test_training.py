@@ -1,0 +1,122 @@
+"""The training study in small: every recipe, a resumed run with the same bytes, and going on where it stopped."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.bench import corpus, training
+from fp8serve.bench.provenance import commit
+from fp8serve.cli import main
+from fp8serve.errors import JobError
+
+TEXTS = [f"The number {i} is followed by the number {i + 1}, and that by {i + 2}." for i in range(60)]
+SHAPE = training.Shape(hidden_size=64, layers=1, heads=1, kv_heads=1, intermediate_size=128, vocab_size=300)
+PLAN = training.Plan(recipes=("bf16", "delayed"), steps=4, batch_size=2, seq_len=16, shape=SHAPE)
+
+
+@pytest.fixture(autouse=True)
+def small_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "corpus", lambda: (TEXTS[1:], TEXTS[:1]))
+
+
+def quiet(name: str, step: int, total: int) -> None:
+    pass
+
+
+def test_a_study_and_going_on_with_it(tmp_path: Path) -> None:
+    told: list[tuple[str, int]] = []
+    first = training.study(tmp_path, PLAN, lambda name, step, total: told.append((name, step)))
+    assert told == [(n, s) for n in ("bf16", "delayed") for s in (1, 2, 3, 4)] + [
+        ("delayed-resumed", 3),
+        ("delayed-resumed", 4),
+    ]
+    assert first["resumed"] == {"recipe": "delayed", "from_step": 2, "identical": True, "differing_files": []}
+    assert first["runs"]["bf16"]["train_difference_percent"] == 0
+    assert abs(first["runs"]["delayed"]["valid_difference_percent"]) < 1
+    assert [len(c["train"]) for c in first["curves"].values()] == [4, 4]
+    told.clear()
+    again = training.study(tmp_path, replace(PLAN, recipes=("bf16", "delayed", "block")), quiet)
+    assert again["curves"]["bf16"] == first["curves"]["bf16"]
+    assert set(again["runs"]) == {"bf16", "delayed", "block"}
+    assert training.chart(again).count("<polyline") == 6
+
+
+def test_a_directory_of_another_study_is_refused(tmp_path: Path) -> None:
+    training.study(tmp_path, replace(PLAN, recipes=("bf16",)), quiet)
+    with pytest.raises(JobError, match="other settings"):
+        training.study(tmp_path, replace(PLAN, lr=2e-3), quiet)
+
+
+def test_other_bytes_would_be_noticed(tmp_path: Path) -> None:
+    for name, content in (("a", b"1"), ("b", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+        (tmp_path / name / "random.safetensors").write_bytes(b"0")
+    assert training._differing(tmp_path / "a", tmp_path / "b") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"), [({"recipes": ("fp4",)}, "no recipe 'fp4'"), ({"steps": 5}, "even number")]
+)
+def test_plans_that_cannot_be_run(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(JobError, match=sentence):
+        replace(PLAN, **change)
+
+
+def events(*steps: int) -> str:
+    return "".join(
+        json.dumps({"step": s, "train_loss": float(i), "tokens_per_second": 1.0}) + "\n" for i, s in enumerate(steps)
+    )
+
+
+def test_steps_taken_twice_count_once(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text(events(1, 2, 3, 2, 3, 4))
+    assert training.read_curve(tmp_path / "c.jsonl", 4).train == [0.0, 3.0, 4.0, 5.0]
+    with pytest.raises(JobError, match="lacks step 5"):
+        training.read_curve(tmp_path / "c.jsonl", 5)
+
+
+def test_smoothing_is_a_mean_over_a_window() -> None:
+    assert training.smoothed([1.0, 3.0, 5.0, 7.0], 2) == [(1.0, 2.0), (2.0, 4.0), (3.0, 6.0)]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["bench", "training", "--out", str(tmp_path), "--steps", "4", "--hidden-size", "64", "--layers", "1"]
+    assert main([*args, "--recipe", "bf16", "--recipe", "current", "--seq-len", "16"]) == 0
+    assert "current" in capsys.readouterr().out
+    assert json.loads((tmp_path / "training.json").read_text())["resumed"] is None
+    assert (tmp_path / "training-curves.svg").read_text().startswith("<svg")
+
+
+def test_a_width_that_makes_no_heads_is_refused() -> None:
+    assert training.Shape.of(384, 6) == training.Shape()
+    with pytest.raises(JobError, match="multiple of 64"):
+        training.Shape.of(100, 1)
+
+
+@pytest.mark.parametrize("name", ["numerics", "training"])
+def test_help_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", name, "--help"]) == 0
+    assert f"fp8serve bench {name}" in capsys.readouterr().out.partition("Examples:")[2]
+
+
+def test_the_corpus_is_real_text_and_holds_some_out() -> None:
+    train, held_out = corpus.corpus(docstrings_too=False)
+    assert not set(train) & set(held_out)
+    assert len(held_out) == -(-(len(train) + len(held_out)) // corpus.HELD_OUT_EVERY)
+    assert corpus.digest(train) == corpus.digest(list(train)) != corpus.digest(train[1:])
+
+
+def test_docstrings_come_without_the_code(tmp_path: Path) -> None:
+    source = tmp_path / "m.py"
+    source.write_text('"""Top."""\n\ndef f():\n    """Of f."""\n    return "\\d"\n')
+    assert corpus._docstrings_of(source) == "Top.\n\nOf f."
+    source.write_bytes(b"\xff\xfe not python")
+    assert corpus._docstrings_of(source) == ""
+
+
+def test_no_commit_outside_a_checkout(tmp_path: Path) -> None:
+    assert commit(tmp_path) is None
