@@ -9,13 +9,17 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 10
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+CUDA_ARGS ?=
+GPU_ARGS ?=
 
-CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_SOURCES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PACKAGED = $(shell find csrc -type f) $(wildcard calibrate/*.jsonl)
+# CUTLASS's headers and a disassembler; neither is needed where the kernels run.
+CUDA_PACKAGES = nvidia-cutlass==4.2.0.0 nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
   print(*p["build-system"]["requires"], *p["project"]["dependencies"], *p["project"]["optional-dependencies"]["dev"], sep="\n")
 
-.PHONY: help setup demo test lint format typecheck wheel lock clean
+.PHONY: help setup demo test lint format typecheck cuda gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -57,6 +61,16 @@ typecheck: setup
 	@ln -s $(addprefix ../../../,$(filter-out fp8serve/calibration,$(wildcard fp8serve/*))) build/typecheck/fp8serve/
 	@ln -s ../../../calibrate build/typecheck/fp8serve/calibration
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p fp8serve
+
+cuda: setup ## compile the CUDA kernels for all architectures (needs nvcc, no GPU) and look for their FP8 instructions
+	$(PIP) install --quiet --no-deps $(CUDA_PACKAGES)
+	cmake -S csrc -B build/cuda -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFP8SERVE_CUDA=ON $(CUDA_ARGS)
+	cmake --build build/cuda --target fp8serve_cuda
+	$(BIN)/python tests/cuda/sass.py build/cuda/libfp8serve_cuda.so
+
+# With the Python that is there, and no network: a machine with a GPU may be borrowed, and bare.
+gpu: ## build, test and measure on the GPU of this machine; writes benchmarks/<gpu>-<date>.json
+	$(PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 
 wheel: setup ## build dist/fp8serve-*.whl: one file for every Python 3 on this kind of machine
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

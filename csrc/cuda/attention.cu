@@ -30,6 +30,12 @@ struct Code {
   uint8_t bits;
 };
 
+// Eight elements as one access: 8, 16 or twice 16 bytes.
+template <class C>
+struct alignas(sizeof(C) == 1 ? 8 : 16) Eight {
+  C element[kChunk];
+};
+
 struct Work {
   const void *q, *k, *v;
   void* out;
@@ -37,6 +43,7 @@ struct Work {
   const int *tables, *lengths, *starts;
   const float *k_scale, *v_scale;  // null for 1
   float softmax_scale;
+  bool whole;  // heads begin on 16 bytes and are eights of elements
   int sequences, max_blocks, block_size, heads, kv_heads, dim, segments;
   float *maxima = nullptr, *sums = nullptr,
         *values =
@@ -119,10 +126,9 @@ __device__ __forceinline__ void gather(const Work& w, const void* cache, const R
     }
     const int64_t slot = static_cast<int64_t>(table[key / w.block_size]) * w.block_size + key % w.block_size;
     const C* from = static_cast<const C*>(cache) + (slot * w.kv_heads + blockIdx.y) * w.dim + at;
-    if (at + kChunk <= w.dim) {
-      C element[kChunk];
-      memcpy(element, from, sizeof(element));
-      for (int e = 0; e < kChunk; ++e) to[e] = decoded(element[e]);
+    if (w.whole) {
+      const Eight<C> eight = *reinterpret_cast<const Eight<C>*>(from);
+      for (int e = 0; e < kChunk; ++e) to[e] = decoded(eight.element[e]);
     } else {
       for (int e = 0; e < kChunk; ++e) to[e] = at + e < w.dim ? decoded(from[e]) : 0.0f;
     }
@@ -439,6 +445,7 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
        .k_scale = scale_of(check, "k_scale_inv", k_scale_inv),
        .v_scale = scale_of(check, "v_scale_inv", v_scale_inv),
        .softmax_scale = static_cast<float>(softmax_scale),
+       .whole = dim.value() % kChunk == 0 && aligned(k.data_ptr(), 16) && aligned(v.data_ptr(), 16),
        .sequences = static_cast<int>(sequences.value()),
        .max_blocks = static_cast<int>(block_tables.size(1)),
        .block_size = static_cast<int>(size.value()),

@@ -121,6 +121,23 @@ __device__ __forceinline__ void store_chunk(uint2 codes, uint8_t* row, int64_t b
   }
 }
 
+// Eight numbers in high precision, rounded to nearest even.
+template <bool kAligned, class U>
+__device__ __forceinline__ void store_high(const Chunk& x, U* row, int64_t begin, int64_t n) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    if (kAligned || begin + i < n) store(x.value[i], row + begin + i);
+  }
+}
+
+// x rounded to T and back.
+template <class T>
+__device__ __forceinline__ float rounded(float x) {
+  T value;
+  store(x, &value);
+  return load(value);
+}
+
 // --- reductions
 // -------------------------------------------------------------------------------------------------
 
@@ -142,6 +159,19 @@ __device__ __forceinline__ float block_max(float value, float* memory) {
   if (lane == 0) memory[warp] = value;
   __syncthreads();
   return lanes_max<32>(lane < warps ? memory[lane] : 0.0f);
+}
+
+// The sum over a block, in a fixed order, in all threads. `memory` holds 32 floats.
+__device__ __forceinline__ float block_sum(float value, float* memory) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  if (lane == 0) memory[warp] = value;
+  __syncthreads();
+  float total = lane < warps ? memory[lane] : 0.0f;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(kAllLanes, total, step);
+  return total;
 }
 
 // For values >= 0, whose order is that of their bits.

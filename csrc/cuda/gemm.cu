@@ -15,7 +15,9 @@
 
 #include <limits>
 
+#include "cuda/cast.h"
 #include "cuda/gemm.h"
+#include "cuda/gemm_bf16.h"
 #include "cuda/layout.h"
 
 namespace fp8serve {
@@ -56,7 +58,9 @@ void run(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   // rows only.
   const int always = chip == 90 || chip == 100 ? 16 : kSkinnyRows;
   if (decoding && g.m <= always) return gemm_skinny(g, device, allocator);
-  if (gemm_cutlass(g, device, allocator, chip)) return;
+  const bool loadable =
+      aligned(g.a_scale.data, 16) && aligned(g.b_scale.data, 16);  // a view may begin anywhere
+  if (loadable && gemm_cutlass(g, device, allocator, chip)) return;
   decoding ? gemm_skinny(g, device, allocator) : gemm_mma(g, device);
 }
 
@@ -124,9 +128,80 @@ Tensor scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& a_scale_i
   return out;
 }
 
+// BF16 [M, K] x BF16 [N, K]: the head of a model, and its layers where FP8 is off.
+Tensor mm(const Tensor& a_in, const Tensor& b_in, const std::optional<Tensor>& bias_in,
+          ScalarType out_dtype) {
+  const DeviceContract check("mm", a_in);
+  check.rank("a", a_in, 2);
+  const Size m{"M", a_in.size(0)}, k{"K", a_in.size(1)};
+  check.tensor("a", a_in, {ScalarType::BFloat16}, {m, k});
+  check.rank("b", b_in, 2);
+  const Size n{"N", b_in.size(0)};
+  check.tensor("b", b_in, {ScalarType::BFloat16}, {n, k});
+  if (bias_in) check.tensor("bias", *bias_in, kHigh, {n});
+  check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
+                torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
+  check_sizes(check, {m, n, Size{"2 K", 2 * k.value()}});
+  const OnDevice device(a_in);
+  Tensor out = empty(a_in, {m.value(), n.value()}, out_dtype);
+  if (out.numel() == 0) return out;
+  const Tensor a = k_contiguous_bf16(a_in, device), b = k_contiguous_bf16(b_in, device);
+  const Tensor bias = bias_in ? dense(*bias_in) : a_in;
+  const Gemm g{.a = data<const uint8_t>(a),
+               .b = data<const uint8_t>(b),
+               .a_e5m2 = false,
+               .b_e5m2 = false,
+               .m = static_cast<int>(m.value()),
+               .n = static_cast<int>(n.value()),
+               .k = static_cast<int>(ceil_over(2 * k.value(), 16) * 16),
+               .a_scale = {},
+               .b_scale = {},
+               .bias = bias_in ? bias.data_ptr() : nullptr,
+               .bias_type = number_of(bias.scalar_type()),
+               .out_type = number_of(out_dtype),
+               .out = out.data_ptr()};
+  g.m <= kSkinnyRows ? gemm_skinny_bf16(g, device, out) : gemm_mma_bf16(g, device);
+  return out;
+}
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(256) add_to(T* out, const T* residual, int64_t n) {
+  const int64_t at = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) * kChunk;
+  if (at >= n) return;
+  const Chunk a = load_chunk<kAligned>(static_cast<const T*>(out), at, n),
+              b = load_chunk<kAligned>(residual, at, n);
+  store_high<kAligned>(Chunk{a.value[0] + b.value[0], a.value[1] + b.value[1], a.value[2] + b.value[2],
+                             a.value[3] + b.value[3], a.value[4] + b.value[4], a.value[5] + b.value[5],
+                             a.value[6] + b.value[6], a.value[7] + b.value[7]},
+                       out, at, n);
+}
+
+// residual + product, which is rounded to the residual's type before it is added.
+Tensor scaled_mm_add(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                     const std::optional<Tensor>& bias, const Tensor& residual_in) {
+  const DeviceContract check("scaled_mm_add", a);
+  check.rank("a", a, 2);
+  check.rank("b", b, 2);
+  check.tensor("residual", residual_in, kHigh, {{"M", a.size(0)}, {"N", b.size(0)}});
+  Tensor out = scaled_mm(a, b, a_scale, b_scale, bias, residual_in.scalar_type());
+  if (out.numel() == 0) return out;
+  const OnDevice device(a);
+  const Tensor residual = dense(residual_in);
+  const int64_t n = out.numel();
+  const bool fast = n % kChunk == 0 && aligned(out.data_ptr(), 16) && aligned(residual.data_ptr(), 16);
+  with_element(out.scalar_type(), [&](auto element) {
+    using T = typename decltype(element)::type;
+    launch(fast ? add_to<T, true> : add_to<T, false>, static_cast<unsigned>(ceil_over(n, 256 * kChunk)), 256,
+           0, device.stream(), data<T>(out), data<T>(residual), n);
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("scaled_mm", TORCH_BOX(&fp8serve::scaled_mm));
+  m.impl("scaled_mm_add", TORCH_BOX(&fp8serve::scaled_mm_add));
+  m.impl("mm", TORCH_BOX(&fp8serve::mm));
 }

@@ -8,7 +8,7 @@
 // matrices are also split over blocks along K. The sums are added in a fixed order which depends on the
 // weight's shape and the chip alone: a row's result is the same, bit for bit, whatever rows are computed with
 // it.
-#include "cuda/gemm.h"
+#include "cuda/gemm_bf16.h"
 
 namespace fp8serve {
 namespace {
@@ -45,14 +45,15 @@ __device__ __forceinline__ Weights load_weights(const Gemm& g, int row, int at) 
 }
 
 // 16 weight rows x 8 tokens over 128 of K.
+template <Codes kCodes>
 __device__ __forceinline__ void multiply(float (&part)[4], const Weights& w, const uint8_t* token, int at,
                                          int k, bool valid) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint4 x = sixteen_cached(token + half * 64, valid && at + half * 64 < k);
     const uint4 low = w.low[half], high = w.high[half];
-    mma<false, false>(part, {low.x, high.x, low.y, high.y}, {x.x, x.y});
-    mma<false, false>(part, {low.z, high.z, low.w, high.w}, {x.z, x.w});
+    multiply_add<kCodes, kCodes>(part, {low.x, high.x, low.y, high.y}, {x.x, x.y});
+    multiply_add<kCodes, kCodes>(part, {low.z, high.z, low.w, high.w}, {x.z, x.w});
   }
 }
 
@@ -60,7 +61,7 @@ __device__ __forceinline__ float finished(const Gemm& g, float sum, int token, i
   return sum * g.a_scale.outer(token) * g.b_scale.outer(column) + bias_at(g, column);
 }
 
-template <int kGroups, bool kInside>  // kGroups: tokens in eights
+template <Codes kCodes, int kGroups, bool kInside>  // kGroups: tokens in eights
 __global__ void __launch_bounds__(kThreads)
     gemm_stream(const __grid_constant__ Gemm g, const __grid_constant__ Split split) {
   __shared__ float sums[kWarps][8 * kGroups][kRows];
@@ -83,7 +84,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kGroups; ++j) {
       const int token = j * 8 + lane / 4;
       float part[4] = {};
-      multiply(part, w, g.a + static_cast<int64_t>(min(token, g.m - 1)) * g.k + at, at, g.k, token < g.m);
+      multiply<kCodes>(part, w, g.a + static_cast<int64_t>(min(token, g.m - 1)) * g.k + at, at, g.k,
+                       token < g.m);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int of = j * 8 + lane % 4 * 2 + e % 2;
@@ -121,11 +123,11 @@ __global__ void __launch_bounds__(kThreads)
   put(g, at, finished(g, sum, static_cast<int>(at / g.n), static_cast<int>(at % g.n)));
 }
 
-template <bool kInside>
+template <Codes kCodes, bool kInside>
 auto kernel_for(int m) {
-  if (m <= 8) return gemm_stream<1, kInside>;
-  if (m <= 16) return gemm_stream<2, kInside>;
-  return m <= 32 ? gemm_stream<4, kInside> : gemm_stream<8, kInside>;
+  if (m <= 8) return gemm_stream<kCodes, 1, kInside>;
+  if (m <= 16) return gemm_stream<kCodes, 2, kInside>;
+  return m <= 32 ? gemm_stream<kCodes, 4, kInside> : gemm_stream<kCodes, 8, kInside>;
 }
 
 // Blocks along K so that every multiprocessor has about three, each with at least one step for every warp.
@@ -135,21 +137,30 @@ int splits_for(const Gemm& g, const OnDevice& device) {
   return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(steps, 1, 8)));
 }
 
-}  // namespace
-
-void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
-  const bool inside = g.a_scale.inside() || g.b_scale.inside();
+template <class Kernel>
+void run(Kernel kernel, const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   Split split{splits_for(g, device), nullptr};
   const int64_t held = split.count > 1 ? static_cast<int64_t>(split.count) * g.m * g.n : 0;
   const Tensor partial = empty(allocator, {held}, ScalarType::Float);
   if (split.count > 1) split.partial = data<float>(partial);
   const dim3 grid(static_cast<unsigned>(ceil_over(g.n, kRows)), static_cast<unsigned>(split.count));
-  launch(inside ? kernel_for<true>(g.m) : kernel_for<false>(g.m), grid, kThreads, 0, device.stream(), g,
-         split);
+  launch(kernel, grid, kThreads, 0, device.stream(), g, split);
   if (split.count > 1) {
     launch(add_splits, static_cast<unsigned>(ceil_over(static_cast<int64_t>(g.m) * g.n, kThreads)), kThreads,
            0, device.stream(), g, split);
   }
+}
+
+}  // namespace
+
+void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
+  const bool inside = g.a_scale.inside() || g.b_scale.inside();
+  run(inside ? kernel_for<Codes::e4m3, true>(g.m) : kernel_for<Codes::e4m3, false>(g.m), g, device,
+      allocator);
+}
+
+void gemm_skinny_bf16(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
+  run(kernel_for<Codes::bf16, false>(g.m), g, device, allocator);
 }
 
 }  // namespace fp8serve

@@ -7,7 +7,7 @@
 // in FP32, which is what makes the sum accurate on chips whose tensor cores keep few bits of it. Ada and
 // sm_120 have the FP8 instruction (SASS: QMMA); Hopper and sm_100 convert to FP16 first, exactly, at half the
 // rate or less: there this kernel is the fallback.
-#include "cuda/gemm.h"
+#include "cuda/gemm_bf16.h"
 
 namespace fp8serve {
 namespace {
@@ -59,7 +59,7 @@ __device__ __forceinline__ Place place_of(const Gemm& g) {
 
 using Sums = float[kFragsM][kFragsN][4];
 
-template <bool kAE5M2, bool kBE5M2>
+template <Codes kA, Codes kB>
 __device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_panel,
                                          const unsigned char* b_panel, const Place& p) {
   const int matrix = p.lane / 8, line = p.lane % 8;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_pane
       const int row = p.warp_m + i * 16 + matrix % 2 * 8 + line;
       load_matrices(a, a_panel + swizzled(row, 2 * step + matrix / 2));
 #pragma unroll
-      for (int j = 0; j < kFragsN; ++j) mma<kAE5M2, kBE5M2>(part[i][j], a, b[j]);
+      for (int j = 0; j < kFragsN; ++j) multiply_add<kA, kB>(part[i][j], a, b[j]);
     }
   }
 }
@@ -156,7 +156,7 @@ __device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const P
   }
 }
 
-template <bool kAE5M2, bool kBE5M2, bool kInside>
+template <Codes kA, Codes kB, bool kInside>
 __global__ void __launch_bounds__(kThreads, 1) gemm_tile(const __grid_constant__ Gemm g) {
   unsigned char* shared = dynamic_shared();
   const Place p = place_of(g);
@@ -177,28 +177,33 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tile(const __grid_constant__
     load_stage(step + kStages - 1);
     const unsigned char* stage = shared + step % kStages * 2 * kPanel;
     Sums part = {};
-    multiply<kAE5M2, kBE5M2>(part, stage, stage + kPanel, p);
+    multiply<kA, kB>(part, stage, stage + kPanel, p);
     promote<kInside>(total, part, g, p, step);
   }
   finish(total, g, p);
 }
 
-template <bool kAE5M2, bool kBE5M2>
+template <Codes kA, Codes kB>
 void launch_gemm(const Gemm& g, const OnDevice& device) {
   const auto blocks = static_cast<unsigned>(ceil_over(g.m, kTileM) * ceil_over(g.n, kTileN));
   const bool inside = g.a_scale.inside() || g.b_scale.inside();
-  launch(inside ? gemm_tile<kAE5M2, kBE5M2, true> : gemm_tile<kAE5M2, kBE5M2, false>, blocks, kThreads,
-         kShared, device.stream(), g);
+  launch(inside ? gemm_tile<kA, kB, true> : gemm_tile<kA, kB, false>, blocks, kThreads, kShared,
+         device.stream(), g);
 }
 
 }  // namespace
 
 void gemm_mma(const Gemm& g, const OnDevice& device) {
+  using enum Codes;
   if (g.a_e5m2) {
-    g.b_e5m2 ? launch_gemm<true, true>(g, device) : launch_gemm<true, false>(g, device);
+    g.b_e5m2 ? launch_gemm<e5m2, e5m2>(g, device) : launch_gemm<e5m2, e4m3>(g, device);
   } else {
-    g.b_e5m2 ? launch_gemm<false, true>(g, device) : launch_gemm<false, false>(g, device);
+    g.b_e5m2 ? launch_gemm<e4m3, e5m2>(g, device) : launch_gemm<e4m3, e4m3>(g, device);
   }
+}
+
+void gemm_mma_bf16(const Gemm& g, const OnDevice& device) {
+  launch_gemm<Codes::bf16, Codes::bf16>(g, device);
 }
 
 }  // namespace fp8serve

@@ -76,4 +76,15 @@ Tensor k_contiguous(const Tensor& codes, const OnDevice& device) {
   return out;
 }
 
+Tensor k_contiguous_bf16(const Tensor& matrix, const OnDevice& device) {
+  const Tensor rows = dense(matrix);
+  const int64_t bytes = 2 * rows.size(1), padded = ceil_over(bytes, 16) * 16;
+  if (padded == bytes && aligned(rows.data_ptr(), 16)) return rows;
+  Tensor out = empty(rows, {rows.size(0), padded}, ScalarType::Byte);
+  if (out.numel() == 0) return out;
+  launch(gather, static_cast<unsigned>(ceil_over(out.numel(), kThreads)), kThreads, 0, device.stream(),
+         data<uint8_t>(rows), bytes, int64_t{1}, data<uint8_t>(out), out.numel(), bytes, padded);
+  return out;
+}
+
 }  // namespace fp8serve

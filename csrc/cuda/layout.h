@@ -10,4 +10,7 @@ namespace fp8serve {
 // one kernel.
 Tensor k_contiguous(const Tensor& codes, const OnDevice& device);
 
+// The same for BF16 [rows, k], as bytes: [rows, 2 k padded to 16].
+Tensor k_contiguous_bf16(const Tensor& matrix, const OnDevice& device);
+
 }  // namespace fp8serve

@@ -25,14 +25,6 @@ struct Write {
   int64_t row, capacity;  // elements of a token; slots of the cache
 };
 
-template <bool kAligned, class U>
-__device__ __forceinline__ void store_high(const Chunk& x, U* row, int64_t begin, int64_t n) {
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    if (kAligned || begin + i < n) store(x.value[i], row + begin + i);
-  }
-}
-
 // U: the cache's element, or its format.
 template <class T, class U, bool kFp8, bool kAligned>
 __global__ void __launch_bounds__(kThreads) write_rows(const __grid_constant__ Write w) {

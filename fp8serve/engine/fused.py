@@ -10,7 +10,7 @@ them tokens. Where inputs are scaled dynamically, by row or block, the fused cas
 
 Projections that read the same input become one matrix [sum of rows, K]: where they lie side by side in the mapped file
 (gate and up do) that is a view; else they are copied once (q, k and v), and the layers in the model become views of the
-copy, so that nothing is in memory twice. Weight scales per tensor become a scale per row, which multiplies the same sum.
+copy, so that nothing is in memory twice. Weight scales per tensor become one per row, which multiplies the same sum.
 The layers keep their names and share one counter, because they see one input.
 
 `fuse` takes what it can prove: every projection a FrozenLinear, and those joined quantized by one scale. Everything
@@ -119,7 +119,7 @@ class FusedLayer:
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [T, heads, head_dim], views of one product."""
         joined = self.qkv.product(*self.qkv.cast_norm(x, self.attention_norm), x.dtype)
-        q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in joined.split(self.widths, 1))
+        q, k, v = (part.view(len(x), -1, self.head_dim) for part in joined.split_with_sizes(self.widths, 1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
@@ -231,7 +231,8 @@ def _join(parts: Sequence[FrozenLinear]) -> FrozenLinear:
         first.power_2_scale,
         first.out_dtype,
     )
-    for part, weight in zip(parts, joined.weight_q.split([p.out_features for p in parts]), strict=True):
+    rows = [part.out_features for part in parts]
+    for part, weight in zip(parts, joined.weight_q.split_with_sizes(rows), strict=True):
         part.weight_q, part.amax, part.saturated = weight, joined.amax, joined.saturated
     return joined
 

@@ -5,8 +5,8 @@ runs as it is, BF16 ones by `OwnLinear`. Without them, layers are measured.
 
 A matrix library picks its routine, and with it the order of its sums, by the shape of the product. torch's BF16 linear
 on a CPU gives a row the same bits among 2 or 512 rows but others when it is alone; its FP32 linear changes at 2, 4 and
-5. So there each layer is measured once, when the engine starts: random rows, several heights, every row compared bit for bit
-with the same row computed in a tile of `BASE` rows, and at another place in that tile.
+5. So there each layer is measured once, when the engine starts: random rows, several heights, every row compared bit
+for bit with the same row computed in a tile of `BASE` rows, and at another place in that tile.
 
   * all heights agree (our kernels are written to): the layer runs as it is;
   * some agree: it runs in tiles of those heights, the last filled up with zeros;

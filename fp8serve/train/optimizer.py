@@ -69,9 +69,7 @@ class Optimizer:
         A norm that is infinite or NaN changes nothing but clears the gradients: the caller reports the step as skipped.
         """
         grads = [p.grad for p in self.masters.values() if p.grad is not None]
-        norm = float(
-            torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]).square().sum().sqrt()
-        )
+        norm = _global_norm(grads)
         if math.isfinite(norm):
             self._clip_to(grads, norm)
             self._update(rate)
@@ -112,6 +110,19 @@ class Optimizer:
             moments.setdefault(name, {})[kind] = value.clone()
         for name, entry in moments.items():
             self._adam.state[self.masters[name]] = entry
+
+
+def _global_norm(grads: list[Tensor]) -> float:
+    """The norm of all gradients as one vector: FP32 within a row, FP64 over rows.
+
+    FP64 throughout would copy every gradient. Only where a square leaves FP32's range is that done, to know whether the
+    gradient itself is finite.
+    """
+    rows = torch.cat([torch.linalg.vector_norm(g, dim=-1).flatten() for g in grads]).double()
+    norm = float(rows.square().sum().sqrt())
+    if math.isfinite(norm):
+        return norm
+    return float(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]).square().sum().sqrt())
 
 
 def _move_out(parameter: nn.Parameter) -> nn.Parameter:

@@ -30,9 +30,11 @@ class Kernels:
         return tuple(t.cpu() for t in found) if isinstance(found, tuple) else found.cpu()
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "emulated"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "cuda":
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), "emulated"]
+
+
+def kernels_on(device: str) -> Kernels:
+    if device == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
         assert ops.LIBRARIES["cuda"] is not None, "there is a GPU, but libfp8serve_cuda.so was not built"
@@ -42,9 +44,12 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Kernels(emulated.ops(), "cpu")
 
 
+@pytest.fixture(params=DEVICES)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return kernels_on(request.param)
+
+
 @pytest.fixture
 def gpu() -> Kernels:
     """For tests that an emulated GPU would take too long for."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return Kernels(torch.ops.fp8serve, "cuda")
+    return kernels_on("cuda")

@@ -1,7 +1,7 @@
 """The CUDA kernels on a GPU made of C++ (emulator/cuda/device.h): same sources, compiled by the C++ compiler, run here.
 
-`ops()` gives them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. What it shows and
-what it cannot is said in the emulator. The library is built under build/emulator and built again when a source changes.
+`ops()` gives them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. What it shows
+and what it cannot is said in the emulator. The library lies in build/emulator and is built again when a source changes.
 """
 
 import shutil
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp8serve.fp8.ops import OPS
+from fp8serve.fp8.ops import COMPOSED, OPS
 
 ROOT = Path(__file__).parents[2]
 HEADERS = [ROOT / "csrc/check.h", ROOT / "csrc/fp8.h", *(ROOT / "csrc/cuda").glob("*.h")]
@@ -51,7 +51,7 @@ def build() -> Path:
 @cache
 def ops() -> Any:
     schemas = torch.library.Library("fp8serve_emulated", "DEF")
-    for name in OPS:
+    for name in OPS + COMPOSED:
         schema = getattr(torch.ops.fp8serve, name).default._schema
         schemas.define(str(schema).removeprefix("fp8serve::"))
     torch.ops.load_library(str(build()))

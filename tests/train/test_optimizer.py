@@ -137,3 +137,14 @@ def test_weights_of_another_model_are_refused() -> None:
     optimizer = Optimizer(parameters(), config())
     with pytest.raises(JobError, match="not those of this model"):
         optimizer.load({"other": torch.zeros(1)}, {})
+
+
+def test_a_norm_beyond_fp32_is_still_a_norm() -> None:
+    """Squares that overflow FP32 do not make a finite gradient infinite; one infinite element does."""
+    from fp8serve.train.optimizer import _global_norm
+
+    grads = [torch.full((3, 4), 1e30), torch.full((4,), -1e30)]
+    assert _global_norm(grads) == pytest.approx(4e30)
+    assert _global_norm([torch.full((2, 8), 3.0)]) == 12.0
+    assert _global_norm([*grads, torch.tensor([torch.inf])]) == math.inf
+    assert math.isnan(_global_norm([*grads, torch.tensor([torch.nan])]))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.errors import RecipeError
@@ -272,3 +273,36 @@ def test_a_sharded_model_is_saved_whole_and_resumes_with_the_same_bits() -> None
     for found, resumed, unsharded in on_ranks(2, interrupted):
         assert resumed == found
         assert unsharded == found[2]
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are dropped and computed again in the backward pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def variants(rank: int) -> Any:
+    """FSDP2 as it is often used: activations recomputed; weights kept between forward and backward; prefetched."""
+    group = dist.group.WORLD
+    recomputed = gather_in_fp8(nn.Sequential(*[Recomputed(m) if isinstance(m, Block) else m for m in network()]))
+    for module in recomputed:
+        fully_shard(module, mesh=mesh())
+    kept = gather_in_fp8(network())
+    for module in kept:
+        fully_shard(module, mesh=mesh(), reshard_after_forward=False)
+    prefetched = gather_in_fp8(network())
+    sharded = [fully_shard(module, mesh=mesh()) for module in prefetched]
+    sharded[0].set_modules_to_forward_prefetch(sharded[1:])
+    models = recomputed, kept, prefetched
+    return [on_rank(fully_shard(m, mesh=mesh()), rank, DELAYED, group)["losses"] for m in models]
+
+
+def test_recomputing_keeping_and_prefetching_change_nothing() -> None:
+    wanted = alone(DELAYED, 2)
+    for rank, found in enumerate(on_ranks(2, variants)):
+        assert found == [wanted[rank]["losses"]] * 3

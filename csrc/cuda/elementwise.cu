@@ -1,0 +1,387 @@
+// What stands between two GEMMs of a decoder layer, each in one read and one write: rms_norm_quantize,
+// silu_mul_quantize, rotary_write_kv, and quantize_transpose for the GEMMs that contract the other dimension.
+//
+// They round where the separate ops round (an intermediate of a BF16 model is BF16), so that a layer gives
+// the same numbers fused or not; the mean of squares and the exponential may differ by their last bit
+// (fused.py).
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "cuda/cast.h"
+
+namespace fp8serve {
+namespace {
+
+using Pair = std::tuple<Tensor, Tensor>;
+
+constexpr int kThreads = 256;
+
+// A matrix whose rows are contiguous: [count, width] with `stride` elements from row to row.
+struct Rows {
+  Tensor held;
+  int64_t count, width, stride;
+};
+
+Rows rows_of(const Tensor& x) {
+  const bool usable = x.is_contiguous() || (x.stride(1) == 1 && x.stride(0) >= x.size(1));
+  const Tensor held = usable ? x : dense(x);
+  return {held, held.size(0), held.size(1), std::max<int64_t>(held.stride(0), held.size(1))};
+}
+bool fast_rows(const Rows& r) {
+  return r.width % kChunk == 0 && r.stride % kChunk == 0 && aligned(r.held.data_ptr(), 16);
+}
+
+// --- norm
+// -----------------------------------------------------------------------------------------------------------
+
+// A block per row, which it reads twice, the second time from the first-level cache.
+template <class F, class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    norm_row(const T* x, int64_t stride, const T* weight, uint8_t* q, int64_t n, float eps,
+             const float* scale_in, float* amax) {
+  __shared__ float memory[2][32];
+  const T* from = x + blockIdx.x * stride;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk, step = kThreads * kChunk;
+  float sum = 0.0f;
+  for (int64_t at = first; at < n; at += step) {
+    const Chunk chunk = load_chunk<kAligned>(from, at, n);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) sum = fmaf(chunk.value[i], chunk.value[i], sum);
+  }
+  const float factor = 1.0f / sqrtf(block_sum(sum, memory[0]) / static_cast<float>(n) + eps);
+  const float scale = *scale_in;
+  float seen = 0.0f;
+  for (int64_t at = first; at < n; at += step) {
+    Chunk y = load_chunk<kAligned>(from, at, n);
+    const Chunk w = load_chunk<kAligned>(weight, at, n);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) y.value[i] = rounded<T>(w.value[i] * rounded<T>(y.value[i] * factor));
+    seen = amax_of(y, seen);
+    store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
+  }
+  seen = block_max(seen, memory[1]);
+  if (threadIdx.x == 0) raise(amax, seen);
+}
+
+// --- gated activation
+// ---------------------------------------------------------------------------------------------------
+
+template <class F, class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    silu_mul(const T* gate, int64_t gate_stride, const T* up, int64_t up_stride, uint8_t* q, int64_t rows,
+             int64_t n, const float* scale_in, float* amax) {
+  __shared__ float memory[32];
+  const float scale = *scale_in;
+  const int64_t per_row = (n + kChunk - 1) / kChunk, chunks = rows * per_row;
+  float seen = 0.0f;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < chunks;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t row = i / per_row, at = i % per_row * kChunk;
+    Chunk y = load_chunk<kAligned>(gate + row * gate_stride, at, n);
+    const Chunk u = load_chunk<kAligned>(up + row * up_stride, at, n);
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+      y.value[j] = rounded<T>(rounded<T>(y.value[j] / (1.0f + expf(-y.value[j]))) * u.value[j]);
+    }
+    seen = amax_of(y, seen);
+    store_chunk<kAligned>(encode_chunk<F>(y, scale), q + row * n, at, n);
+  }
+  seen = block_max(seen, memory);
+  if (threadIdx.x == 0) raise(amax, seen);
+}
+
+// --- cast and transpose
+// -------------------------------------------------------------------------------------------------
+
+constexpr int kSquare = 128;
+
+// A block casts 128 x 128 and writes it twice: as it lies, and from shared memory the other way.
+template <class F, class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads) cast_transpose(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows,
+                                                           int64_t cols, const float* scale_in, float* amax) {
+  __shared__ __align__(16) uint8_t tile[kSquare][kSquare];
+  __shared__ float memory[32];
+  constexpr int kLanes = kSquare / kChunk, kRows = kThreads / kLanes;
+  const int64_t c0 = static_cast<int64_t>(blockIdx.x) * kSquare,
+                r0 = static_cast<int64_t>(blockIdx.y) * kSquare;
+  const int column = static_cast<int>(threadIdx.x) % kLanes * kChunk;
+  const float scale = *scale_in;
+  float seen = 0.0f;
+#pragma unroll
+  for (int line = static_cast<int>(threadIdx.x) / kLanes; line < kSquare; line += kRows) {
+    const int64_t row = r0 + line;
+    const Chunk chunk = load_chunk<kAligned>(x + row * cols, row < rows ? c0 + column : cols, cols);
+    seen = amax_of(chunk, seen);
+    const uint2 codes = encode_chunk<F>(chunk, scale);
+    *reinterpret_cast<uint2*>(&tile[line][column]) = codes;
+    if (row < rows) store_chunk<kAligned>(codes, q + row * cols, c0 + column, cols);
+  }
+  seen = block_max(seen, memory);  // also: the tile is whole
+  if (threadIdx.x == 0) raise(amax, seen);
+  const int first = static_cast<int>(threadIdx.x) / 32 * 16, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int i = 0; i < kSquare / 32; ++i) {
+    const int64_t to = (c0 + lane + 32 * i) * rows + r0 + first;
+    if (c0 + lane + 32 * i >= cols) continue;
+    uint32_t word[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int b = 0; b < 16; ++b) {
+      word[b / 4] |= static_cast<uint32_t>(tile[first + b][lane + 32 * i]) << (8 * (b % 4));
+    }
+    if (rows % 16 == 0) {
+      if (r0 + first < rows) *reinterpret_cast<uint4*>(q_t + to) = {word[0], word[1], word[2], word[3]};
+    } else {
+      for (int b = 0; b < 16; ++b) {
+        if (r0 + first + b < rows) q_t[to + b] = static_cast<uint8_t>(word[b / 4] >> (8 * (b % 4)));
+      }
+    }
+  }
+}
+
+// --- rotary embedding and cache
+// -----------------------------------------------------------------------------------------
+
+struct Heads {
+  const void* from;
+  int64_t token_stride;
+  int count;
+};
+
+struct Rotary {
+  Heads q, k, v;
+  const void *cos, *sin;  // [tokens, dim]
+  void *out, *k_cache, *v_cache;
+  const float *k_scale, *v_scale;  // null for 1
+  const int64_t* slots;
+  int64_t capacity;
+  int dim;
+};
+
+// One value of a rotated head, rounded where x * cos + rotate(x) * sin rounds.
+template <class T>
+__device__ __forceinline__ float turned(const T* head, const T* cos, const T* sin, int d, int dim) {
+  const int half = dim / 2, other = d < half ? d + half : d - half;
+  const float across = d < half ? -load(head[other]) : load(head[other]);
+  return rounded<T>(rounded<T>(load(head[d]) * load(cos[d])) + rounded<T>(across * load(sin[d])));
+}
+
+template <class U, bool kFp8>
+__device__ __forceinline__ void write_cache(void* cache, int64_t at, float value, const float* scale) {
+  if constexpr (kFp8) {
+    const float factor = scale == nullptr ? 1.0f : *scale;
+    const uint32_t code = encode_pair<is_e5m2<U>>(value * factor, 0.0f) & 0xff;
+    const uint32_t sign = isnan(value) ? __float_as_uint(value) >> 24 & 0x80 : 0;
+    static_cast<uint8_t*>(cache)[at] = static_cast<uint8_t>(code | sign);
+  } else {
+    store(value, static_cast<U*>(cache) + at);
+  }
+}
+
+// A block per token and head: first the heads of q, then those of k, then those of v.
+template <class T, class U, bool kFp8>
+__global__ void __launch_bounds__(128) rotate_and_write(const __grid_constant__ Rotary r) {
+  const int64_t token = blockIdx.x;
+  const T* cos = static_cast<const T*>(r.cos) + token * r.dim;
+  const T* sin = static_cast<const T*>(r.sin) + token * r.dim;
+  int head = static_cast<int>(blockIdx.y);
+  if (head < r.q.count) {
+    const T* from = static_cast<const T*>(r.q.from) + token * r.q.token_stride + head * r.dim;
+    T* to = static_cast<T*>(r.out) + (token * r.q.count + head) * r.dim;
+    for (int d = static_cast<int>(threadIdx.x); d < r.dim; d += 128)
+      store(turned(from, cos, sin, d, r.dim), to + d);
+    return;
+  }
+  const int64_t slot = r.slots[token];
+  if (slot < 0 || slot >= r.capacity) return;
+  head -= r.q.count;
+  const bool key = head < r.k.count;
+  if (!key) head -= r.k.count;
+  const int64_t at = (slot * r.k.count + head) * r.dim;
+  const Heads& heads = key ? r.k : r.v;
+  const T* from = static_cast<const T*>(heads.from) + token * heads.token_stride + head * r.dim;
+  for (int d = static_cast<int>(threadIdx.x); d < r.dim; d += 128) {
+    const float value = key ? turned(from, cos, sin, d, r.dim) : load(from[d]);
+    write_cache<U, kFp8>(key ? r.k_cache : r.v_cache, at + d, value, key ? r.k_scale : r.v_scale);
+  }
+}
+
+// --- ops
+// ------------------------------------------------------------------------------------------------------------
+
+void check_fp8(const DeviceContract& check, ScalarType dtype) {
+  check.require(is_fp8(dtype), "dtype", "is ", torch::headeronly::toString(dtype),
+                ", must be Float8_e4m3fn or Float8_e5m2");
+}
+
+// Calls f(Type<Format>, Type<Element>, bool_constant).
+template <class F>
+void with_types(ScalarType format, ScalarType element, bool fast, const F& f) {
+  with_format(format, [&](auto fmt) {
+    with_element(element,
+                 [&](auto elem) { fast ? f(fmt, elem, std::true_type{}) : f(fmt, elem, std::false_type{}); });
+  });
+}
+
+Tensor zero_amax(const Tensor& like, const OnDevice& device) {
+  const Tensor amax = empty(like, {}, ScalarType::Float);
+  set_zero(amax.data_ptr(), sizeof(float), device.stream());
+  return amax;
+}
+
+Pair rms_norm_quantize(const Tensor& x, const Tensor& weight_in, double eps, const Tensor& scale,
+                       ScalarType dtype) {
+  const DeviceContract check("rms_norm_quantize", x);
+  check.rank("x", x, 2);
+  const Size t{"T", x.size(0)}, hidden{"hidden", x.size(1)};
+  check.tensor("x", x, kHigh, {t, hidden});
+  check.tensor("weight", weight_in, {x.scalar_type()}, {hidden});
+  check.tensor("scale", scale, {ScalarType::Float}, {});
+  check_fp8(check, dtype);
+  const OnDevice device(x);
+  const Tensor weight = dense(weight_in), q = empty(x, {t.value(), hidden.value()}, dtype);
+  const Tensor amax = zero_amax(x, device);
+  if (x.numel() == 0) return {q, amax};
+  const Rows rows = rows_of(x);
+  const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16);
+  with_types(dtype, x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    launch(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
+           kThreads, 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight), data<uint8_t>(q),
+           rows.width, static_cast<float>(eps), data<float>(scale), data<float>(amax));
+  });
+  return {q, amax};
+}
+
+Pair silu_mul_quantize(const Tensor& gate, const Tensor& up, const Tensor& scale, ScalarType dtype) {
+  const DeviceContract check("silu_mul_quantize", gate);
+  check.rank("gate", gate, 2);
+  const Size t{"T", gate.size(0)}, width{"intermediate", gate.size(1)};
+  check.tensor("gate", gate, kHigh, {t, width});
+  check.tensor("up", up, {gate.scalar_type()}, {t, width});
+  check.tensor("scale", scale, {ScalarType::Float}, {});
+  check_fp8(check, dtype);
+  const OnDevice device(gate);
+  const Tensor q = empty(gate, {t.value(), width.value()}, dtype), amax = zero_amax(gate, device);
+  if (gate.numel() == 0) return {q, amax};
+  const Rows g = rows_of(gate), u = rows_of(up);
+  const int64_t chunks = g.count * ceil_over(g.width, kChunk);
+  const auto blocks = std::min<int64_t>(ceil_over(chunks, kThreads), 8 * device.multiprocessors());
+  with_types(dtype, gate.scalar_type(), fast_rows(g) && fast_rows(u), [&](auto fmt, auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    launch(silu_mul<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(blocks), kThreads, 0,
+           device.stream(), data<T>(g.held), g.stride, data<T>(u.held), u.stride, data<uint8_t>(q), g.count,
+           g.width, data<float>(scale), data<float>(amax));
+  });
+  return {q, amax};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const Tensor& scale,
+                                                      ScalarType dtype) {
+  const DeviceContract check("quantize_transpose", x_in);
+  check.rank("x", x_in, 2);
+  const Size m{"M", x_in.size(0)}, k{"K", x_in.size(1)};
+  check.tensor("x", x_in, kHigh, {m, k});
+  check.tensor("scale", scale, {ScalarType::Float}, {});
+  check_fp8(check, dtype);
+  const OnDevice device(x_in);
+  const Tensor x = dense(x_in), q = empty(x, {m.value(), k.value()}, dtype);
+  const Tensor q_t = empty(x, {k.value(), m.value()}, dtype), amax = zero_amax(x, device);
+  if (x.numel() == 0) return {q, q_t, amax};
+  const dim3 grid(static_cast<unsigned>(ceil_over(k.value(), kSquare)),
+                  static_cast<unsigned>(ceil_over(m.value(), kSquare)));
+  with_types(dtype, x.scalar_type(), fast_rows(rows_of(x)), [&](auto fmt, auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    launch(cast_transpose<typename decltype(fmt)::type, T, whole.value>, grid, kThreads, 0, device.stream(),
+           data<T>(x), data<uint8_t>(q), data<uint8_t>(q_t), m.value(), k.value(), data<float>(scale),
+           data<float>(amax));
+  });
+  return {q, q_t, amax};
+}
+
+// [tokens, heads, dim] whose heads are contiguous; a slice of a fused projection's output qualifies.
+struct HeadsOf {
+  Tensor held;
+  Heads heads;
+  explicit HeadsOf(const Tensor& x) : held(usable(x) ? x : dense(x)) {
+    heads = {held.data_ptr(), held.stride(0), static_cast<int>(held.size(1))};
+  }
+  static bool usable(const Tensor& x) { return x.stride(2) == 1 && x.stride(1) == x.size(2); }
+};
+
+const float* scale_of(const DeviceContract& check, const char* name, const std::optional<Tensor>& scale) {
+  if (!scale) return nullptr;
+  check.tensor(name, *scale, {ScalarType::Float}, {});
+  return data<const float>(*scale);
+}
+
+void launch_rotary(const Rotary& r, int64_t tokens, ScalarType element, ScalarType cache, Stream stream) {
+  const dim3 grid(static_cast<unsigned>(tokens), static_cast<unsigned>(r.q.count + r.k.count + r.v.count));
+  with_element(element, [&](auto elem) {
+    using T = typename decltype(elem)::type;
+    if (is_fp8(cache)) {
+      with_format(cache, [&](auto fmt) {
+        launch(rotate_and_write<T, typename decltype(fmt)::type, true>, grid, 128, 0, stream, r);
+      });
+    } else {
+      with_element(cache, [&](auto to) {
+        launch(rotate_and_write<T, typename decltype(to)::type, false>, grid, 128, 0, stream, r);
+      });
+    }
+  });
+}
+
+Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos_in,
+                       const Tensor& sin_in, const Tensor& k_cache, const Tensor& v_cache,
+                       const Tensor& slots_in, const std::optional<Tensor>& k_scale,
+                       const std::optional<Tensor>& v_scale) {
+  const DeviceContract check("rotary_write_kv", q);
+  check.rank("q", q, 3);
+  check.rank("k", k, 3);
+  check.rank("k_cache", k_cache, 4);
+  const Size t{"T", q.size(0)}, heads{"heads", q.size(1)}, dim{"D", q.size(2)},
+      kv_heads{"kv_heads", k.size(1)};
+  const Size blocks{"blocks", k_cache.size(0)}, size{"block_size", k_cache.size(1)};
+  const auto same = {q.scalar_type()};
+  check.tensor("q", q, kHigh, {t, heads, dim});
+  check.tensor("k", k, same, {t, kv_heads, dim});
+  check.tensor("v", v, same, {t, kv_heads, dim});
+  check.tensor("cos", cos_in, same, {t, exactly(1), dim});
+  check.tensor("sin", sin_in, same, {t, exactly(1), dim});
+  check.tensor("k_cache", k_cache, kStored, {blocks, size, kv_heads, dim});
+  check.tensor("v_cache", v_cache, {k_cache.scalar_type()}, {blocks, size, kv_heads, dim});
+  check.require(k_cache.is_contiguous(), "k_cache", "must be contiguous, because it is written in place");
+  check.require(v_cache.is_contiguous(), "v_cache", "must be contiguous, because it is written in place");
+  check.tensor("slots", slots_in, {ScalarType::Long}, {t});
+  check.require(dim.value() % 2 == 0, "q", "head_dim is ", dim.value(), ", must be even");
+  const OnDevice device(q);
+  const Tensor cos = dense(cos_in), sin = dense(sin_in), slots = dense(slots_in);
+  const HeadsOf from_q(q), from_k(k), from_v(v);
+  Tensor out = empty(q, {t.value(), heads.value(), dim.value()}, q.scalar_type());
+  if (out.numel() == 0) return out;
+  const Rotary r{.q = from_q.heads,
+                 .k = from_k.heads,
+                 .v = from_v.heads,
+                 .cos = cos.data_ptr(),
+                 .sin = sin.data_ptr(),
+                 .out = out.data_ptr(),
+                 .k_cache = k_cache.data_ptr(),
+                 .v_cache = v_cache.data_ptr(),
+                 .k_scale = scale_of(check, "k_scale", k_scale),
+                 .v_scale = scale_of(check, "v_scale", v_scale),
+                 .slots = data<const int64_t>(slots),
+                 .capacity = blocks.value() * size.value(),
+                 .dim = static_cast<int>(dim.value())};
+  launch_rotary(r, t.value(), q.scalar_type(), k_cache.scalar_type(), device.stream());
+  return out;
+}
+
+}  // namespace
+}  // namespace fp8serve
+
+STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
+  m.impl("rms_norm_quantize", TORCH_BOX(&fp8serve::rms_norm_quantize));
+  m.impl("silu_mul_quantize", TORCH_BOX(&fp8serve::silu_mul_quantize));
+  m.impl("quantize_transpose", TORCH_BOX(&fp8serve::quantize_transpose));
+  m.impl("rotary_write_kv", TORCH_BOX(&fp8serve::rotary_write_kv));
+}

@@ -1,0 +1,23 @@
+// BF16 through the same kernels: a and b hold bytes of BF16, k counts bytes, and there are no scales.
+#pragma once
+
+#include "cuda/gemm.h"
+#include "cuda/mma_bf16.h"
+
+namespace fp8serve {
+
+enum class Codes { e4m3, e5m2, bf16 };
+
+template <Codes kA, Codes kB>
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (kA == Codes::bf16) {
+    mma_bf16(c, a, b);
+  } else {
+    mma<kA == Codes::e5m2, kB == Codes::e5m2>(c, a, b);
+  }
+}
+
+void gemm_mma_bf16(const Gemm& g, const OnDevice& device);
+void gemm_skinny_bf16(const Gemm& g, const OnDevice& device, const Tensor& allocator);
+
+}  // namespace fp8serve

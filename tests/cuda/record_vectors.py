@@ -1,0 +1,65 @@
+"""Recorded parity vectors: python -m tests.cuda.record_vectors, to be run on a CPU with its library built.
+
+vectors.safetensors holds inputs and what the CPU kernels made of them. Both sides are tested against it: a GPU must
+give the codes and scales that some CPU gave once, not those of the reference that happens to run beside it, and a later
+CPU kernel must give them too. Written anew only when the numerics of SPEC section 2 change.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.csrc.helpers import FORMATS, hostile, tame
+
+PATH = Path(__file__).parent / "vectors.safetensors"
+NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+HIGH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CASTS = {  # name: (op, arguments after x and dtype)
+    "current": ("quantize_current", (False,)),
+    "current_power2": ("quantize_current", (True,)),
+    "row": ("quantize_rowwise", (False,)),
+    "block1x128": ("quantize_block", (1, False)),
+    "block128x128": ("quantize_block", (128, False)),
+}
+
+
+def casts() -> dict[str, Tensor]:
+    found = {}
+    for kind, high in HIGH.items():
+        found[f"{kind}.x"] = x = hostile(33, 272, high, seed=5)
+        for dtype in FORMATS:
+            for name, (op, rest) in CASTS.items():
+                q, scale_inv = getattr(torch.ops.fp8serve, op)(x, dtype, *rest)
+                found |= {f"{kind}.{NAMES[dtype]}.{name}.q": q, f"{kind}.{NAMES[dtype]}.{name}.scale_inv": scale_inv}
+            q, amax = torch.ops.fp8serve.quantize(x, torch.tensor(0.37), dtype)
+            found |= {f"{kind}.{NAMES[dtype]}.given.q": q, f"{kind}.{NAMES[dtype]}.given.amax": amax}
+    return found
+
+
+def products() -> dict[str, Tensor]:
+    """One GEMM per granularity: codes, scales, and the product in FP32."""
+    found = {}
+    ops = torch.ops.fp8serve
+    a, b, dtype = tame(21, 272, seed=6), tame(40, 272, seed=7), FORMATS[0]
+    pairs = {
+        "tensor": (ops.quantize_current(a, dtype, False), ops.quantize_current(b, dtype, False)),
+        "row": (ops.quantize_rowwise(a, dtype, False), ops.quantize_rowwise(b, dtype, False)),
+        "block": (ops.quantize_block(a, dtype, 1, False), ops.quantize_block(b, dtype, 128, False)),
+    }
+    for name, ((a_q, a_scale), (b_q, b_scale)) in pairs.items():
+        out = ops.scaled_mm(a_q, b_q, a_scale, b_scale, None, torch.float32)
+        parts = {"a": a_q, "b": b_q, "a_scale": a_scale, "b_scale": b_scale, "out": out}
+        found |= {f"mm.{name}.{part}": t for part, t in parts.items()}
+    return found
+
+
+if __name__ == "__main__":
+    from fp8serve.fp8 import ops
+
+    if ops.cpu_isa() is None:
+        raise SystemExit("The CPU library is not built, and the vectors are what its kernels compute: make setup")
+    made_by = {"torch": torch.__version__, "cpu": str(ops.cpu_isa())}
+    save_file({name: t.contiguous() for name, t in (casts() | products()).items()}, PATH, metadata=made_by)
+    print(f"{PATH}: {PATH.stat().st_size} bytes")

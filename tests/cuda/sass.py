@@ -1,0 +1,67 @@
+"""Which FP8 tensor instructions the CUDA library holds, per architecture: python tests/cuda/sass.py LIBRARY.
+
+Disassembles with cuobjdump: from PATH, or from the nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm packages, or from
+triton's. Exits with 1 if an architecture in the library lacks the instruction that its GEMMs are for: a kernel that
+fell back to FP16 multiplication gives the right numbers and is twice too slow, and nothing else would tell.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+# QMMA: warp-level FP8; QGMMA: Hopper's warpgroup-level FP8; UTCQMMA: tcgen05 FP8.
+EXPECTED = {"sm_89": "QMMA", "sm_90a": "QGMMA", "sm_100a": "UTCQMMA", "sm_120a": "QMMA"}
+INSTRUCTION = re.compile(r"\b(UTCQMMA|QGMMA|QMMA|HGMMA|HMMA)\b")
+ARCHITECTURE = re.compile(r"arch = (sm_\w+)")
+PACKAGED = {"nvidia": "cu13/bin", "triton": "backends/nvidia/bin"}
+
+
+def cuobjdump() -> Path | None:
+    """The disassembler, or None where none is installed."""
+    if found := shutil.which("cuobjdump"):
+        return Path(found)
+    for package, folder in PACKAGED.items():
+        spec = find_spec(package)
+        for place in (spec.submodule_search_locations or []) if spec else []:
+            if (path := Path(place) / folder / "cuobjdump").is_file():
+                return path
+    return None
+
+
+def architectures(library: Path, tool: Path) -> list[str]:
+    listing = subprocess.run([tool, "--list-elf", library], capture_output=True, text=True, check=True).stdout
+    return sorted(set(re.findall(r"\.(sm_\w+)\.cubin", listing)))
+
+
+def instructions(library: Path, tool: Path, arch: str) -> Counter[str]:
+    """How often each tensor instruction occurs in the code of one architecture."""
+    path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}  # it calls the nvdisasm beside it
+    command = [str(tool), "-sass", "-arch", arch, str(library)]
+    counts: Counter[str] = Counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **path}) as process:
+        for line in process.stdout or ():
+            counts.update(INSTRUCTION.findall(line))
+    return counts
+
+
+def main(arguments: list[str]) -> int:
+    tool = cuobjdump()
+    if len(arguments) != 1 or tool is None:
+        print(__doc__ if tool else "cuobjdump was not found; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+        return 2
+    missing = 0
+    for arch in architectures(library := Path(arguments[0]), tool):
+        counts = instructions(library, tool, arch)
+        wanted = EXPECTED.get(arch)
+        missing += wanted is not None and counts[wanted] == 0
+        print(f"{arch:8}  {'  '.join(f'{name} {counts[name]}' for name in sorted(counts)) or 'no tensor instructions'}")
+    return int(missing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""The fused ops on the device: what they are made of, to the bit where fused.py promises it, else to the last bit."""
+
+import pytest
+import torch
+
+from fp8serve.fp8 import fused, reference
+from fp8serve.fp8.cases import CASES
+from tests.csrc.helpers import FORMATS, assert_bits_equal, assert_codes_equal, hostile, tame
+
+
+def assert_last_bit(found, expected):
+    """Codes at most one step apart and few of them; amax apart by rounding."""
+    codes, wanted = (t[0].view(torch.uint8).int() for t in (found, expected))
+    assert found[0].shape == expected[0].shape
+    assert int((codes - wanted).abs().max() if codes.numel() else 0) <= 1
+    assert (codes != wanted).float().mean() <= 0.01 or codes.numel() == 0
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-2 if wanted.numel() == 0 else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES["quantize_transpose"], ids=lambda case: case.name)
+def test_quantize_transpose(kernels, case):
+    found, expected = kernels.run("quantize_transpose", *case.make()), reference.quantize_transpose(*case.make())
+    assert_codes_equal(found[0], expected[0])
+    assert_codes_equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (144, 136), (131, 300)])
+def test_quantize_transpose_of_many_tiles(kernels, shape):
+    args = hostile(*shape, torch.bfloat16, seed=3), torch.tensor(3.0), FORMATS[1]
+    found, expected = kernels.run("quantize_transpose", *args), reference.quantize_transpose(*args)
+    assert_codes_equal(found[0], expected[0])
+    assert_codes_equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("op", ["rms_norm_quantize", "silu_mul_quantize"])
+def test_norm_and_activation(kernels, op):
+    for case in CASES[op]:
+        assert_last_bit(kernels.run(op, *case.make()), getattr(fused, op)(*case.make()))
+
+
+@pytest.mark.parametrize("case", CASES["rotary_write_kv"], ids=lambda case: case.name)
+def test_rotary(kernels, case):
+    args, expected = kernels.here(case.make()), case.make()
+    turned = fused.rotary_write_kv(*expected)
+    assert_bits_equal(kernels.ops.rotary_write_kv(*args).cpu(), turned)
+    for found, wanted in zip(args[5:7], expected[5:7], strict=True):
+        assert_bits_equal(found.cpu(), wanted)
+
+
+def test_rotary_into_fp8_from_a_fused_projection(kernels):
+    """q, k and v as views of one [T, (4 + 2 + 2) * 16] tensor, caches in FP8."""
+    qkv = hostile(5, 128, torch.bfloat16)
+    angle = tame(5, 16, seed=2)
+    caches = [torch.zeros(2, 4, 2, 16).to(FORMATS[0]) for _ in range(2)]
+    rest = (angle.cos().bfloat16().unsqueeze(1), angle.sin().bfloat16().unsqueeze(1))
+    tail = (torch.tensor([7, 0, -1, 3, 4]), torch.tensor(2.5), torch.tensor(0.5))
+
+    def split(x):
+        heads = x.view(5, 8, 16)
+        return heads[:, :4], heads[:, 4:6], heads[:, 6:]
+
+    here = kernels.here([c.clone() for c in caches])
+    found = kernels.ops.rotary_write_kv(*split(kernels.here(qkv)), *kernels.here(rest), *here, *kernels.here(tail))
+    expected = fused.rotary_write_kv(*split(qkv), *rest, *caches, *tail)
+    assert_bits_equal(found.cpu(), expected)
+    for one, wanted in zip(here, caches, strict=True):
+        differs = one.cpu().view(torch.uint8) != wanted.view(torch.uint8)
+        assert bool((one.cpu().float().isnan() & wanted.float().isnan())[differs].all())  # a made NaN has either sign
+
+
+@pytest.mark.parametrize("op", ["mm", "scaled_mm_add"])
+def test_products(kernels, op):
+    for case in CASES[op]:
+        expected = getattr(fused, op)(*case.make())
+        found = kernels.run(op, *case.make())
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1.6e-2 if expected.itemsize == 2 else 1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(5, 40, 264), (70, 136, 200), (3, 9, 13), (80, 24, 7)])
+def test_bf16_products(kernels, shape):
+    m, n, k = shape
+    a, b, bias = tame(m, k, torch.bfloat16, 1), tame(n, k, torch.bfloat16, 2), tame(1, n, torch.bfloat16, 3)[0]
+    found = kernels.run("mm", a, b, bias, torch.float32)
+    truth = a.double() @ b.double().t() + bias.double()
+    bound = a.double().abs() @ b.double().abs().t() + bias.double().abs()
+    assert ((found.double() - truth).abs() <= 2.0**-20 * bound).all()
+
+
+def test_a_row_of_a_bf16_product_does_not_depend_on_its_neighbours(kernels):
+    a, b = tame(64, 1096, torch.bfloat16, 1), tame(24, 1096, torch.bfloat16, 2)
+    whole = kernels.run("mm", a, b, None, torch.float32)
+    for rows in (1, 9, 17, 33):
+        assert_bits_equal(kernels.run("mm", a[:rows], b, None, torch.float32), whole[:rows])

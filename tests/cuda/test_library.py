@@ -1,0 +1,105 @@
+"""What is built, and what is in it: registrations, symbols, instructions. Nothing here needs a GPU."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8serve.fp8 import ops
+from tests.csrc.test_library import ALLOWED
+from tests.cuda import sass
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "csrc/cuda"
+BUILT = [path for path in (ROOT / "build").glob("*/libfp8serve_cuda.so") if path.is_file()]
+built = pytest.mark.skipif(not BUILT, reason="libfp8serve_cuda.so was not built (make cuda)")
+
+
+def test_every_op_has_a_cuda_kernel_and_no_kernel_is_without_an_op():
+    found = [re.findall(r'm\.impl\("(\w+)"', path.read_text()) for path in SOURCES.glob("*.cu")]
+    assert sorted(name for names in found for name in names) == sorted(ops.OPS + ops.COMPOSED)
+
+
+def test_only_stable_headers_are_included():
+    texts = {path.name: path.read_text() for path in SOURCES.iterdir() if path.suffix in {".h", ".cu", ".cpp"}}
+    included = {
+        (name, line)
+        for name, text in texts.items()
+        for line in re.findall(r'#include [<"](torch/[^>"]+|ATen/[^>"]+|c10/[^>"]+|Python.h)[>"]', text)
+    }
+    assert included
+    assert [found for found in included if not ALLOWED.match(found[1])] == []
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["-DFP8SERVE_CUDA=ON", "-DCMAKE_CUDA_COMPILER=NOTFOUND"], "nvcc was not found, so no CUDA kernels are built"),
+        (["-DFP8SERVE_CUDA=OFF"], ""),
+    ],
+)
+def test_the_cpu_library_is_configured_without_nvcc(tmp_path, settings, said):
+    command = [
+        "cmake",
+        "-S",
+        str(ROOT / "csrc"),
+        "-B",
+        str(tmp_path),
+        f"-DPython_EXECUTABLE={sys.executable}",
+        *settings,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout + done.stderr
+    targets = subprocess.run(
+        ["cmake", "--build", str(tmp_path), "--target", "help"], capture_output=True, text=True
+    ).stdout
+    assert "fp8serve_cpu" in targets
+    assert "fp8serve_cuda" not in targets
+
+
+@built
+@pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
+def test_no_symbol_of_torchs_unstable_interface_is_needed(library):
+    listing = subprocess.run(["nm", "-D", "--undefined-only", "--demangle", library], capture_output=True, text=True)
+    assert "aoti_torch_get_current_cuda_stream" in listing.stdout
+    assert [line for line in listing.stdout.splitlines() if re.search(r"\b(at|c10|torch|caffe2)::", line)] == []
+    assert not re.search(r" cu[A-Z]\w+| cuda[A-Z]\w+", listing.stdout), "the driver is looked up, the runtime is inside"
+
+
+@built
+@pytest.mark.skipif(sass.cuobjdump() is None, reason="cuobjdump is not installed")
+@pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
+def test_every_architecture_multiplies_in_fp8(library):
+    tool = sass.cuobjdump()
+    found = sass.architectures(library, tool)
+    assert found
+    for arch in found:
+        assert sass.instructions(library, tool, arch)[sass.EXPECTED[arch]] > 0, arch
+
+
+LOAD = """
+import sys, torch
+from fp8serve.fp8 import ops
+torch.ops.load_library(sys.argv[1])
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+missing = [op for op in ops.OPS + ops.COMPOSED if not has(f"fp8serve::{op}", "CUDA")]
+dangling = [entry for entry in torch._C._dispatch_find_dangling_impls() if "fp8serve" in entry]
+print(missing, dangling)
+"""
+
+
+@built
+@pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
+def test_it_loads_and_registers_every_op(library):
+    """On a torch without CUDA with the stub of libtorch_cuda.so that it was linked against."""
+    stub = library.parent / "stub"
+    environment = {"LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", LOAD, str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[] []"

@@ -1,0 +1,60 @@
+"""The recorded vectors, on every side there is: the CPU, the reference, the emulated GPU and a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8serve.fp8 import reference
+from tests.csrc.helpers import FORMATS, assert_codes_equal
+from tests.cuda.conftest import DEVICES, kernels_on
+from tests.cuda.record_vectors import CASTS, HIGH, NAMES, PATH
+from tests.cuda.test_gemm import assert_within_accumulation
+
+Run = Callable[..., Any]
+VECTORS = load_file(PATH)
+
+
+@pytest.fixture(params=["cpu", "reference", *DEVICES])
+def run(request: pytest.FixtureRequest) -> Run:
+    if request.param == "reference":
+        return lambda op, *args: getattr(reference, op)(*args)
+    if request.param == "cpu":
+        return lambda op, *args: getattr(torch.ops.fp8serve, op)(*args)
+    return kernels_on(request.param).run
+
+
+def same(found, expected_q, expected_scale):
+    assert_codes_equal(found[0], expected_q)
+    assert torch.equal(found[1], expected_scale)
+
+
+def test_the_file_is_small():
+    assert PATH.stat().st_size < 2**20
+
+
+@pytest.mark.parametrize("kind", HIGH)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("cast", CASTS)
+def test_casts(run, kind, dtype, cast):
+    op, rest = CASTS[cast]
+    key = f"{kind}.{NAMES[dtype]}.{cast}"
+    same(run(op, VECTORS[f"{kind}.x"], dtype, *rest), VECTORS[f"{key}.q"], VECTORS[f"{key}.scale_inv"])
+
+
+@pytest.mark.parametrize("kind", HIGH)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_given_scale(run, kind, dtype):
+    key = f"{kind}.{NAMES[dtype]}.given"
+    found = run("quantize", VECTORS[f"{kind}.x"], torch.tensor(0.37), dtype)
+    same(found, VECTORS[f"{key}.q"], VECTORS[f"{key}.amax"])
+
+
+@pytest.mark.parametrize("by", ["tensor", "row", "block"])
+def test_products(run, by):
+    operands = [VECTORS[f"mm.{by}.{part}"] for part in ("a", "b", "a_scale", "b_scale")]
+    found = run("scaled_mm", *operands, None, torch.float32)
+    assert_within_accumulation(found, *operands)
+    assert_within_accumulation(VECTORS[f"mm.{by}.out"], *operands)

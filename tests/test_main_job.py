@@ -1,0 +1,83 @@
+"""The main job on sharded directories that transformers wrote: calibrate, serve, fine-tune over HTTP, serve again."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from fp8serve.running import RunningServer
+from tests.tiny import write_tiny_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+ROWS = [
+    {"prompt": "What is a scale?", "completion": " A multiplier."},
+    {"prompt": "What is an amax?", "completion": " The largest magnitude."},
+]
+
+
+def write_model(out: Path, family: str) -> Path:
+    """Random weights in several shards, as transformers saves them, with a tokenizer beside."""
+    config, model = FAMILIES[family]
+    model(config(**SIZES, dtype="bfloat16")).save_pretrained(out, max_shard_size="50KB")
+    other = write_tiny_model(out.parent / "tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(other / name, out)
+    return out
+
+
+def fp8serve(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "fp8serve.cli", *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def finished(server: RunningServer, job: str) -> dict[str, Any]:
+    for _ in range(600):
+        found = server.get(f"/finetune/{job}")
+        if found["status"] in ("succeeded", "failed", "cancelled"):
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"the job is still {found['status']}")
+
+
+def complete(server: RunningServer) -> dict[str, Any]:
+    parameters = {"max_new_tokens": 24, "details": True}
+    return server.post("/generate", {"inputs": ROWS[0]["prompt"], "parameters": parameters})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_main_job(family: str, tmp_path: Path) -> None:
+    source = write_model(tmp_path / family, family)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    report = fp8serve("calibrate", source, "--out", tmp_path / "fp8", "--samples", 4, "--seq-len", 32)
+    assert report["data"]["tokens"] > 0
+    options = ["--train-on", "share", "--data-dir", str(tmp_path / "data")]
+    with RunningServer(tmp_path / "fp8", options, log=tmp_path / "log") as server:
+        before = complete(server)
+        job = server.post("/finetune", {"data": ROWS, "epochs": 40, "batch_size": 2, "learning_rate": 3e-3})
+        done = finished(server, job["id"])
+        assert done["status"] == "succeeded", done
+        events = server.get(f"/finetune/{job['id']}/events")["events"]
+        losses = [e["data"]["train_loss"] for e in events if e["type"] == "metrics"]
+        assert min(losses) < 0.5 * max(losses)
+        server.post(f"/finetune/{job['id']}/activate", {})
+        after = complete(server)
+    assert before["weight_version"] != after["weight_version"]
+    assert after["generated_text"].startswith(" A multiplier.")
