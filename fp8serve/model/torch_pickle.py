@@ -28,6 +28,8 @@ _FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 _FLOAT = Global("torch", "FloatStorage")
 _ZIP = b"PK\x03\x04"
 _MAX_MEMBERS = 64
+# what `zipfile` raises for a directory that points nowhere, names that are no text, encryption, an early end
+_DAMAGED = (zipfile.BadZipFile, ValueError, OverflowError, LookupError, struct.error, RuntimeError, EOFError, OSError)
 
 Storages = Mapping[str, bytes]
 
@@ -42,8 +44,8 @@ def read_torch_file(data: bytes) -> tuple[Any, Storages]:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             _check_members(archive, len(data))
             files = {info.filename: archive.read(info) for info in archive.infolist()}
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-        raise ScalesError(f"The torch.save file is damaged ({error}).") from None
+    except _DAMAGED as error:
+        raise ScalesError(f"The torch.save file is damaged ({type(error).__name__}: {str(error)[:120]}).") from None
     root = next((name.removesuffix("data.pkl") for name in files if name.endswith("/data.pkl")), None)
     if root is None or files.get(f"{root}byteorder", b"little") != b"little":
         raise ScalesError("The torch.save file holds no data.pkl, or was written by a big-endian machine.")

@@ -8,6 +8,7 @@ import builtins
 import enum
 import io
 import pickle
+import random
 import re
 import struct
 import sys
@@ -531,3 +532,33 @@ def test_a_file_becomes_scales_of_a_model_and_is_shown(tmp_path: Path) -> None:
 
 
 _PROJECTIONS = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+
+
+def _mutated(data: bytes, chance: random.Random) -> bytes:
+    """A few bytes changed, removed or repeated."""
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(changed))
+        match chance.randrange(3):
+            case 0:
+                changed[at] = chance.randrange(256)
+            case 1:
+                del changed[at : at + chance.randint(1, 8)]
+            case _:
+                changed[at:at] = changed[at : at + chance.randint(1, 32)]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damage_is_refused_or_harmless(seed: int) -> None:
+    """Whatever happens to the bytes: a state whose scales are usable, nothing, or one sentence. Never another error."""
+    chance = random.Random(seed)
+    originals = [bytes(state.numpy()) for state in (pickled(), saved(), pickled(gemms=2))]
+    for _ in range(150):
+        data = _mutated(chance.choice(originals), chance)
+        try:
+            found = te.read_module(as_state(data))
+        except ScalesError:
+            continue
+        for tensors in found.tensors if found else []:
+            assert all(bool(entry.scale.isfinite()) for entry in tensors.values())
