@@ -1,4 +1,4 @@
-"""The fused ops on the device: what they are made of, to the bit where reference_fused.py promises it, else to the last bit."""
+"""The fused ops on the device: their parts, to the bit where reference_fused.py promises it, else to the last bit."""
 
 import pytest
 import torch
