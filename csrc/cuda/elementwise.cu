@@ -3,7 +3,7 @@
 //
 // They round where the separate ops round (an intermediate of a BF16 model is BF16), so that a layer gives
 // the same numbers fused or not; the mean of squares and the exponential may differ by their last bit
-// (fused.py).
+// (reference_fused.py).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

@@ -1,9 +1,10 @@
-"""The fused ops on the device: what they are made of, to the bit where fused.py promises it, else to the last bit."""
+"""The fused ops on the device: their parts, to the bit where reference_fused.py promises it, else to the last bit."""
 
 import pytest
 import torch
 
-from fp8serve.fp8 import fused, reference
+from fp8serve.fp8 import reference
+from fp8serve.fp8 import reference_fused as fused
 from fp8serve.fp8.cases import CASES
 from tests.csrc.helpers import FORMATS, assert_bits_equal, assert_codes_equal, hostile, tame
 
@@ -36,7 +37,7 @@ def test_quantize_transpose_of_many_tiles(kernels, shape):
 @pytest.mark.parametrize("op", ["rms_norm_quantize", "silu_mul_quantize"])
 def test_norm_and_activation(kernels, op):
     for case in CASES[op]:
-        assert_last_bit(kernels.run(op, *case.make()), getattr(fused, op)(*case.make()))
+        assert_last_bit(kernels.run(op, *case.make()), getattr(reference, op)(*case.make()))
 
 
 @pytest.mark.parametrize("case", CASES["rotary_write_kv"], ids=lambda case: case.name)
