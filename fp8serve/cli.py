@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from fp8serve import __version__
-from fp8serve.commands import bench, calibrate, demo, doctor, evaluate, finetune, generate, inspect, serve
+from fp8serve.commands import bench, bench_speed, calibrate, demo, doctor, evaluate, finetune, generate, inspect, serve
 from fp8serve.errors import Fp8ServeError
 
 app = typer.Typer(
@@ -33,6 +33,9 @@ app.command("eval")(evaluate.command)
 app.command("inspect")(inspect.command)
 app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
+bench.app.command("ops")(bench_speed.ops)
+bench.app.command("engine")(bench_speed.engine)
+bench.app.command("serve")(bench_speed.serve)
 app.add_typer(bench.app, name="bench")
 
 

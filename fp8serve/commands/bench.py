@@ -13,7 +13,7 @@ import typer
 
 from fp8serve.terminal import AsJson, print_json, print_table, progress
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure: numerics, training.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure: numerics, training, speed.")
 
 
 def _result(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,6 +42,14 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+def publish(name: str, figures: Mapping[str, Any], out: Path | None) -> dict[str, Any]:
+    """The figures with where they come from; written to `out`/`name`.json where that is wanted."""
+    result = _result(name, figures)
+    if out is not None:
+        _write(out, name, result, {})
+    return result
 
 
 @app.command("numerics")

@@ -25,4 +25,5 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError):
         return False
     wanted = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _STEP}
-    return all([mallopt(name, value) for name, value in wanted.items()])
+    told = [mallopt(name, value) for name, value in wanted.items()]
+    return all(told)

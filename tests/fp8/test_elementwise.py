@@ -58,7 +58,8 @@ def test_values_and_gradients(name: str, shape: tuple[int, int], dtype: torch.dt
     expected.backward(upstream.double())  # type: ignore[no-untyped-call]
     assert_near(found, expected, dtype)
     for ours_in, exact_in in zip(given[:trained], wide, strict=False):
-        assert ours_in.grad is not None and exact_in.grad is not None
+        assert ours_in.grad is not None
+        assert exact_in.grad is not None
         assert ours_in.grad.dtype == dtype
         assert_near(ours_in.grad, exact_in.grad, dtype)
 

@@ -1,0 +1,205 @@
+"""What `bench ops` measures: every op at the sizes of a Llama of 1.1 billion parameters and of the linears that FP8
+kernels are usually compared on, with torch's own way of doing the same in BF16.
+
+Weights of a linear take turns, more of them than caches hold, because a decoder reads each once in a step. Every maker
+frees its tensors before the next one runs.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
+from torch import Tensor
+
+from fp8serve.bench.clock import Call
+from fp8serve.fp8 import ops as ops  # registers the ops called below
+from fp8serve.fp8 import reference_fused
+from fp8serve.fp8.reference import rms_norm, silu_mul
+
+OPS = torch.ops.fp8serve
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 2048, 5632, 32000, 32, 4, 64
+LINEAR = [(1, 4096, 4096), (1, 14336, 4096), (8, 4096, 4096), (8, 14336, 4096), (64, 4096, 4096), (512, 4096, 4096)]
+TURNS = 4  # weights
+BLOCK = 16  # tokens in a block of the paged cache
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One op at one size. `torch_bf16` does the same in BF16, or is None where torch has nothing like it."""
+
+    op: str
+    size: str
+    call: Call
+    torch_bf16: Call | None
+    num_bytes: float
+    flops: float = 0.0
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(BF16)
+
+
+def _codes(*shape: int) -> Tensor:
+    return _noise(*shape).to(E4M3)
+
+
+def _in_turn(calls: list[Call]) -> Call:
+    turn = cycle(calls)
+    return lambda: next(turn)()
+
+
+def _torch_cast(x: Tensor) -> object:
+    return x.abs().amax(), (x * 1.5).to(E4M3)
+
+
+def _torch_cast_transpose(x: Tensor) -> object:
+    return x.abs().amax(), (x * 1.5).to(E4M3).t().contiguous()
+
+
+def casts() -> Iterator[Entry]:
+    """A 4096 x 4096 matrix; torch: abs-max, scale and cast."""
+    x, scale = _noise(4096, 4096), torch.tensor(1.5)
+    size, plain, moved = "4096 x 4096", partial(_torch_cast, x), 3.0 * x.numel()
+    yield Entry("quantize", size, partial(OPS.quantize, x, scale, E4M3), plain, moved)
+    yield Entry("quantize_current", size, partial(OPS.quantize_current, x, E4M3, False), plain, moved)
+    yield Entry("quantize_rowwise", size, partial(OPS.quantize_rowwise, x, E4M3, False), plain, moved)
+    for rows in (1, 128):
+        call = partial(OPS.quantize_block, x, E4M3, rows, False)
+        yield Entry("quantize_block", f"{size}, {rows} x 128", call, plain, moved)
+    both = partial(OPS.quantize_transpose, x, scale, E4M3)
+    yield Entry("quantize_transpose", size, both, partial(_torch_cast_transpose, x), moved + x.numel())
+
+
+def _fp8_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> object:
+    return OPS.scaled_mm(OPS.quantize(x, scale, E4M3)[0], weight, *scales, None, BF16)
+
+
+def linears() -> Iterator[Entry]:
+    """BF16 in, quantized, multiplied, BF16 out; torch: its BF16 linear."""
+    for m, n, k in LINEAR:
+        x, scale = _noise(m, k), torch.tensor(64.0)
+        weights = [_noise(n, k) for _ in range(TURNS)]
+        cast = [OPS.quantize_current(w, E4M3, False) for w in weights]
+        ours = _in_turn([partial(_fp8_linear, x, scale, q, (scale.reciprocal(), s)) for q, s in cast])
+        theirs = _in_turn([partial(F.linear, x, w) for w in weights])
+        moved = n * k + 2.0 * m * (n + k)
+        yield Entry("quantize + scaled_mm", f"{m} x {n} x {k}", ours, theirs, moved, 2.0 * m * n * k)
+
+
+def products() -> Iterator[Entry]:
+    """The product alone with the scales of each recipe, and onto a residual; torch: its BF16 linear."""
+    n = k = 4096
+    one, x_all, w = torch.ones(()), _noise(512, k), _noise(n, k)
+    w_q = w.to(E4M3)
+    for m in (1, 8, 512):
+        x, residual = x_all[:m], _noise(m, n)
+        q, size = x.to(E4M3), f"{m} x {n} x {k}"
+        moved, flops = n * k + m * k + 2.0 * m * n, 2.0 * m * n * k
+        blocks = torch.ones(m, k // 128), torch.ones(n // 128, k // 128)
+        scales = {"per tensor": (one, one), "per row": (torch.ones(m, 1), torch.ones(n, 1)), "blocks": blocks}
+        for name, pair in scales.items():
+            call = partial(OPS.scaled_mm, q, w_q, *pair, None, BF16)
+            yield Entry("scaled_mm", f"{size}, {name}", call, partial(F.linear, x, w), moved, flops)
+        call = partial(OPS.scaled_mm_add, q, w_q, one, one, None, residual)
+        yield Entry("scaled_mm_add", size, call, partial(torch.addmm, residual, x, w.t()), moved + 2 * m * n, flops)
+
+
+def heads() -> Iterator[Entry]:
+    """`lm_head` in BF16, rows independent of each other; torch: its BF16 linear."""
+    w = _noise(VOCAB, HIDDEN)
+    for m in (1, 8):
+        x, work = _noise(m, HIDDEN), m * w.numel()
+        call, plain = partial(OPS.mm, x, w, None, BF16), partial(F.linear, x, w)
+        yield Entry("mm", f"{m} x {VOCAB} x {HIDDEN}", call, plain, 2.0 * w.numel(), 2.0 * work)
+
+
+def _then_cast(produce: Callable[..., Tensor], scale: Tensor, *args: Any) -> object:
+    return (produce(*args) * scale).to(E4M3)
+
+
+def between() -> Iterator[Entry]:
+    """Norm and activation, alone, with the cast behind them, and their gradients; torch: the composition."""
+    scale = torch.tensor(8.0)
+    for m in (1, 512):
+        x, weight, wide = _noise(m, HIDDEN), _noise(HIDDEN), f"{m} x {HIDDEN}"
+        norm, gated = (x, weight, 1e-5), (_noise(m, INTERMEDIATE), _noise(m, INTERMEDIATE))
+        size, moved = f"{m} x {INTERMEDIATE}", 2.0 * x.numel()
+        plain, cast = partial(rms_norm, *norm), partial(_then_cast, rms_norm, scale, *norm)
+        yield Entry("rms_norm", wide, partial(OPS.rms_norm, *norm), plain, 2 * moved)
+        yield Entry("rms_norm_quantize", wide, partial(OPS.rms_norm_quantize, *norm, scale, E4M3), cast, 1.5 * moved)
+        layer = (x, weight, None, 1e-5)
+        torch_layer = partial(F.layer_norm, x, (HIDDEN,), weight)
+        call = partial(OPS.layer_norm_quantize, *layer, scale, E4M3)
+        yield Entry("layer_norm_quantize", wide, call, partial(_then_cast, torch_layer, scale), 1.5 * moved)
+        call, back = partial(OPS.rms_norm_backward, x, *norm), partial(reference_fused.rms_norm_backward, x, *norm)
+        yield Entry("rms_norm_backward", wide, call, back, 3 * moved)
+        moved = 2.0 * gated[0].numel()
+        plain, cast = partial(silu_mul, *gated), partial(_then_cast, silu_mul, scale, *gated)
+        yield Entry("silu_mul", size, partial(OPS.silu_mul, *gated), plain, 3 * moved)
+        yield Entry("silu_mul_quantize", size, partial(OPS.silu_mul_quantize, *gated, scale, E4M3), cast, 2.5 * moved)
+        call = partial(OPS.silu_mul_backward, gated[0], *gated)
+        back = partial(reference_fused.silu_mul_backward, gated[0], *gated)
+        yield Entry("silu_mul_backward", size, call, back, 5 * moved)
+
+
+def _turned(tokens: int) -> tuple[Tensor, ...]:
+    """q, k, v as one projection writes them, cos and sin."""
+    row = _noise(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM).view(tokens, -1, HEAD_DIM)
+    angle = torch.rand(tokens, 1, HEAD_DIM // 2).repeat(1, 1, 2)
+    return *row.split_with_sizes([HEADS, KV_HEADS, KV_HEADS], 1), angle.cos().to(BF16), angle.sin().to(BF16)
+
+
+def positions() -> Iterator[Entry]:
+    """Rotary position and the write into the cache; torch: the composition."""
+    for tokens in (1, 512):
+        q, k, v, cos, sin = _turned(tokens)
+        caches = [torch.zeros(64, BLOCK, KV_HEADS, HEAD_DIM, dtype=BF16) for _ in range(2)]
+        slots, size = torch.randperm(1024)[:tokens], f"{tokens} tokens"
+        moved, kv = 4.0 * q.numel(), 4.0 * (k.numel() + v.numel())
+        plain = partial(reference_fused.rotary, q, cos, sin)
+        yield Entry("rotary", size, partial(OPS.rotary, q, cos, sin), plain, moved)
+        args: tuple[Any, ...] = (q, k, v, cos, sin, *caches, slots, None, None)
+        composed = partial(reference_fused.rotary_write_kv, *args)
+        yield Entry("rotary_write_kv", size, partial(OPS.rotary_write_kv, *args), composed, moved + kv)
+        written = partial(_torch_write, (k, v), caches, slots)
+        yield Entry("write_kv", size, partial(OPS.write_kv, k, v, *caches, slots, None, None), written, kv)
+
+
+def _torch_write(values: tuple[Tensor, Tensor], caches: list[Tensor], slots: Tensor) -> None:
+    for x, cache in zip(values, caches, strict=True):
+        cache.view(-1, *x.shape[1:])[slots] = x
+
+
+def attention() -> Iterator[Entry]:
+    """The last tokens of a context over a paged cache; torch: scaled_dot_product_attention over a plain one."""
+    for cache, name in ((BF16, "BF16"), (E4M3, "E4M3")):
+        for tokens, context in ((1, 1024), (256, 256), (1024, 1024)):
+            blocks, scale = context // BLOCK, torch.ones(()) if cache == E4M3 else None
+            k, v = (_noise(blocks, BLOCK, KV_HEADS, HEAD_DIM).to(cache) for _ in range(2))
+            q, order = _noise(tokens, HEADS, HEAD_DIM), torch.randperm(blocks).int().unsqueeze(0)
+            where = order, torch.tensor([context]).int(), torch.tensor([0, tokens]).int()
+            call = partial(OPS.paged_attention, q, k, v, *where, scale, scale, HEAD_DIM**-0.5)
+            keys, values = (t.to(BF16).view(1, context, KV_HEADS, HEAD_DIM).transpose(1, 2) for t in (k, v))
+            heads_first = q[None].transpose(1, 2)
+            attend = partial(F.scaled_dot_product_attention, is_causal=tokens > 1, enable_gqa=True)
+            plain = partial(attend, heads_first, keys, values)
+            flops = 4.0 * HEADS * HEAD_DIM * tokens * (context - (tokens - 1) / 2)
+            moved = float(2 * k.nbytes + 2 * q.nbytes)
+            yield Entry("paged_attention", f"{tokens} over {context}, {name} cache", call, plain, moved, flops)
+
+
+def updates() -> Iterator[Entry]:
+    """The scales of 400 tensors with histories of 1024: a training step's book-keeping. Torch has nothing like it."""
+    count, length = 400, 1024
+    states = [torch.ones(()) for _ in range(count)], [torch.rand(length) for _ in range(count)]
+    counters = [[torch.zeros((), dtype=torch.int64) for _ in range(count)] for _ in range(2)]
+    call = partial(OPS.delayed_update, *states, *counters, [448.0] * count, 0, 1, "max")
+    yield Entry("delayed_update", f"{count} histories of {length}", call, None, 8.0 * count * length)
+
+
+MAKERS = (casts, linears, products, heads, between, positions, attention, updates)

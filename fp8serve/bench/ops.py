@@ -1,0 +1,64 @@
+"""Every op of `fp8serve.fp8.ops` at the sizes of real models, beside torch in BF16 doing the same in the same run.
+
+An entry (`entries.py`) says what an op must move and compute at least: the bytes of its inputs and outputs, each once,
+and two operations per multiplication and addition. Divided by the time that gives GB/s and GFLOP/s, and the larger of
+their shares of this machine's measured peaks is the op's `share_of_peak`: how near the roofline it is. The peaks are a
+read of a matrix far larger than the caches and torch's best BF16 matrix product, so that a kernel which works from the
+caches can exceed the first, and one that is better than torch's the second.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8serve.bench.clock import fastest
+from fp8serve.bench.entries import MAKERS, Entry
+from fp8serve.fp8 import ops
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What this machine was seen to do."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+def measure_peaks(seconds: float) -> Peaks:
+    """Reading 512 MB, and torch's BF16 product of 2048 x 2048 matrices."""
+    large, square = torch.ones(2**27), torch.randn(2048, 2048).to(torch.bfloat16)
+    found = fastest({"read": large.sum, "product": lambda: square @ square}, seconds)
+    return Peaks(large.nbytes / found["read"], 2 * 2048**3 / found["product"])
+
+
+def measure(seconds: float, tell: Callable[[str, int, int], None], only: str | None = None) -> dict[str, Any]:
+    """Figures of every entry, about `seconds` each; `only`: of the ops whose name contains it."""
+    peaks = measure_peaks(max(seconds, 0.5))
+    rows = []
+    for index, maker in enumerate(MAKERS):
+        tell(maker.__name__, index, len(MAKERS))
+        rows += [_figures(entry, peaks, seconds) for entry in maker() if only is None or only in entry.op]
+    return {
+        "peaks": {"gb_per_s": peaks.bytes_per_second / 1e9, "gflop_per_s": peaks.flops_per_second / 1e9},
+        "backends": ops.backends(),
+        "ops": rows,
+    }
+
+
+def _figures(entry: Entry, peaks: Peaks, seconds: float) -> dict[str, Any]:
+    candidates = {"ours": entry.call} | ({"torch": entry.torch_bf16} if entry.torch_bf16 else {})
+    found = fastest(candidates, seconds)
+    ours, theirs = found["ours"], found.get("torch")
+    moved, computed = entry.num_bytes / ours, entry.flops / ours
+    return {
+        "op": entry.op,
+        "size": entry.size,
+        "us": 1e6 * ours,
+        "gb_per_s": moved / 1e9,
+        "gflop_per_s": computed / 1e9,
+        "share_of_peak": max(moved / peaks.bytes_per_second, computed / peaks.flops_per_second),
+        "torch_bf16_us": None if theirs is None else 1e6 * theirs,
+        "times_torch_bf16": None if theirs is None else theirs / ours,
+    }

@@ -1,0 +1,128 @@
+"""`bench ops | engine | serve` measure what they say; how fast things are is no business of a test."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.bench import clock, engine, ops, serve
+from fp8serve.bench.entries import MAKERS
+from fp8serve.errors import MachineError
+from tests.engine.tiny import write_model
+
+
+def ignore(what: str, done: int, total: int) -> None:
+    """No progress to show."""
+
+
+def test_candidates_take_turns_and_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = [0.0], []
+    costs = {"a": iter((9.0, 3.0, 1.0, 2.0)), "b": iter((9.0, 5.0, 6.0, 4.0))}
+
+    def call(name: str) -> None:
+        order.append(name)
+        now[0] += next(costs[name])
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    found = clock.fastest({"a": lambda: call("a"), "b": lambda: call("b")}, 0.0)
+    assert found == {"a": 1.0, "b": 4.0}
+    assert "".join(order) == "abababab"
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 2), (0.9, 4), (1.0, 4)])
+def test_percentiles(share: float, value: int) -> None:
+    assert clock.percentile([3, 1, 4, 2], share) == value
+
+
+def test_every_op_is_measured() -> None:
+    from fp8serve.fp8 import ops as registered
+
+    entries = [maker.__doc__ for maker in MAKERS]
+    assert all(entries)
+    source = Path(ops.__file__).with_name("entries.py").read_text()
+    missing = [name for name in (*registered.OPS, *registered.COMPOSED) if f"OPS.{name}" not in source]
+    assert missing == []
+
+
+def test_figures_of_one_op() -> None:
+    result = ops.measure(0.01, ignore, only="delayed_update")
+    (row,) = result["ops"]
+    assert row["us"] > 0
+    assert row["times_torch_bf16"] is None
+    assert row["gb_per_s"] == pytest.approx(8 * 400 * 1024 / row["us"] / 1e3)
+    assert 0 < row["share_of_peak"]
+
+
+def test_figures_of_the_engine(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", max_position_embeddings=256)
+    result = engine.measure(model, ignore, batches=(1, 3), prompt=20, new=4, recipe="current")
+    assert [row["batch"] for row in result["decode"]] == [1, 3]
+    for row in result["decode"]:
+        assert 0 < row["fastest_ms"] <= row["p50_ms"] <= row["p99_ms"]
+        assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["p50_ms"])
+    assert result["prefill"]["tokens_per_second"] == pytest.approx(20e3 / result["prefill"]["ms"])
+    assert 0 < result["load_seconds"] < result["first_token_seconds"]
+
+
+class Fake(BaseHTTPRequestHandler):
+    """As many events as tokens were asked for."""
+
+    seen: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self._answer([json.dumps({"data": [{"id": "fake"}]}).encode()])
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append(body)
+        if body["max_tokens"] == 13:
+            self.send_error(429)
+            return
+        token = {"choices": [{"text": "x", "finish_reason": None}]}
+        events: list[Any] = [token] * body["max_tokens"] + [{"choices": [{"text": "", "finish_reason": "length"}]}]
+        self._answer([b"data: " + json.dumps(event).encode() + b"\n\n" for event in events] + [b"data: [DONE]\n\n"])
+
+    def _answer(self, parts: list[bytes]) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for part in parts:
+            self.wfile.write(part)
+
+    def log_message(self, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def fake() -> Iterator[str]:
+    Fake.seen = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_figures_of_a_server(fake: str) -> None:
+    result = serve.measure(fake, serve.Load(requests=5, concurrency=2, prompt=7, new=3), ignore)
+    assert result["served_model"] == "fake"
+    assert len(Fake.seen) == 6  # the first is not counted
+    assert {len(body["prompt"]) for body in Fake.seen} == {7}
+    assert result["generated_tokens_per_second"] == pytest.approx(15 / result["seconds"])
+    first, whole = result["time_to_first_token"], result["whole_answer"]
+    assert 0 < first["p50_ms"] <= whole["p99_ms"]
+
+
+def test_a_server_that_refuses_is_an_error(fake: str) -> None:
+    with pytest.raises(MachineError, match="answered 429"):
+        serve.measure(fake, serve.Load(requests=2, new=13), ignore)
+
+
+def test_no_server_is_an_error() -> None:
+    with pytest.raises(MachineError, match="no server at"):
+        serve.measure("http://127.0.0.1:9", serve.Load(), ignore)
