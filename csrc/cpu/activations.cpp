@@ -1,9 +1,9 @@
-// rms_norm, silu_mul and rotary without a cast behind them, and their gradients: what training runs between its
-// GEMMs. Composed of torch's ops each was 6 to 10 passes over the activations, forward and backward.
+// rms_norm, silu_mul and rotary without a cast behind them, and their gradients: what training runs between
+// its GEMMs. Composed of torch's ops each was 6 to 10 passes over the activations, forward and backward.
 //
-// Forward they round as the separate ops of a BF16 model would; backward they compute in FP32 from one read and
-// round once. The gradient of a norm's weight is summed over rows in FP32: in fixed chunks of rows, then over the
-// chunks in order, so that it does not depend on the number of threads.
+// Forward they round as the separate ops of a BF16 model would; backward they compute in FP32 from one read
+// and round once. The gradient of a norm's weight is summed over rows in FP32: in fixed chunks of rows, then
+// over the chunks in order, so that it does not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -40,7 +40,8 @@ struct SiluMulRow {
 // With h = x * factor and g = grad * weight: dx = factor * (g - h * mean(g * h)), dw += grad * h.
 struct NormRowBackward {
   template <class T>
-  static FP8_INLINE void run(const T* grad, const T* x, const T* weight, T* dx, float* dw, int64_t n, float eps) {
+  static FP8_INLINE void run(const T* grad, const T* x, const T* weight, T* dx, float* dw, int64_t n,
+                             float eps) {
     const float factor = norm_factor(x, n, eps);
     float lanes[16] = {};
     const int64_t whole = n / 16 * 16;
@@ -83,7 +84,8 @@ struct RoundRow {
 };
 
 // f(type) for the element type of x, which all of `others` share; x is [T, width].
-void check_rows(const Contract& check, const Tensor& x, const char* first, const char* second, const Tensor& y) {
+void check_rows(const Contract& check, const Tensor& x, const char* first, const char* second,
+                const Tensor& y) {
   check.rank(first, x, 2);
   const Size t{"T", x.size(0)}, width{"width", x.size(1)};
   check.tensor(first, x, kHigh, {t, width});
@@ -136,9 +138,10 @@ Pair rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight
     using T = typename decltype(element)::type;
     parallel_tasks(chunks, [&](int64_t chunk) {
       for (int64_t r = chunk * per_chunk; r < std::min(in.count, (chunk + 1) * per_chunk); ++r) {
-        dispatch<NormRowBackward>(data<const T>(g.held) + r * g.stride, data<const T>(in.held) + r * in.stride,
-                                  data<const T>(weight), data<T>(dx) + r * in.width,
-                                  data<float>(partial) + chunk * in.width, in.width, static_cast<float>(eps));
+        dispatch<NormRowBackward>(data<const T>(g.held) + r * g.stride,
+                                  data<const T>(in.held) + r * in.stride, data<const T>(weight),
+                                  data<T>(dx) + r * in.width, data<float>(partial) + chunk * in.width,
+                                  in.width, static_cast<float>(eps));
       }
     });
   });
@@ -169,9 +172,9 @@ Pair silu_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up)
   with_element(gate.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
     parallel_rows(g.count, g.width, [&](int64_t r) {
-      dispatch<SiluMulRowBackward>(data<const T>(dy.held) + r * dy.stride, data<const T>(g.held) + r * g.stride,
-                                   data<const T>(u.held) + r * u.stride, data<T>(d_gate) + r * g.width,
-                                   data<T>(d_up) + r * g.width, g.width);
+      dispatch<SiluMulRowBackward>(data<const T>(dy.held) + r * dy.stride,
+                                   data<const T>(g.held) + r * g.stride, data<const T>(u.held) + r * u.stride,
+                                   data<T>(d_gate) + r * g.width, data<T>(d_up) + r * g.width, g.width);
     });
   });
   return {d_gate, d_up};

@@ -3,13 +3,14 @@
 //
 // They round where the separate ops round (an intermediate of a BF16 model is BF16), so that a layer gives
 // the same tokens fused or not. The loops are plain C++ and vectorise at every level.
+#include "cpu/elementwise.h"
+
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
 
 #include "check.h"
 #include "cpu/cast_rows.h"
-#include "cpu/elementwise.h"
 #include "cpu/isa.h"
 #include "cpu/rows.h"
 #include "cpu/tensors.h"

@@ -1,5 +1,5 @@
-// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are FP8;
-// rotary: heads turned by their position; rotary_write_kv: both.
+// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are
+// FP8; rotary: heads turned by their position; rotary_write_kv: both.
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"
