@@ -10,9 +10,11 @@ The cache is one tensor of keys and one of values per layer, [blocks, block_size
 own type or in E4M3 with one scale each per layer.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,6 +81,13 @@ def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTens
     )
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU memory that the system hands out, zeroed, where it is first touched: an idle cache costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
 class Runner:
     """The model with its cache."""
 
@@ -97,8 +106,7 @@ class Runner:
         self.block_size = block_size
         self.device = next(model.parameters()).device
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.k_cache = torch.zeros(shape, dtype=cache_dtype, device=self.device)
-        self.v_cache = torch.zeros(shape, dtype=cache_dtype, device=self.device)
+        self.k_cache, self.v_cache = (_zeros(shape, cache_dtype, self.device) for _ in range(2))
         self.fused = fused
         self._caches = list(zip(self.k_cache, self.v_cache, strict=True))  # of each layer
         self._scales = scales

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from fp8serve.errors import RecipeError
+from fp8serve.fp8.compiling import constant_in_graphs
 from fp8serve.fp8.distributed import reduce_staged
 from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
@@ -193,7 +194,7 @@ def session() -> Session:
     return _LOCAL.session
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def prepare(module: int, length: int) -> bool:
     """Create or resize the states of a module (by key); torch.compile runs this while it traces, not in the graph."""
     _MODULES[module].prepare(length)

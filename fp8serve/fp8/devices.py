@@ -13,6 +13,8 @@ from typing import Literal, get_args
 
 import torch
 
+from fp8serve.fp8.compiling import constant_in_graphs
+
 Layout = Literal["tn", "any"]
 
 
@@ -23,7 +25,7 @@ class _Forced(threading.local):
 _FORCED = _Forced()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _native(device: torch.device) -> Layout:
     blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
     return "any" if blackwell else "tn"

@@ -8,7 +8,8 @@ Tokens of all sequences arrive flattened: there is no batch dimension and no pad
 
 q and k come with rotary position applied. Windows are the caller's too: `config.layer_windows`. Module and parameter
 names equal those in Hugging Face files (`model.layers.0.self_attn.q_proj.weight`). Sums of squares and angles are
-computed in FP32 and rounded where transformers rounds, so that BF16 logits and greedy tokens are the same.
+computed in FP32 and rounded where transformers rounds: with the reference ops BF16 logits are the same to the bit, with
+kernels up to the order in which a norm adds its squares and the last bit of an exponential.
 """
 
 from collections.abc import Callable

@@ -3,12 +3,15 @@
 `safetensors` refuses a malformed layout by itself; what it lets through is checked here: duplicate keys, names that are
 paths, headers larger than any model's, shard names in the index that leave the directory, links to elsewhere, and
 tensors that the index promises but the shards do not hold. A tensor is a view of the mapped file: nothing is copied
-until it is used, so a model larger than memory can be walked through layer by layer.
+until it is used, so a model larger than memory can be walked through layer by layer. All tensors of a file are views of
+one mapping, so that neighbours can be seen as one matrix (engine/fused.py); one that lies at an address its type does
+not allow is copied.
 
 We chose not to read pickle (`pytorch_model.bin`): loading one runs what is in it.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,20 +41,22 @@ class Entry:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    start: int = 0  # of its bytes, from the beginning of the file
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """(tensors by name, metadata) of one safetensors file, without touching its data. ModelError when malformed."""
     if not regular_file(path):
         raise ModelError(f"{path} does not exist or is not a file; the model's download is incomplete.")
-    raw = _header_json(path)
+    raw, begin = _header_json(path)
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ModelError(f"{path} has metadata that is not text.")
-    return {name: _entry(path, name, value) for name, value in raw.items()}, metadata
+    return {name: _entry(path, name, value, begin) for name, value in raw.items()}, metadata
 
 
-def _header_json(path: Path) -> dict[str, Any]:
+def _header_json(path: Path) -> tuple[dict[str, Any], int]:
+    """(the header, where the tensors' bytes begin)."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -64,10 +69,10 @@ def _header_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} has a header that is not valid JSON: {e}.") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} has a header that is not a JSON object.")
-    return raw
+    return raw, 8 + length
 
 
-def _entry(path: Path, name: str, value: Any) -> Entry:
+def _entry(path: Path, name: str, value: Any, begin: int) -> Entry:
     if not _NAME.fullmatch(name):
         raise ModelError(f"{path} holds a tensor of the name {name[:80]!r}, which is not a parameter's name.")
     dtype = DTYPES.get(value.get("dtype", "")) if isinstance(value, dict) else None
@@ -77,7 +82,10 @@ def _entry(path: Path, name: str, value: Any) -> Entry:
     shape = value.get("shape")
     if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
         raise ModelError(f"{path}: tensor {name} has no shape.")
-    return Entry(path, dtype, tuple(shape))
+    offsets = value.get("data_offsets")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(o, int) and o >= 0 for o in offsets):
+        raise ModelError(f"{path}: tensor {name} has no place in the file.")
+    return Entry(path, dtype, tuple(shape), begin + offsets[0])
 
 
 class Shards(Mapping[str, Tensor]):
@@ -86,19 +94,31 @@ class Shards(Mapping[str, Tensor]):
     def __init__(self, entries: dict[str, Entry], metadata: dict[str, str] | None = None) -> None:
         self.entries, self.metadata = entries, metadata or {}
         self._open: dict[Path, Any] = {}
+        self._mapped: dict[Path, Tensor] = {}
         for path in {entry.file for entry in entries.values()}:
             self._handle(path)  # the library checks each file's layout against its length here, before anything is used
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of the mapped file; writing to it changes this process's memory only. KeyError when absent."""
-        tensor: Tensor = self._handle(self.entries[name].file).get_tensor(name)
-        return tensor
+        entry = self.entries[name]
+        if entry.start % entry.dtype.itemsize or not math.prod(entry.shape):
+            tensor: Tensor = self._handle(entry.file).get_tensor(name)
+            return tensor
+        num_bytes = math.prod(entry.shape) * entry.dtype.itemsize
+        return self._bytes(entry.file)[entry.start : entry.start + num_bytes].view(entry.dtype).view(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def _bytes(self, path: Path) -> Tensor:
+        """The whole file, mapped once; `_handle` has checked that every tensor lies within it."""
+        if path not in self._mapped:
+            size = path.stat().st_size
+            self._mapped[path] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        return self._mapped[path]
 
     def _handle(self, path: Path) -> Any:
         if path not in self._open:
