@@ -30,7 +30,6 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request, RequestOutput
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.fp8.heap import keep_freed_memory
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
@@ -150,7 +149,6 @@ def serve(wire: Wire, model: Path, options: EngineOptions) -> int:
     engine = _load(wire, model, options)
     if engine is None:
         return 1
-    keep_freed_memory()  # now: what loading needed is not kept
     worker = Worker(wire, engine)
     signal.signal(signal.SIGTERM, lambda *_: wire.inbox.put({"op": "drain", "deadline": DRAIN_SECONDS}))
     wire.send("ready", info=engine.info(), limits=asdict(engine.limits))

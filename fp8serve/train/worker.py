@@ -24,7 +24,6 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from fp8serve.errors import Fp8ServeError, JobError
-from fp8serve.fp8.heap import keep_freed_memory
 from fp8serve.model.files import fsync
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import Event, message
@@ -135,7 +134,6 @@ def _work(directory: Path, log: EventLog) -> int:
 
 def _train(directory: Path, log: EventLog) -> "TrainResult":
     stop = _Stop()
-    keep_freed_memory()
     config = TrainConfig.from_json(_job_text(directory / "job.json"))
     from fp8serve.train.trainer import Trainer  # loads torch: after the lock is held and the job is read
 
