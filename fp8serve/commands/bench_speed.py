@@ -80,9 +80,7 @@ def engine(
 
     directory = find_model(model)
     from fp8serve.bench import engine as bench
-    from fp8serve.fp8.heap import keep_freed_memory
 
-    keep_freed_memory()  # as the engine's own process does
     with progress("Engine") as advance:
         figures = bench.measure(
             directory,

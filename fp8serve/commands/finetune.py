@@ -57,7 +57,6 @@ def command(
     from fp8serve.hub import find_model
 
     directory = find_model(model)
-    from fp8serve.fp8.heap import keep_freed_memory
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.trainer import Trainer
 
@@ -82,7 +81,6 @@ def command(
         seed=seed,
         device=device,
     )
-    keep_freed_memory()
     with progress("Training") as advance, _stop_on_signal() as stopped:
         result = Trainer(config).run(on_event=lambda event: _show(event, advance), stop=stopped)
     print_json(vars(result)) if json else _summary(result)
