@@ -182,7 +182,8 @@ def test_numbers_that_are_none_end_their_request_only(engine: Engine, monkeypatc
         return logits.masked_fill(torch.tensor(broken)[:, None], torch.nan)
 
     monkeypatch.setattr(engine.loaded.runner, "run", sometimes_broken)
-    found = drive(engine, Request("broken", (1, 2)), Request("sound", (1, 2)))
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    found = drive(engine, Request("broken", (1, 2), params), Request("sound", (1, 2), params))
     assert (found["broken"][-1].finish_reason, found["sound"][-1].finish_reason) == ("error", "length")
     assert "not finite" in (found["broken"][-1].error or "")
 
