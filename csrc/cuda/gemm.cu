@@ -271,6 +271,14 @@ Tensor scaled_mm_add(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
 }  // namespace
 }  // namespace fp8serve
 
+#ifdef FP8SERVE_ARCHITECTURES  // for doctor, which looks for it in the file: a torch without CUDA cannot load
+                               // it
+#define FP8SERVE_QUOTED(words) #words
+#define FP8SERVE_TEXT(words) FP8SERVE_QUOTED(words)
+extern "C" __attribute__((visibility("default"), used)) const char fp8serve_cuda_architectures[] =
+    "fp8serve-cuda-architectures=" FP8SERVE_TEXT(FP8SERVE_ARCHITECTURES) ";";
+#endif
+
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("scaled_mm", TORCH_BOX(&fp8serve::scaled_mm));
   m.impl("scaled_mm_by", TORCH_BOX(&fp8serve::scaled_mm_by));

@@ -267,13 +267,17 @@ _define(
 _LIBRARY.define("cpu_isa(str cap) -> str")
 
 
+def library_path(stem: str) -> Path | None:
+    """Where a library of kernels lies, whether it can be loaded here or not."""
+    paths = (Path(folder) / f"lib{stem}.so" for folder in fp8serve.__path__)
+    return next((path for path in paths if path.exists()), None)
+
+
 def _load(stem: str) -> Path | None:
-    for folder in fp8serve.__path__:
-        path = Path(folder) / f"lib{stem}.so"
-        if path.exists():
-            cast(Any, torch.ops).load_library(str(path))
-            return path
-    return None
+    path = library_path(stem)
+    if path is not None:
+        cast(Any, torch.ops).load_library(str(path))
+    return path
 
 
 # A CUDA library cannot be loaded by a torch that was built without CUDA, so it is not even tried there.
