@@ -16,7 +16,7 @@ namespace avx512_level {
 using Element = float;
 using Operand = __m512;
 using Vector = __m512;
-constexpr int kSteps = 2, kTileRows = 4;
+constexpr int kSteps = 2, kTileRows = kMaxRows;
 
 FP8_TARGET FP8_INLINE Operand load_a(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 FP8_TARGET FP8_INLINE Operand load_b(const float* p) { return _mm512_loadu_ps(p); }
@@ -32,7 +32,7 @@ FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
 
 const Level& avx512() {
   using namespace avx512_level;
-  static constexpr Level level{sizeof(Element), unpack_row_fp32, unpack_columns_fp32, tile, nullptr};
+  static constexpr Level level{sizeof(Element), unpack_row_fp32, unpack_columns_fp32, tile, nullptr, 0};
   return level;
 }
 
