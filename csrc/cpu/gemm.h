@@ -33,8 +33,8 @@ constexpr int64_t kRun = 8;
 constexpr int64_t kChunk = 64;  // codes a level unpacks at a time: panel rows are padded to it
 constexpr int64_t kBlock = 1024;
 constexpr int64_t kScaleBlock = 128;
-constexpr int64_t kGroup = 16;      // columns of a tile
-constexpr int64_t kMaxRows = 6;     // rows of a tile
+constexpr int64_t kGroup = 16;   // columns of a tile
+constexpr int64_t kMaxRows = 6;  // rows of a tile
 
 // What a matrix holds.
 enum class Kind { e4m3, e5m2, bf16 };
@@ -76,8 +76,8 @@ struct Level {
   void (*unpack_columns)(const void* const* from, int64_t k, Kind kind, void* panel);
   void (*tile)(const Tile& tile);
   // A few rows, up to `stream_rows`: `b` straight from where it lies, converted in registers, as it is read
-  // once. Null if the level has none.
-  void (*stream)(const Tile& tile, const void* const* b, Kind kind);
+  // once; `next` is where the call after this one reads, to be fetched ahead. Null if the level has none.
+  void (*stream)(const Tile& tile, const void* const* b, const void* const* next, Kind kind);
   int64_t stream_rows;
 };
 

@@ -76,12 +76,22 @@ class Task {
                       panel + row * p_.stride() * level_.element_size);
   }
 
+  void columns_at(int64_t n, int64_t kb, const void** b) const {
+    for (int64_t c = 0; c < kGroup; ++c) b[c] = p_.b.at(column(n + c), kb * kBlock);
+  }
+  // What columns_outside() reads after block kb of the columns from n; at the end, the same again.
+  void columns_after(int64_t n, int64_t kb, const void** b) const {
+    const bool more = kb + 1 < p_.k_blocks(), another = n + kGroup < n1_;
+    columns_at(more || !another ? n : n + kGroup, more ? kb + 1 : (another ? 0 : kb), b);
+  }
+
   int64_t column(int64_t n) const { return std::min(n, p_.n - 1); }  // a ragged group repeats its last column
 
   // sums[rows][16 columns from n] (+)= block kb, and with the last block the output itself.
   void multiply(const std::byte* panel, int64_t kb, int64_t n) {
-    const void* b[kGroup];
-    for (int64_t c = 0; c < kGroup; ++c) b[c] = p_.b.at(column(n + c), kb * kBlock);
+    const void *b[kGroup], *next[kGroup];
+    columns_at(n, kb, b);
+    if (streams_) columns_after(n, kb, next);
     if (!streams_) level_.unpack_columns(b, p_.k_count(kb), p_.b.kind, b_panel_);
     Tile tile{.b = b_panel_, .a_stride = p_.stride(), .k = p_.k_count(kb), .add = kb > 0};
     const float* a_scale[kMaxRows];
@@ -99,7 +109,7 @@ class Task {
       tile.a = panel + r * p_.stride() * level_.element_size;
       if (sums_ != nullptr) tile.out = sums_ + (n - n0_) * rows_ + r * kGroup;
       for (int i = 0; p_.blocked() && i < tile.rows; ++i) a_scale[i] = inner(p_.a, m0_ + r + i, kb);
-      streams_ ? level_.stream(tile, b, p_.b.kind) : level_.tile(tile);
+      streams_ ? level_.stream(tile, b, next, p_.b.kind) : level_.tile(tile);
       advance(ending, tile.rows);
     }
   }

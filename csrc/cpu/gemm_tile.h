@@ -77,8 +77,8 @@ FP8_TARGET void scaled_rows(const Tile& t, const Element* a, int row) {
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        total[r * 4 + i] =
-            promote(total[r * 4 + i], sums[r * 4 + i], t.a_scale[row + r][block], t.b_scale + block * kGroup, i);
+        total[r * 4 + i] = promote(total[r * 4 + i], sums[r * 4 + i], t.a_scale[row + r][block],
+                                   t.b_scale + block * kGroup, i);
       }
     }
   }
