@@ -256,7 +256,7 @@ template <int C>
 FP8_INLINE void fetch(const void* const* columns, int first, int64_t bytes) {
 #pragma GCC unroll 16
   for (int i = 0; i < 4 * C; ++i) {
-    __builtin_prefetch(static_cast<const char*>(columns[i / C * 4 + first + i % C]) + bytes, 0, 2);
+    __builtin_prefetch(static_cast<const char*>(columns[i / C * 4 + first + i % C]) + bytes);
   }
 }
 
