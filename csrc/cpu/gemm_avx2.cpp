@@ -1,5 +1,6 @@
 // The GEMM level for AVX2 + FMA: FP32 panels, a vector in two registers, one row of 16 columns at a time.
 #include "cpu/gemm.h"
+#include "cpu/gemm_ending.h"
 #include "cpu/isa.h"
 
 #if FP8_X86
@@ -47,15 +48,25 @@ FP8_TARGET FP8_INLINE __m256 quads(__m256 a, __m256 b, __m256 c, __m256 d) {
   return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)),
                        _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
 }
-FP8_TARGET FP8_INLINE void reduce(const Vector (&v)[4], float* out, bool add) {
-  __m256 low = quads(v[0].low, v[1].low, v[2].low, v[3].low);
-  __m256 high = quads(v[0].high, v[1].high, v[2].high, v[3].high);
-  if (add) {
-    low = _mm256_add_ps(_mm256_loadu_ps(out), low);
-    high = _mm256_add_ps(_mm256_loadu_ps(out + 8), high);
+using Sums = Vector;
+FP8_TARGET FP8_INLINE Sums reduce(const Vector (&v)[4]) {
+  return {quads(v[0].low, v[1].low, v[2].low, v[3].low), quads(v[0].high, v[1].high, v[2].high, v[3].high)};
+}
+FP8_TARGET FP8_INLINE Sums plus(Sums a, Sums b) {
+  return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+}
+FP8_TARGET FP8_INLINE Sums load_sums(const float* p) { return load_b(p); }
+FP8_TARGET FP8_INLINE void store_sums(float* p, Sums sums) {
+  _mm256_storeu_ps(p, sums.low);
+  _mm256_storeu_ps(p + 8, sums.high);
+}
+template <int R>
+FP8_TARGET FP8_INLINE void end_rows(const Ending& e, int row, const Sums (&sums)[R]) {
+  for (int r = 0; r < R; ++r) {
+    float values[kGroup];
+    store_sums(values, sums[r]);
+    end_row(e, row + r, values);
   }
-  _mm256_storeu_ps(out, low);
-  _mm256_storeu_ps(out + 8, high);
 }
 
 #include "cpu/gemm_tile.h"
@@ -142,7 +153,7 @@ FP8_TARGET FP8_INLINE void store(float* p, const Operand& x) {
 
 const Level& avx2() {
   using namespace avx2_level;
-  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream};
+  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream, 2};
   return level;
 }
 

@@ -18,7 +18,7 @@ namespace avx512_level {
 using Element = float;
 using Operand = __m512;
 using Vector = __m512;
-constexpr int kSteps = 2, kTileRows = 4;
+constexpr int kSteps = 2, kTileRows = kMaxRows;
 
 FP8_TARGET FP8_INLINE Operand load_a(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 FP8_TARGET FP8_INLINE Operand load_b(const float* p) { return _mm512_loadu_ps(p); }
@@ -76,7 +76,7 @@ FP8_TARGET FP8_INLINE void store(float* p, Operand x) { _mm512_storeu_ps(p, x); 
 
 const Level& avx512() {
   using namespace avx512_level;
-  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream};
+  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream, 2};
   return level;
 }
 

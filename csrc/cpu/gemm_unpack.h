@@ -132,10 +132,10 @@ FP8_TARGET void stream_rows(const Tile& tile, const typename Source::Value* cons
       }
     }
   }
-  finish_rows<R>(sums, tile.out, tile.add);
+  finish_rows<R>(sums, tile, 0);
 }
 
-void stream(const Tile& tile, const void* const* b, Kind kind) {
+void stream(const Tile& tile, const void* const* b, const void* const*, Kind kind) {
   with_source(kind, [&](auto source) {
     using Source = decltype(source);
     const auto* columns = as<typename Source::Value>(b);
