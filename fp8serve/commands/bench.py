@@ -132,6 +132,52 @@ def _print_numerics(result: Mapping[str, Any]) -> None:
     print_table(heading, spikes)
 
 
+@app.command("casts")
+def casts(
+    all_values: Annotated[
+        bool, typer.Option("--all", help="All 2^32 values of FP32, which takes an hour, and not 2^24 of them.")
+    ] = False,
+    op: Annotated[
+        list[str] | None, typer.Option(help="What to compare, as the table names it; repeat.", show_default="all")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Directory for casts.json.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Compare every kernel that casts with the reference, bit for bit: codes and scales, on every kind of value.
+
+    All BF16 and FP16 values, and FP32 values of every sign and exponent, at every instruction-set level this processor
+    has. Exit status 1 where one bit differs.
+
+    \b
+    Examples:
+      fp8serve bench casts
+      fp8serve bench casts --all --op quantize --out figures
+    """
+    from fp8serve.bench import casts as bench
+
+    with progress("Comparing") as advance:
+        figures = bench.study(
+            lambda what, done, total: advance(done, total, what),
+            exhaustive=all_values, chosen=tuple(op or ()), device=device,
+        )  # fmt: skip
+    result = publish("casts", figures, out)
+    print_json(result) if json else _print_casts(result)
+    if any(found["differing"] for found in result["findings"]):
+        raise typer.Exit(1)
+
+
+def _print_casts(result: Mapping[str, Any]) -> None:
+    from fp8serve.bench.provenance import one_line
+
+    print(one_line(result["made"]), "\n")
+    rows = [
+        (f["probe"], f["level"], f["source"], f["target"], f"{f['values']:,}", f["differing"], f["first"] or "")
+        for f in result["findings"]
+    ]
+    print_table(("op", "level", "from", "to", "values", "differing", "first"), rows)
+
+
 @app.command("training")
 def training(
     out: Annotated[
@@ -183,11 +229,50 @@ def _print_training(result: Mapping[str, Any]) -> None:
         f"seed {plan['seed']}; {result['text']['source']}, {result['text']['characters']:,} characters\n"
     )
     rows = [
-        (name, f"{r['final_train_loss']:.4f}", f"{r['train_difference_percent']:+.2f} %",
-         f"{r['final_valid_loss']:.4f}", f"{r['valid_difference_percent']:+.2f} %", f"{r['tokens_per_second']:.0f}")
+        (name, *(cell for kind in _LOSSES for cell in (f"{r[kind + '_loss']:.4f}", _apart(r, kind))),
+         f"{r['tokens_per_second']:.0f}")
         for name, r in result["runs"].items()
     ]  # fmt: skip
-    print_table(("recipe", "final loss", "apart", "held-out loss", "apart", "tokens/s"), rows)
+    heading = (column for title in _LOSSES.values() for column in (title, "apart"))
+    print_table(("recipe", *heading, "tokens/s"), rows)
     if resumed:
         bytes_ = "the same bytes" if resumed["identical"] else f"other bytes in {', '.join(resumed['differing_files'])}"
         print(f"\n{resumed['recipe']} resumed from step {resumed['from_step']}: {bytes_} at the end")
+
+
+_LOSSES = {"final": "final loss", "running": "running loss", "valid": "held-out loss"}
+
+
+def _apart(run: Mapping[str, Any], kind: str) -> str:
+    return f"{run[kind + '_difference_percent']:+.2f} %"
+
+
+@app.command("seeds")
+def seeds(
+    results: Annotated[list[Path], typer.Argument(help="training.json files that bench training wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Directory for seeds.json and the plot.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Put training studies of several seeds together: how far each recipe ends from BF16, and the scatter of that.
+
+    \b
+    Examples:
+      fp8serve bench seeds seed-0/training.json seed-1/training.json --out figures
+    """
+    from fp8serve.bench import seeds as bench
+
+    found = bench.read(results)
+    result = _result("seeds", bench.combine(found))
+    if out is not None:
+        _write(out, "seeds", result, {"curves": bench.chart(found)})
+    print_json(result) if json else _print_seeds(result)
+
+
+def _print_seeds(result: Mapping[str, Any]) -> None:
+    rows = [
+        (name, _LOSSES[kind], *(f"{apart:+.2f} %" for apart in f["apart"]), f"{f['mean']:+.2f} %",
+         f"{f['deviation']:.2f} %", f"{f['error']:.2f} %")
+        for name, kinds in result["recipes"].items() for kind, f in kinds.items()
+    ]  # fmt: skip
+    heading = ("recipe", "loss", *(f"seed {s}" for s in result["seeds"]), "mean", "deviation", "error of the mean")
+    print_table(heading, rows)
