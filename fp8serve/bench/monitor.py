@@ -1,7 +1,7 @@
 """What a `Monitor` that is left on costs: training steps with and without it, taking turns in one process.
 
 A step is a forward and a backward pass of a decoder under the delayed recipe, without an optimizer, which would only
-make the monitor's share smaller. A round is `every` steps, so that each round with the monitor has one in which it counts
+make the monitor's share smaller. A round is `every` steps, so that each round with the monitor has one that counts
 codes, and `every` calls of `step()`, which read all states. Rounds with and without alternate. Other work on the
 machine only ever makes a round slower, so the fastest rounds are compared; and, because a fastest round is one number,
 the median of the differences between neighbouring rounds too.
