@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8serve.bench.clock import Call
 from fp8serve.fp8 import ops as ops  # registers the ops called below
-from fp8serve.fp8 import reference_fused
+from fp8serve.fp8 import reference_fused, reference_sampling
 from fp8serve.fp8.reference import rms_norm, silu_mul
 
 OPS = torch.ops.fp8serve
@@ -193,6 +193,18 @@ def attention() -> Iterator[Entry]:
             yield Entry("paged_attention", f"{tokens} over {context}, {name} cache", call, plain, moved, flops)
 
 
+def draws() -> Iterator[Entry]:
+    """A token for each of 8 rows, without filters and with all of them; torch: the reference, which sorts."""
+    rows = 8
+    for vocab in (VOCAB, 4 * VOCAB):
+        logits, one = 3 * torch.randn(rows, vocab), torch.ones(rows, dtype=torch.float64)
+        plain = logits, 0.8 * one, 0 * one.long(), one, 0 * one, 0.5 * one
+        filters = logits, 0.8 * one, 50 * one.long(), 0.9 * one, 0.02 * one, 0.5 * one
+        for name, args in {"temperature": plain, "top_k, top_p, min_p": filters}.items():
+            call, sorting = partial(OPS.sample, *args), partial(reference_sampling.sample, *args)
+            yield Entry("sample", f"{rows} x {vocab}, {name}", call, sorting, 4.0 * logits.numel())
+
+
 def updates() -> Iterator[Entry]:
     """The scales of 400 tensors with histories of 1024: a training step's book-keeping. Torch has nothing like it."""
     count, length = 400, 1024
@@ -202,4 +214,4 @@ def updates() -> Iterator[Entry]:
     yield Entry("delayed_update", f"{count} histories of {length}", call, None, 8.0 * count * length)
 
 
-MAKERS = (casts, linears, products, heads, between, positions, attention, updates)
+MAKERS = (casts, linears, products, heads, between, positions, attention, draws, updates)
