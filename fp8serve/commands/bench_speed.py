@@ -1,4 +1,4 @@
-"""`fp8serve bench ops | engine | serve`: speed, printed with the machine, the versions and the commit."""
+"""`fp8serve bench ops | engine | serve | monitor`: speed, printed with the machine, the versions and the commit."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -166,3 +166,42 @@ def _print_serve(result: Mapping[str, Any]) -> None:
     names = {"first token": "time_to_first_token", "between tokens": "between_tokens", "whole answer": "whole_answer"}
     rows = [(name, *(f"{result[key][p]:.1f}" for p in _STEP[1:])) for name, key in names.items()]
     print_table(("ms", "p50", "p90", "p99"), rows)
+
+
+def monitor(
+    hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 384,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 6,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences of 128 tokens in a step.")] = 4,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one count of the codes to the next.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of that many steps, with and without.")] = 10,
+    out: Out = None,
+    json: AsJson = False,
+) -> None:
+    """A training step with and without the monitor, in turns: what it costs to leave it on.
+
+    \b
+    Examples:
+      fp8serve bench monitor
+      fp8serve bench monitor --rounds 30 --out figures
+    """
+    from fp8serve.bench import monitor as bench
+    from fp8serve.bench.training import Shape
+
+    with progress("Monitor") as advance:
+        figures = bench.measure(
+            lambda name, done, total: advance(done, total, name),
+            shape=Shape.of(hidden_size, layers), rows=rows, every=every, rounds=rounds,
+        )  # fmt: skip
+    result = publish("monitor", figures, out)
+    if _shown(json, result):
+        return
+    print(
+        f"{result['parameters']:,} parameters, {result['linears']} FP8 linears, {result['tokens']} tokens a step; "
+        f"codes counted every {result['every']} steps, {result['rounds']} rounds\n"
+    )
+    table = [
+        (kind, f"{result[f'{kind}_without_ms']:.2f}", f"{result[f'{kind}_with_ms']:.2f}",
+         f"{result[f'{kind}_share_percent']:+.2f} %")
+        for kind in ("fastest", "median")
+    ]  # fmt: skip
+    print_table(("round", "without, ms a step", "with", "monitor"), table)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from fp8serve.bench import clock, engine, ops, serve
+from fp8serve.bench import clock, engine, monitor, ops, serve
 from fp8serve.bench.entries import MAKERS
+from fp8serve.cli import main
 from fp8serve.errors import MachineError
 from tests.engine.tiny import write_model
 
@@ -55,6 +56,30 @@ def test_figures_of_one_op() -> None:
     assert row["times_torch_bf16"] is None
     assert row["gb_per_s"] == pytest.approx(8 * 400 * 1024 / row["us"] / 1e3)
     assert row["share_of_peak"] > 0
+
+
+def test_the_monitors_share_of_a_step() -> None:
+    found = monitor.summary({"without": [0.10, 0.20, 0.11], "with": [0.101, 0.202, 0.113]})
+    assert found["fastest_share_percent"] == pytest.approx(1.0)
+    assert found["median_share_percent"] == pytest.approx(100 * 0.002 / 0.11)
+    assert (found["fastest_with_ms"], found["median_without_ms"]) == pytest.approx((101.0, 110.0))
+
+
+def test_the_monitor_is_on_in_every_other_round(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted: list[int] = []
+
+    class Watched(monitor.Monitor):
+        def step(self) -> list[Any]:
+            readings = super().step()
+            counted.append(len([r for r in readings if r.zeros is not None]))
+            return readings
+
+    monkeypatch.setattr(monitor, "Monitor", Watched)
+    assert main(["bench", "monitor", "--hidden-size", "64", "--layers", "1", "--every", "2", "--rounds", "2"]) == 0
+    assert counted == [7 * 3] * 4  # input, weight and gradient of seven linears; counted in the first of two steps
+    assert "fastest" in capsys.readouterr().out
 
 
 def test_figures_of_the_engine(tmp_path: Path) -> None:
