@@ -2,7 +2,9 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from fp8serve.bench import clock, engine, monitor, ops, serve
-from fp8serve.bench.entries import MAKERS
+from fp8serve.bench.entries import MAKERS, Entry
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
 from tests.engine.tiny import write_model
@@ -80,6 +82,25 @@ def test_the_monitor_is_on_in_every_other_round(
     assert main(["bench", "monitor", "--hidden-size", "64", "--layers", "1", "--every", "2", "--rounds", "2"]) == 0
     assert counted == [7 * 3] * 4  # input, weight and gradient of seven linears; counted in the first of two steps
     assert "fastest" in capsys.readouterr().out
+
+
+def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def maker() -> Iterator[Entry]:
+        slow, fast = partial(time.sleep, 0.004), partial(time.sleep, 0.001)
+        for name, ours, theirs, goal in (("a", fast, slow, 2.0), ("b", fast, slow, 9.0), ("c", fast, slow, None)):
+            yield Entry(name, "1", ours, theirs, 1.0, goal=goal)
+
+    monkeypatch.setattr(ops, "MAKERS", (maker,))
+    reached = {row["op"]: row["reached"] for row in ops.measure(0.01, ignore)["ops"]}
+    assert reached == {"a": True, "b": False, "c": None}
+    assert [row["op"] for row in ops.measure(0.01, ignore, goals=True)["ops"]] == ["a", "b"]
+
+
+def test_the_goals_of_the_speed_table_are_set() -> None:
+    from fp8serve.bench.entries import LINEAR, casts
+
+    assert [goal for goal in LINEAR.values() if goal] == [4.0, 3.0, 2.0, 2.0, 1.0, 1.0]
+    assert [(entry.op, entry.goal) for entry in casts() if entry.goal] == [("quantize", 10.0)]
 
 
 def test_figures_of_the_engine(tmp_path: Path) -> None:
