@@ -2,7 +2,9 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from fp8serve.bench import clock, engine, monitor, ops, serve, step
-from fp8serve.bench.entries import MAKERS
+from fp8serve.bench.entries import MAKERS, Entry
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
 from tests.engine.tiny import write_model
@@ -107,6 +109,25 @@ def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPa
     assert main(["bench", "step", "--recipe", "delayed", "--recipe", "block", *arguments]) == 0
     assert [type(r).__name__ for r in recipes] == ["NoneType", "DelayedScaling", "Float8BlockScaling"] * 3
     assert losses[-1] < losses[0]
+
+
+def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def maker() -> Iterator[Entry]:
+        slow, fast = partial(time.sleep, 0.004), partial(time.sleep, 0.001)
+        for name, ours, theirs, goal in (("a", fast, slow, 2.0), ("b", fast, slow, 9.0), ("c", fast, slow, None)):
+            yield Entry(name, "1", ours, theirs, 1.0, goal=goal)
+
+    monkeypatch.setattr(ops, "MAKERS", (maker,))
+    reached = {row["op"]: row["reached"] for row in ops.measure(0.01, ignore)["ops"]}
+    assert reached == {"a": True, "b": False, "c": None}
+    assert [row["op"] for row in ops.measure(0.01, ignore, goals=True)["ops"]] == ["a", "b"]
+
+
+def test_the_goals_of_the_speed_table_are_set() -> None:
+    from fp8serve.bench.entries import LINEAR, casts
+
+    assert [goal for goal in LINEAR.values() if goal] == [4.0, 3.0, 2.0, 2.0, 1.0, 1.0]
+    assert [(entry.op, entry.goal) for entry in casts() if entry.goal] == [("quantize", 10.0)]
 
 
 def test_figures_of_the_engine(tmp_path: Path) -> None:

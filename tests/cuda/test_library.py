@@ -18,8 +18,8 @@ BUILT = [path for path in (ROOT / "build").glob("*/libfp8serve_cuda.so") if path
 built = pytest.mark.skipif(not BUILT, reason="libfp8serve_cuda.so was not built (make cuda)")
 
 
-# Norms, activations and rotary embeddings in high precision: PyTorch's own kernels, through the reference.
-ON_TORCH = {"rms_norm", "rms_norm_backward", "silu_mul", "silu_mul_backward", "rotary", "layer_norm_quantize"}
+# Norms, activations, rotary embeddings and the draw of a token: PyTorch's own kernels, through the reference.
+ON_TORCH = {"rms_norm", "rms_norm_backward", "silu_mul", "silu_mul_backward", "rotary", "layer_norm_quantize", "sample"}
 
 
 def test_every_op_has_a_cuda_kernel_and_no_kernel_is_without_an_op():
