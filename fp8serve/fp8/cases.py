@@ -196,6 +196,13 @@ def _add_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     return *args[:5], _normal(rows, 11, dtype)
 
 
+def _codes_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    """For FP8 output: a row of zeros, and sums on both sides of the largest code."""
+    *args, _ = _mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
+    args[0][:1] = 0
+    return *args, torch.tensor(0.03), torch.float8_e4m3fn
+
+
 def _rotary_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     dim = cols // 2 * 2
     q, k, v = (_normal(rows, heads * dim, dtype, heads).view(rows, heads, dim) for heads in (4, 2, 2))
@@ -271,6 +278,7 @@ CASES: dict[str, list[Case]] = {
     "quantize_rowwise": _cast_cases((False,), (True,)),
     "quantize_block": _cast_cases((1, False), (128, False), (1, True)),
     "scaled_mm": _mm_cases(),
+    "scaled_mm_quantize": _fused_rows(_codes_case),
     "delayed_update": _update_cases(),
     "paged_attention": _paged_cases(),
     "write_kv": _write_cases(),
