@@ -1,4 +1,4 @@
-"""rms_norm, silu_mul, rotary and their gradients on the device: the reference, to the last bit or the sum's rounding."""
+"""rms_norm, silu_mul, rotary and their gradients on the device: the reference, to the last bit or a sum's rounding."""
 
 import pytest
 import torch
