@@ -38,6 +38,8 @@ struct Tile {
   uint4 chunk[kKeys][kDim / 8];
   __device__ __forceinline__ uint4* at(int key, int c) { return &chunk[key][c ^ (key & 7)]; }
 };
+// From a row's chunk c < 2 to its chunk 2d + c: tiles begin at multiples of a row, so that is one xor.
+__device__ __forceinline__ Place further(Place first, int d) { return first ^ static_cast<Place>(d * 32); }
 
 // Two stages: one is multiplied while the other is copied. FP8 is copied beside the tile that it becomes.
 template <int kDim, bool kFp8>
@@ -78,7 +80,7 @@ template <int kDim, bool kFp8, int kThreads>
 __device__ __forceinline__ void stage(const Paged& paged, Shared<kDim, kFp8>& shared, int slot, int begin,
                                       int end) {
   constexpr int kChunks = kDim * (kFp8 ? 1 : 2) / 16;
-#pragma unroll
+#pragma unroll 4
   for (int i = static_cast<int>(threadIdx.x); i < kKeys * kChunks; i += kThreads) {
     const int row = i / kChunks, c = i % kChunks, key = begin + row;
     const bool valid = key < end && c * 16 < paged.head;
@@ -173,11 +175,12 @@ __device__ __forceinline__ void score(const Queries<kDim>& q, Tile<kDim>& k, Sco
     for (int e = 0; e < 4; ++e) scores[n][e] = 0.0f;
   }
 #pragma unroll
-  for (int d = 0; d < kDim / 16; ++d) {
+  for (int n = 0; n < kKeys / 16; ++n) {
+    const Place first = place_of(k.at(16 * n + lane % 8 + lane / 16 * 8, lane / 8 % 2));
 #pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
+    for (int d = 0; d < kDim / 16; ++d) {
       uint32_t b[4];
-      load_matrices(b, k.at(16 * n + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
+      load_matrices_at<false>(b, further(first, d));
       multiply(scores[2 * n], scores[2 * n + 1], q[d], b);
     }
   }
@@ -245,10 +248,11 @@ __device__ __forceinline__ void mix(Softmax<kDim>& row, Tile<kDim>& v,
   for (int n = 0; n < kKeys / 16; ++n) {
     const uint32_t a[4] = {weights[2 * n][0], weights[2 * n][1], weights[2 * n + 1][0],
                            weights[2 * n + 1][1]};
+    const Place first = place_of(v.at(16 * n + lane % 16, lane / 16));
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
       uint32_t b[4];
-      load_matrices_transposed(b, v.at(16 * n + lane % 16, 2 * d + lane / 16));
+      load_matrices_at<true>(b, further(first, d));
       multiply(row.values[2 * d], row.values[2 * d + 1], a, b);
     }
   }

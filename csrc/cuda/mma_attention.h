@@ -6,14 +6,27 @@
 namespace fp8serve {
 
 #ifdef __CUDACC__
-// Like load_matrices, of 16-bit elements, each matrix transposed: lane 4g + t gets rows 2t, 2t + 1 of column
-// g.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* shared_row) {
-  const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(shared_row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(from)
-               : "memory");
+// A place in shared memory as a number: swizzled places are a first one, xor-ed.
+using Place = uint32_t;
+__device__ __forceinline__ Place place_of(const void* shared) {
+  return static_cast<Place>(__cvta_generic_to_shared(shared));
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane i gives the place of row i%8 of matrix i/8. Lane 4g + t gets
+// columns 2t, 2t + 1 of row g; transposed, rows 2t, 2t + 1 of column g.
+template <bool kTransposed>
+__device__ __forceinline__ void load_matrices_at(uint32_t (&r)[4], Place row) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+  }
 }
 
 // Two FP32 to two BF16, low first, to nearest even.

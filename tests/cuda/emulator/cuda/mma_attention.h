@@ -5,16 +5,21 @@
 
 namespace fp8serve {
 
-inline void load_matrices_transposed(uint32_t (&r)[4], const void* shared_row) {
+using Place = uintptr_t;
+inline Place place_of(const void* shared) { return reinterpret_cast<Place>(shared); }
+
+template <bool kTransposed>
+void load_matrices_at(uint32_t (&r)[4], Place row) {
+  if constexpr (!kTransposed) return load_matrices(r, reinterpret_cast<const void*>(row));
   const int self = emulator::machine.running % 32;
-  const auto words = emulator::exchange(shared_row, [&](auto of) {
+  const auto words = emulator::exchange(row, [&](auto of) {
     uint4 out;
     uint32_t* word = &out.x;
     for (int m = 0; m < 4; ++m) {
       uint16_t half[2];
       for (int i = 0; i < 2; ++i) {
-        const void* row = of(8 * m + self % 4 * 2 + i);
-        std::memcpy(half + i, static_cast<const char*>(row) + self / 4 * 2, 2);
+        const auto* from = reinterpret_cast<const char*>(of(8 * m + self % 4 * 2 + i));
+        std::memcpy(half + i, from + self / 4 * 2, 2);
       }
       word[m] = half[0] | static_cast<uint32_t>(half[1]) << 16;
     }
