@@ -10,6 +10,7 @@ The cache is one tensor of keys and one of values per layer, [blocks, block_size
 own type or in E4M3 with one scale each per layer.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fp8serve.engine.fused import FusedDecoder
 from fp8serve.engine.scheduler import Work
+from fp8serve.engine.transfer import to_device
 from fp8serve.fp8 import attention
 from fp8serve.model.decoder import Decoder
 
@@ -70,15 +72,15 @@ def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTens
     tables = [item.seq.block_table + [0] * (most - len(item.seq.block_table)) for item in work]
     lengths = [item.start + item.count for item in work]
 
-    def wide(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+    wide = _parts([token_ids, positions, slots, last], torch.long, device)
+    narrow = _parts([starts, lengths, [block for table in tables for block in table]], torch.int32, device)
+    return StepTensors(*wide[:3], *narrow[:2], narrow[2].view(len(tables), most), wide[3])
 
-    def narrow(values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
 
-    return StepTensors(
-        wide(token_ids), wide(positions), wide(slots), narrow(starts), narrow(lengths), narrow(tables), wide(last)
-    )
+def _parts(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Each list as a tensor; all of them in one copy."""
+    whole = to_device(list(itertools.chain.from_iterable(lists)), dtype, device)
+    return whole.split([len(part) for part in lists])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

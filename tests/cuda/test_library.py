@@ -18,8 +18,6 @@ BUILT = [path for path in (ROOT / "build").glob("*/libfp8serve_cuda.so") if path
 built = pytest.mark.skipif(not BUILT, reason="libfp8serve_cuda.so was not built (make cuda)")
 
 
-
-
 def test_every_op_has_a_cuda_kernel_and_no_kernel_is_without_an_op():
     found = [re.findall(r'm\.impl\("(\w+)"', path.read_text()) for path in SOURCES.glob("*.cu")]
     assert sorted(name for names in found for name in names) == sorted([*ops.OPS, *ops.COMPOSED])
