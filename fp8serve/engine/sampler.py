@@ -192,7 +192,7 @@ def _read(tokens: Tensor, finite: Tensor, ranked: _Ranked | None, seqs: list[Seq
     if ranked is not None:
         chosen = ranked.table.gather(1, tokens[ranked.index][:, None])
         parts += [x.double().view(torch.long).flatten() for x in (chosen, ranked.values)] + [ranked.ids.flatten()]
-    found = torch.cat(parts).cpu().split([len(part) for part in parts])
+    found = torch.cat(parts).cpu().split_with_sizes([len(part) for part in parts])
     logprobs = {} if ranked is None else _by_row(ranked.rows, found[0].tolist(), found[2:], seqs)
     pairs = zip(found[0].tolist(), found[1].tolist(), strict=True)
     return [Sampled(token, logprobs.get(row)) if good else Sampled(None) for row, (token, good) in enumerate(pairs)]

@@ -47,12 +47,13 @@ def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTens
     tables = [item.seq.block_table + [0] * (most - len(item.seq.block_table)) for item in work]
     lengths = [item.start + item.count for item in work]
 
-    wide = _parts([token_ids, positions, slots, last], torch.long, device)
-    narrow = _parts([starts, lengths, [block for table in tables for block in table]], torch.int32, device)
-    return StepTensors(*wide[:3], *narrow[:2], narrow[2].view(len(tables), most), wide[3])
+    ids, places, into, wanted = _parts([token_ids, positions, slots, last], torch.long, device)
+    blocks = list(itertools.chain.from_iterable(tables))
+    begins, context, held = _parts([starts, lengths, blocks], torch.int32, device)
+    return StepTensors(ids, places, into, begins, context, held.view(len(tables), most), wanted)
 
 
 def _parts(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """Each list as a tensor; all of them in one copy."""
     whole = to_device(list(itertools.chain.from_iterable(lists)), dtype, device)
-    return whole.split([len(part) for part in lists])
+    return whole.split_with_sizes([len(part) for part in lists])

@@ -259,9 +259,13 @@ def _watch_cases() -> list[Case]:
     return [Case(f"{s} amax {a} rows {n}", partial(_watch_case, *s, a, n)) for s, a, n in grid]
 
 
+def _turned_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return (_codes(rows, cols, dtype, 1),)
+
+
 def _turned_cases() -> list[Case]:
     shapes = ((128, 256), (144, 48), (17, 33), (16, 7), (0, 8), (3, 0))
-    return [Case(f"{s} {d}", lambda s=s, d=d: (_codes(*s, d, 1),)) for s, d in product(shapes, FP8_MAX)]
+    return [Case(f"{s} {d}", partial(_turned_case, *s, d)) for s, d in product(shapes, FP8_MAX)]
 
 
 CASES: dict[str, list[Case]] = {
