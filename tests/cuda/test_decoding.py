@@ -1,4 +1,4 @@
-"""Decoding and training on a GPU with torch alone: no file, no tokenizer. Run on the CPU, the tests prove themselves."""
+"""Decoding and training on a GPU with torch alone, without files. On the CPU the tests prove themselves."""
 
 from typing import Any
 
