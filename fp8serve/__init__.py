@@ -21,6 +21,10 @@ _HOMES = {
     "Linear": "fp8serve.fp8.linear",
     "convert": "fp8serve.fp8.linear",
     "scaling_state": "fp8serve.fp8.linear",
+    "NormLinear": "fp8serve.fp8.fused",
+    "SiluMulLinear": "fp8serve.fp8.fused",
+    "DotProductAttention": "fp8serve.fp8.dpa",
+    "Monitor": "fp8serve.fp8.monitor",
     "Engine": "fp8serve.engine.engine",
     "calibrate": "fp8serve.calibration.pipeline",
 }

@@ -57,6 +57,11 @@ class RunningServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that answers HTTP; the engine is its child."""
+        return self._process.pid
+
     def stop(self) -> int:
         """SIGTERM, and what the server does about it: its exit status. Killed when it takes too long."""
         self._process.terminate()

@@ -1,9 +1,13 @@
 """Imports point one way: fp8 <- model <- {engine, calibration, train} <- server <- command line."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import fp8serve
 
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
@@ -63,3 +67,21 @@ def test_special_rules(module: str) -> None:
         assert "fastapi" not in tops
     if module != "fp8serve.fp8.ops":
         assert not {i for i in found if i.startswith("torch.library")}
+
+
+def test_every_public_name_is_importable_from_the_top() -> None:
+    promised = {"Monitor", "NormLinear", "SiluMulLinear", "DotProductAttention", "Linear", "autocast", "convert"}
+    assert promised <= set(fp8serve.__all__)
+    for name in fp8serve.__all__:
+        assert getattr(fp8serve, name) is not None
+    assert dir(fp8serve) == sorted(fp8serve.__all__)
+
+
+def test_recipes_need_no_torch() -> None:
+    """Under both of their names."""
+    code = (
+        "import sys; from fp8serve.recipe import DelayedScaling; import fp8serve\n"
+        "assert fp8serve.DelayedScaling is DelayedScaling; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

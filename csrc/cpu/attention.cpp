@@ -1,149 +1,27 @@
 // paged_attention: causal attention of new tokens over paged caches of FP32, BF16, FP16 or FP8, heads in
 // groups.
 //
-// A task is one sequence, one kv head and up to 16 query tokens. It walks the sequence's keys in tiles of 16
-// positions: the tile's keys and values become FP32 once and serve every query row of the task. attention.h
-// says in which order sums are taken; nothing of it depends on the task's neighbours.
+// Here: what the op demands of its arguments, and how its work is cut. A task is one sequence, one kv head
+// and up to 16 query tokens, and goes through the parts of its keys. Where threads would be left without
+// work, the parts of a long sequence are pieces of their own, joined when all are done: the same arithmetic,
+// hence the same bits. attention.h says in which order sums are taken.
 #include "cpu/attention.h"
 
 #include <torch/csrc/stable/library.h>
 
-#include <cmath>
-#include <type_traits>
 #include <vector>
 
 #include "check.h"
 #include "cpu/isa.h"
 #include "cpu/tensors.h"
 #include "cpu/vectormath.h"
-#include "fp8.h"
 
 namespace fp8serve {
 namespace attention {
 namespace {
 
-constexpr int64_t kTile = 16;
 constexpr int64_t kQueryTokens = 16;
 constexpr int64_t kMaxDim = 512;
-
-// A cache element that is an FP8 code.
-template <class F>
-struct Code {
-  uint8_t bits;
-};
-template <class F>
-FP8_INLINE float load(Code<F> x) {
-  return kDecode<F>.value[x.bits];
-}
-using fp8serve::load;
-
-// Query rows of a task with their running softmax; padded to whole vectors.
-struct Rows {
-  float *q, *out, *maximum, *sum;
-  int64_t count, width;  // width: dim rounded up to 16
-};
-
-FP8_INLINE float dot(const float* a, const float* b, int64_t width) {
-  float lanes[16] = {};
-  for (int64_t d = 0; d < width; d += 16) {
-    for (int i = 0; i < 16; ++i) lanes[i] += a[d + i] * b[d + i];
-  }
-  return lane_sum(lanes);
-}
-
-// One query row and one tile: `seen` of its 16 keys are at or before the query's position.
-FP8_INLINE void attend(const float* q, float* out, float* maximum, float* sum, const float* k, const float* v,
-                       int64_t width, int64_t seen) {
-  float weight[kTile];
-  float top = *maximum;
-  for (int j = 0; j < kTile; ++j) {
-    weight[j] = j < seen ? dot(q, k + j * width, width) : -INFINITY;
-    top = weight[j] > top ? weight[j] : top;
-  }
-  for (int j = 0; j < kTile; ++j) weight[j] = exp_of(weight[j] - top);
-  const float correction = exp_of(*maximum - top);
-  *maximum = top;
-  *sum = *sum * correction + lane_sum(weight);
-  for (int64_t d = 0; d < width; d += 16) {
-    float lanes[16];
-    for (int i = 0; i < 16; ++i) lanes[i] = out[d + i] * correction;
-    for (int j = 0; j < kTile && j < seen;
-         ++j) {  // a NaN behind the query's position must not get in as 0 * NaN
-      for (int i = 0; i < 16; ++i) lanes[i] += weight[j] * v[j * width + d + i];
-    }
-    for (int i = 0; i < 16; ++i) out[d + i] = lanes[i];
-  }
-}
-
-struct Memory {
-  Scratch rows, tile;
-};
-thread_local Memory memory;
-
-template <class Q, class C>
-struct Attend {
-  static FP8_INLINE void gather(const Work& w, const C* cache, int64_t begin, int64_t end, int64_t width,
-                                float* tile) {
-    for (int64_t p = begin; p < end; ++p) {
-      const C* from = cache + w.slot(p) * w.token_stride;
-      for (int64_t d = 0; d < w.dim; ++d) tile[(p - begin) * width + d] = load(from[d]);
-    }
-  }
-
-  static FP8_INLINE void run(const Work* work, const Rows* rows, float* k_tile, float* v_tile) {
-    const Work& w = *work;
-    const auto* q = static_cast<const Q*>(w.q);
-    for (int64_t r = 0; r < rows->count; ++r) {
-      const Q* from = q + (r / w.group * w.heads + r % w.group) * w.dim;
-      for (int64_t d = 0; d < w.dim; ++d) rows->q[r * rows->width + d] = load(from[d]) * w.score_scale;
-    }
-    for (int64_t begin = 0; begin < w.context; begin += kTile) {
-      const int64_t end = begin + kTile < w.context ? begin + kTile : w.context;
-      gather(w, static_cast<const C*>(w.k), begin, end, rows->width, k_tile);
-      gather(w, static_cast<const C*>(w.v), begin, end, rows->width, v_tile);
-      for (int64_t r = 0; r < rows->count; ++r) {
-        const int64_t position = w.context - w.tokens + r / w.group;
-        if (position < begin) continue;
-        attend(rows->q + r * rows->width, rows->out + r * rows->width, rows->maximum + r, rows->sum + r,
-               k_tile, v_tile, rows->width, position - begin + 1);
-      }
-    }
-    auto* out = static_cast<Q*>(w.out);
-    for (int64_t r = 0; r < rows->count; ++r) {
-      Q* to = out + (r / w.group * w.heads + r % w.group) * w.dim;
-      for (int64_t d = 0; d < w.dim; ++d)
-        store(rows->out[r * rows->width + d] / rows->sum[r] * w.value_scale, to + d);
-    }
-  }
-};
-
-template <class Q, class C>
-void run(const Work& w) {
-#if FP8_X86
-  constexpr bool short_enough = std::is_same_v<Q, BF16> && sizeof(C) <= 2 && !std::is_same_v<C, F16>;
-  if (short_enough && isa() == Isa::avx512bf16) return attend_bf16(w);
-#endif
-  const int64_t count = w.tokens * w.group, width = (w.dim + 15) / 16 * 16;
-  float* memory_rows = memory.rows.get<float>(count * (2 * width + 2));
-  std::fill_n(memory_rows, count * (2 * width + 2), 0.0f);
-  const Rows rows{.q = memory_rows,
-                  .out = memory_rows + count * width,
-                  .maximum = memory_rows + 2 * count * width,
-                  .sum = memory_rows + 2 * count * width + count,
-                  .count = count,
-                  .width = width};
-  std::fill_n(rows.maximum, count, -INFINITY);
-  float* tile = memory.tile.get<float>(2 * kTile * width);
-  std::fill_n(tile, 2 * kTile * width, 0.0f);
-  dispatch<Attend<Q, C>>(&w, &rows, tile, tile + kTile * width);
-}
-
-template <class F>
-void with_cache(ScalarType dtype, const F& f) {
-  if (dtype == ScalarType::Float8_e4m3fn) return f(Type<Code<E4M3>>{});
-  if (dtype == ScalarType::Float8_e5m2) return f(Type<Code<E5M2>>{});
-  with_element(dtype, f);
-}
 
 // --- contract
 
@@ -154,6 +32,13 @@ struct Batch {
 
 struct Task {
   int64_t sequence, kv_head, first, last;  // query tokens [first, last) of the sequence
+};
+
+// What a thread does at once: a task from end to end, or one part of its keys into `state`.
+struct Piece {
+  Work work;
+  State state;
+  int64_t part;  // -1: all of them
 };
 
 void check_sequences(const Contract& check, const Batch& b) {
@@ -216,16 +101,92 @@ Work work_of(const Batch& b, const Task& task) {
           .cache = b.k_cache.scalar_type()};
 }
 
-void compute(const Batch& b) {
-  const std::vector<Task> tasks = tasks_of(b);
-  with_element(b.q.scalar_type(), [&](auto query) {
-    with_cache(b.k_cache.scalar_type(), [&](auto cache) {
-      parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
-        run<typename decltype(query)::type, typename decltype(cache)::type>(
-            work_of(b, tasks[static_cast<size_t>(i)]));
-      });
-    });
+// --- parts
+
+int64_t parts_of(const Work& w) { return (w.context + kPart - 1) / kPart; }
+Keys keys_of(const Work& w, int64_t part) { return {part * kPart, std::min(w.context, (part + 1) * kPart)}; }
+
+// One part onto those before it, for the rows from `first` on.
+struct Join {
+  static FP8_INLINE void run(const State* total, const State* part, int64_t first) {
+    for (int64_t r = first; r < total->rows; ++r) {
+      const float before = total->maximum[r], here = part->maximum[r], top = here > before ? here : before;
+      const float kept = exp_of(before - top), added = exp_of(here - top);
+      const auto add = [&](float* sum, const float* more, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) sum[i] = sum[i] * kept + more[i] * added;
+      };
+      add(total->out + r * total->width, part->out + r * total->width, total->width);
+      add(total->sums + r * 16, part->sums + r * 16, 16);
+      total->maximum[r] = top;
+    }
+  }
+};
+
+void join(const Work& w, int64_t part, const State& total, const State& more) {
+  dispatch<Join>(&total, &more, w.first_row(part * kPart));
+}
+
+void whole(const Path& path, const Work& w) {
+  thread_local Scratch memory[2];
+  const int64_t rows = w.tokens * w.group, width = path.width(w.dim), size = State::size(rows, width);
+  const State total = State::at(memory[0].get<float>(size), rows, width);
+  path.attend(w, keys_of(w, 0), total);
+  for (int64_t part = 1; part < parts_of(w); ++part) {
+    const State more = State::at(memory[1].get<float>(size), rows, width);
+    path.attend(w, keys_of(w, part), more);
+    join(w, part, total, more);
+  }
+  path.finish(w, total);
+}
+
+// Tasks that would take one thread longer than a fair share of everything are cut into their parts, each of
+// which leaves a state. `cut`: their pieces, behind each other.
+struct Plan {
+  std::vector<Piece> pieces, cut;
+};
+
+Plan plan(const Path& path, const std::vector<Work>& works) {
+  thread_local Scratch states;
+  const int64_t threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  int64_t all = 0, floats = 0;
+  for (const Work& w : works) all += parts_of(w);
+  const auto long_one = [&](const Work& w) { return parts_of(w) > 1 && parts_of(w) * threads > all; };
+  const auto size = [&](const Work& w) { return State::size(w.tokens * w.group, path.width(w.dim)); };
+  for (const Work& w : works) floats += long_one(w) ? parts_of(w) * size(w) : 0;
+  float* memory = states.get<float>(floats);
+  Plan out;
+  for (const Work& w : works) {
+    if (!long_one(w)) {
+      out.pieces.push_back({w, {}, -1});
+      continue;
+    }
+    for (int64_t part = 0; part < parts_of(w); ++part, memory += size(w))
+      out.cut.push_back({w, State::at(memory, w.tokens * w.group, path.width(w.dim)), part});
+  }
+  out.pieces.insert(out.pieces.begin(), out.cut.begin(), out.cut.end());  // the long ones first
+  return out;
+}
+
+void compute(const Path& path, const std::vector<Work>& works) {
+  const Plan todo = plan(path, works);
+  parallel_tasks(static_cast<int64_t>(todo.pieces.size()), [&](int64_t i) {
+    const Piece& p = todo.pieces[static_cast<size_t>(i)];
+    p.part < 0 ? whole(path, p.work) : path.attend(p.work, keys_of(p.work, p.part), p.state);
   });
+  parallel_tasks(static_cast<int64_t>(todo.cut.size()), [&](int64_t i) {
+    const Piece* first = todo.cut.data() + i;
+    if (first->part != 0) return;
+    const int64_t parts = parts_of(first->work);
+    for (int64_t part = 1; part < parts; ++part) join(first->work, part, first->state, first[part].state);
+    path.finish(first->work, first->state);
+  });
+}
+
+Path path_of(const Batch& b) {
+  const ScalarType query = b.q.scalar_type(), cache = b.k_cache.scalar_type();
+  const bool short_enough = cache != ScalarType::Float && cache != ScalarType::Half;
+  if (isa() == Isa::avx512bf16 && query == ScalarType::BFloat16 && short_enough) return bf16();
+  return general(query, cache);
 }
 
 float scale_of(const Contract& check, const char* name, const std::optional<Tensor>& scale) {
@@ -271,7 +232,9 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
                     .v_scale = scale_of(check, "v_scale_inv", v_scale_inv),
                     .softmax_scale = static_cast<float>(softmax_scale)};
   check_sequences(check, batch);
-  if (batch.out.numel() > 0) compute(batch);
+  std::vector<Work> works;
+  for (const Task& task : tasks_of(batch)) works.push_back(work_of(batch, task));
+  if (batch.out.numel() > 0) compute(path_of(batch), works);
   return batch.out;
 }
 

@@ -1,20 +1,26 @@
-// What paged attention is made of, at any instruction set: the order of every sum, and one task's work.
+// What paged attention is made of, at any instruction set: the order of every sum, one task's work, and its
+// state.
 //
-// The order. A query at position p sees keys 0..p in tiles, aligned to multiples of the tile whatever chunk
-// or batch the query came in. Per tile: the scores, their maximum, the weights exp(score - running maximum);
-// sum and output are rescaled if the maximum rose, and the tile is added. Keys beyond p have weight exactly
-// 0 and their values are not touched. So a query's result depends on its own q, its keys and its position
-// alone: not on the batch, on how the prompt was cut, or on threads. Tile and arithmetic are the path's: 16
-// keys in FP32 in general, 64 keys in BF16 with FP32 sums where q is BF16 and the machine multiplies BF16.
+// The order. A query at position p sees keys 0..p in parts of 512 and tiles within them, both aligned to
+// multiples of their size whatever chunk or batch the query came in. Per tile: the scores, their maximum, the
+// weights exp(score - running maximum); sum and output are rescaled if the maximum rose, and the tile is
+// added. Each part starts from nothing; the parts' maxima, sums and outputs are joined in their order. Keys
+// beyond p have weight exactly 0 and their values are not touched. So a query's result depends on its own q,
+// its keys and its position alone: not on the batch, on how the prompt was cut, or on threads, which may take
+// the parts of one long sequence at the same time. Tile and arithmetic are the path's: 16 keys in FP32 in
+// general, 64 keys in BF16 with FP32 sums where q is BF16 and the machine multiplies BF16.
 //
 // An FP8 cache's k scale multiplies the scores, its v scale the finished output: no element is scaled alone.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "check.h"
 
 namespace fp8serve::attention {
+
+constexpr int64_t kPart = 512;  // keys
 
 // One sequence's one kv head: `rows` query rows (token-major: row = token * group + head in group) over its
 // blocks.
@@ -32,12 +38,51 @@ struct Work {
   float score_scale, value_scale;
   ScalarType cache;
 
+  // Elements from `q` or `out` to a query row.
+  int64_t row(int64_t r) const { return (r / group * heads + r % group) * dim; }
+  int64_t position(int64_t r) const { return context - tokens + r / group; }
+  // The first query row that sees a position.
+  int64_t first_row(int64_t seen) const { return std::max<int64_t>(0, seen - (context - tokens)) * group; }
   int64_t slot(int64_t position) const {
     return static_cast<int64_t>(blocks[position / block_size]) * block_size + position % block_size;
   }
 };
 
+// Positions [first, last) of a sequence.
+struct Keys {
+  int64_t first, last;
+};
+
+// A task's query rows after some keys: output not yet divided by its sum, the maximum its weights refer to,
+// and the sum of weights in 16 lanes.
+struct State {
+  float* out;      // [rows][width]
+  float* sums;     // [rows][16]
+  float* maximum;  // [rows]
+  int64_t rows, width;
+
+  static int64_t size(int64_t rows, int64_t width) { return rows * (width + 17); }
+  static State at(float* memory, int64_t rows, int64_t width) {
+    return {memory, memory + rows * width, memory + rows * (width + 16), rows, width};
+  }
+  void clear() const {
+    std::fill_n(out, rows * (width + 16), 0.0f);
+    std::fill_n(maximum, rows, -__builtin_inff());
+  }
+};
+
+// How a pair of element types is computed.
+struct Path {
+  int64_t unit;  // rows of a state are padded to multiples of this
+  void (*attend)(const Work& work, Keys keys, const State& state);  // from nothing, over at most kPart keys
+  void (*finish)(const Work& work, const State& state);             // -> work.out
+
+  int64_t width(int64_t dim) const { return (dim + unit - 1) / unit * unit; }
+};
+
+// Any query and cache in FP32.
+Path general(ScalarType query, ScalarType cache);
 // BF16 queries over a BF16 or FP8 cache with AVX-512 BF16.
-void attend_bf16(const Work& work);
+Path bf16();
 
 }  // namespace fp8serve::attention

@@ -28,35 +28,28 @@ constexpr int64_t kKeys = 64;   // a tile
 constexpr int64_t kPiece = 64;  // dimensions handled at once
 constexpr int64_t kMost = 512;  // dimensions of a head
 
-// One task's working memory. `width` is dim rounded up to 64.
-struct State {
+// One task's working memory, beside its state.
+struct Space : State {
   uint16_t* q;        // [rows][width]
-  float* out;         // [rows][width], unscaled
   float* scores;      // [4 groups of 16 keys][rows][16]
   uint16_t* weights;  // [rows][64]
-  float* maximum;     // [rows]
   float* correction;  // [rows]
-  float* sums;        // [rows][16]
   uint16_t* k;        // 4 panels of 16 keys (gemm.h)
   uint16_t* v_rows;   // [64][width]
   uint16_t* v;        // [32 pairs of keys][width][2]
-  int64_t rows, width;
 };
 
-State allocate(int64_t rows, int64_t width) {
-  thread_local Scratch scratch[10];
-  return {.q = scratch[0].get<uint16_t>(rows * width),
-          .out = scratch[1].get<float>(rows * width),
-          .scores = scratch[2].get<float>(rows * kKeys),
-          .weights = scratch[3].get<uint16_t>(rows * kKeys),
-          .maximum = scratch[4].get<float>(rows),
-          .correction = scratch[5].get<float>(rows),
-          .sums = scratch[6].get<float>(rows * 16),
-          .k = scratch[7].get<uint16_t>(kKeys * width),
-          .v_rows = scratch[8].get<uint16_t>(kKeys * width),
-          .v = scratch[9].get<uint16_t>(kKeys * width),
-          .rows = rows,
-          .width = width};
+Space allocate(const State& state) {
+  thread_local Scratch scratch[7];
+  const int64_t rows = state.rows, width = state.width;
+  return {state,
+          scratch[0].get<uint16_t>(rows * width),
+          scratch[1].get<float>(rows * kKeys),
+          scratch[2].get<uint16_t>(rows * kKeys),
+          scratch[3].get<float>(rows),
+          scratch[4].get<uint16_t>(kKeys * width),
+          scratch[5].get<uint16_t>(kKeys * width),
+          scratch[6].get<uint16_t>(kKeys * width)};
 }
 
 // e^x for x <= 0, 0 far below, NaN for NaN: 2^n * p(r), |r| <= ln 2 / 2.
@@ -121,7 +114,7 @@ FP8_TARGET FP8_INLINE void in_order(__m512 low, __m512 high, float* out) {
 }
 
 // A tile's keys into panels of 16, its values into pairs. FP8 values become BF16 rows first.
-void unpack(const Work& w, Tile tile, const State& s) {
+void unpack(const Work& w, Tile tile, const Space& s) {
   const gemm::Level& level = gemm::avx512bf16();
   const gemm::Kind kind = kind_of(w.cache);
   const void* key[kKeys];
@@ -141,7 +134,7 @@ void unpack(const Work& w, Tile tile, const State& s) {
 
 // --- one tile onto every row
 
-void score(const Work& w, Tile tile, const State& s, int64_t first) {
+void score(const Work& w, Tile tile, const Space& s, int64_t first) {
   const gemm::Level& level = gemm::avx512bf16();
   for (int64_t g = 0; g < tile.count; g += 16) {
     for (int64_t r = first; r < s.rows; r += gemm::kMaxRows) {
@@ -156,7 +149,7 @@ void score(const Work& w, Tile tile, const State& s, int64_t first) {
 }
 
 // Scores of a row -> weights in BF16, its maximum, its sums, and by what earlier output shrinks.
-FP8_TARGET void soften(const State& s, int64_t row, int64_t seen, float scale) {
+FP8_TARGET void soften(const Space& s, int64_t row, int64_t seen, float scale) {
   const uint64_t mask = seen >= kKeys ? ~0ull : (1ull << seen) - 1;
   const __m512 nothing = _mm512_set1_ps(-INFINITY);
   __m512 score[4];
@@ -192,7 +185,7 @@ FP8_TARGET FP8_INLINE __m512 dot(__m512 sum, __m512i weights, __m512i values) {
 // R rows from `row` that see the same `seen` keys: out = out * correction + weights * values, 64 dimensions
 // at a time.
 template <int R>
-FP8_TARGET void mix(const State& s, int64_t row, int64_t seen) {
+FP8_TARGET void mix(const Space& s, int64_t row, int64_t seen) {
   const __m512i even_only = _mm512_set1_epi32(0xffff);
   for (int64_t d = 0; d < s.width; d += kPiece) {
     __m512 sum[R][4];
@@ -229,10 +222,8 @@ FP8_TARGET void mix(const State& s, int64_t row, int64_t seen) {
   }
 }
 
-int64_t position(const Work& w, int64_t row) { return w.context - w.tokens + row / w.group; }
-
-void attend_tile(const Work& w, Tile tile, const State& s) {
-  const auto seen = [&](int64_t row) { return std::min(position(w, row) - tile.begin + 1, kKeys); };
+void attend_tile(const Work& w, Tile tile, const Space& s) {
+  const auto seen = [&](int64_t row) { return std::min(w.position(row) - tile.begin + 1, kKeys); };
   int64_t row = 0;
   while (row < s.rows && seen(row) <= 0) ++row;
   score(w, tile, s, row);
@@ -248,17 +239,25 @@ void attend_tile(const Work& w, Tile tile, const State& s) {
 
 // --- a task
 
-void begin(const Work& w, const State& s) {
-  std::fill_n(s.out, s.rows * s.width, 0.0f);
-  std::fill_n(s.sums, s.rows * 16, 0.0f);
-  std::fill_n(s.maximum, s.rows, -INFINITY);
+void load_queries(const Work& w, const Space& s) {
   for (int64_t r = 0; r < s.rows; ++r) {
-    const auto* from = static_cast<const uint16_t*>(w.q) + (r / w.group * w.heads + r % w.group) * w.dim;
+    const auto* from = static_cast<const uint16_t*>(w.q) + w.row(r);
     std::fill(std::copy_n(from, w.dim, s.q + r * s.width), s.q + (r + 1) * s.width, uint16_t{0});
   }
 }
 
-FP8_TARGET void end(const Work& w, const State& s) {
+void attend(const Work& w, Keys keys, const State& state) {
+  const Space s = allocate(state);
+  state.clear();
+  load_queries(w, s);
+  for (int64_t first = keys.first; first < keys.last; first += kKeys) {
+    const Tile tile{first, std::min(kKeys, keys.last - first)};
+    unpack(w, tile, s);
+    attend_tile(w, tile, s);
+  }
+}
+
+FP8_TARGET void finish(const Work& w, const State& s) {
   for (int64_t r = 0; r < s.rows; ++r) {
     alignas(64) float ordered[kMost];
     const __m512 scale =
@@ -268,23 +267,19 @@ FP8_TARGET void end(const Work& w, const State& s) {
       in_order(_mm512_mul_ps(_mm512_loadu_ps(sums), scale), _mm512_mul_ps(_mm512_loadu_ps(sums + 16), scale),
                ordered + d);
     }
-    auto* out = static_cast<BF16*>(w.out) + (r / w.group * w.heads + r % w.group) * w.dim;
+    auto* out = static_cast<BF16*>(w.out) + w.row(r);
     for (int64_t d = 0; d < w.dim; ++d) store(ordered[d], out + d);
   }
 }
 
 }  // namespace
 
-void attend_bf16(const Work& w) {
-  const State s = allocate(w.tokens * w.group, (w.dim + kPiece - 1) / kPiece * kPiece);
-  begin(w, s);
-  for (int64_t first = 0; first < w.context; first += kKeys) {
-    const Tile tile{first, std::min(kKeys, w.context - first)};
-    unpack(w, tile, s);
-    attend_tile(w, tile, s);
-  }
-  end(w, s);
-}
+Path bf16() { return {kPiece, attend, finish}; }
 
+}  // namespace fp8serve::attention
+
+#else
+namespace fp8serve::attention {
+Path bf16() { return general(ScalarType::BFloat16, ScalarType::BFloat16); }  // never asked for
 }  // namespace fp8serve::attention
 #endif

@@ -25,19 +25,33 @@
 
 #include <cstdint>
 
+#include "check.h"
+
 namespace fp8serve::gemm {
 
 constexpr int64_t kRun = 8;
 constexpr int64_t kChunk = 64;  // codes a level unpacks at a time: panel rows are padded to it
 constexpr int64_t kBlock = 1024;
 constexpr int64_t kScaleBlock = 128;
-constexpr int64_t kGroup = 16;      // columns of a tile
-constexpr int64_t kMaxRows = 4;     // rows of a tile
-constexpr int64_t kStreamRows = 2;  // up to which converting `b` in registers beats a panel
+constexpr int64_t kGroup = 16;   // columns of a tile
+constexpr int64_t kMaxRows = 6;  // rows of a tile
 
 // What a matrix holds.
 enum class Kind { e4m3, e5m2, bf16 };
 constexpr int64_t bytes_of(Kind kind) { return kind == Kind::bf16 ? 2 : 1; }
+
+// What happens to finished sums: out = round(sum * a_scale * b_scale + bias), then, where there is a
+// residual, round(residual + that).
+struct Ending {
+  const float* a_scale;  // [rows]
+  const float* b_scale;  // [16]
+  const float* bias;     // [16]
+  const void* residual;  // like `out`, or null
+  void* out;             // the tile's first element
+  int64_t stride;        // elements from a row of `out` to the next
+  int64_t columns;       // that exist, of 16
+  ScalarType type;       // of `out`
+};
 
 // `rows` rows by 16 columns over one block of K.
 struct Tile {
@@ -48,8 +62,9 @@ struct Tile {
   int rows = 0;
   const float* const* a_scale = nullptr;  // per row: scale_inv of each 128 of K; null without block scales
   const float* b_scale = nullptr;         // [128 of K][16 columns]
-  float* out = nullptr;                   // [rows][16]
+  float* out = nullptr;                   // [rows][16]: sums of the blocks so far
   bool add = false;                       // onto the earlier blocks' sums
+  const Ending* ending = nullptr;         // at the last block: the results are written instead of the sums
 };
 
 // One level's building blocks.
@@ -60,9 +75,10 @@ struct Level {
   // 16 columns of k values -> a panel of 16 times as many.
   void (*unpack_columns)(const void* const* from, int64_t k, Kind kind, void* panel);
   void (*tile)(const Tile& tile);
-  // At most 2 rows, `b` straight from where it lies, as it is read once: no panel. Null if the level has
-  // none.
-  void (*stream)(const Tile& tile, const void* const* b, Kind kind);
+  // A few rows, up to `stream_rows`: `b` straight from where it lies, converted in registers, as it is read
+  // once; `next` is where the call after this one reads, to be fetched ahead. Null if the level has none.
+  void (*stream)(const Tile& tile, const void* const* b, const void* const* next, Kind kind);
+  int64_t stream_rows;
 };
 
 const Level& portable();

@@ -1,5 +1,6 @@
 // The GEMM level for AVX2 + FMA: FP32 panels, a vector in two registers, one row of 16 columns at a time.
 #include "cpu/gemm.h"
+#include "cpu/gemm_ending.h"
 #include "cpu/isa.h"
 
 #if FP8_X86
@@ -47,18 +48,104 @@ FP8_TARGET FP8_INLINE __m256 quads(__m256 a, __m256 b, __m256 c, __m256 d) {
   return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)),
                        _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
 }
-FP8_TARGET FP8_INLINE void reduce(const Vector (&v)[4], float* out, bool add) {
-  __m256 low = quads(v[0].low, v[1].low, v[2].low, v[3].low);
-  __m256 high = quads(v[0].high, v[1].high, v[2].high, v[3].high);
-  if (add) {
-    low = _mm256_add_ps(_mm256_loadu_ps(out), low);
-    high = _mm256_add_ps(_mm256_loadu_ps(out + 8), high);
+using Sums = Vector;
+FP8_TARGET FP8_INLINE Sums reduce(const Vector (&v)[4]) {
+  return {quads(v[0].low, v[1].low, v[2].low, v[3].low), quads(v[0].high, v[1].high, v[2].high, v[3].high)};
+}
+FP8_TARGET FP8_INLINE Sums plus(Sums a, Sums b) {
+  return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+}
+FP8_TARGET FP8_INLINE Sums load_sums(const float* p) { return load_b(p); }
+FP8_TARGET FP8_INLINE void store_sums(float* p, Sums sums) {
+  _mm256_storeu_ps(p, sums.low);
+  _mm256_storeu_ps(p + 8, sums.high);
+}
+template <int R>
+FP8_TARGET FP8_INLINE void end_rows(const Ending& e, int row, const Sums (&sums)[R]) {
+  for (int r = 0; r < R; ++r) {
+    float values[kGroup];
+    store_sums(values, sums[r]);
+    end_row(e, row + r, values);
   }
-  _mm256_storeu_ps(out, low);
-  _mm256_storeu_ps(out + 8, high);
 }
 
 #include "cpu/gemm_tile.h"
+
+// The first eight of the special values; E5M2's infinity and NaN (0x7c to 0x7f) are the last four of them.
+template <class F>
+struct alignas(16) LowTable {
+  uint16_t special[8];
+  constexpr LowTable() : special() {
+    for (int i = 0; i < 8; ++i) special[i] = kBf16Code<F>.special[i < Bf16Code<F>::first_normal ? i : 24 + i];
+  }
+};
+template <class F>
+constexpr LowTable<F> kLow{};
+
+struct Runs {
+  __m256i low, high;  // a run in each 128-bit part
+};
+
+template <class F>
+FP8_TARGET FP8_INLINE __m256i widen(__m128i codes) {
+  using Code = Bf16Code<F>;
+  const __m256i x = _mm256_cvtepu8_epi16(codes), magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
+  const __m256i normal =
+      _mm256_add_epi16(_mm256_slli_epi16(magnitude, Code::shift), _mm256_set1_epi16(Code::bias));
+  // the two bytes of entry m are bytes 2 m and 2 m + 1 of the table
+  const __m256i entry = _mm256_and_si256(magnitude, _mm256_set1_epi16(7));
+  const __m256i bytes =
+      _mm256_add_epi16(_mm256_mullo_epi16(entry, _mm256_set1_epi16(0x0202)), _mm256_set1_epi16(0x0100));
+  const __m256i table =
+      _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kLow<F>.special)));
+  const __m256i subnormal = _mm256_cmpgt_epi16(_mm256_set1_epi16(Code::first_normal), magnitude);
+  const __m256i above = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(Code::last_normal));
+  const __m256i looked_up = _mm256_shuffle_epi8(table, bytes);
+  __m256i value;
+  if constexpr (F::mantissa == 3) {
+    value = _mm256_blendv_epi8(normal, looked_up, subnormal);
+    value = _mm256_blendv_epi8(value, _mm256_set1_epi16(Code::nan), above);
+  } else {
+    value = _mm256_blendv_epi8(normal, looked_up, _mm256_or_si256(subnormal, above));
+  }
+  const __m256i sign =
+      _mm256_and_si256(_mm256_slli_epi16(x, 8), _mm256_set1_epi16(static_cast<int16_t>(0x8000)));
+  return _mm256_or_si256(value, sign);
+}
+
+template <class F>
+FP8_TARGET FP8_INLINE void load_codes(const uint8_t* const* from, Runs (&runs)[2]) {
+  __m128i codes[4];
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) codes[q] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[q]));
+  runs[0] = {widen<F>(_mm_unpacklo_epi64(codes[0], codes[1])),
+             widen<F>(_mm_unpacklo_epi64(codes[2], codes[3]))};
+  runs[1] = {widen<F>(_mm_unpackhi_epi64(codes[0], codes[1])),
+             widen<F>(_mm_unpackhi_epi64(codes[2], codes[3]))};
+}
+FP8_TARGET FP8_INLINE __m256i join(const uint16_t* low, const uint16_t* high) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(a),
+                                 _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)), 1);
+}
+FP8_TARGET FP8_INLINE void load_values(const uint16_t* const* from, Runs (&runs)[2]) {
+#pragma GCC unroll 2
+  for (int r = 0; r < 2; ++r) {
+    runs[r] = {join(from[0] + r * kRun, from[1] + r * kRun), join(from[2] + r * kRun, from[3] + r * kRun)};
+  }
+}
+FP8_TARGET FP8_INLINE __m256 upper(__m256i x) {
+  return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int32_t>(0xffff0000))));
+}
+FP8_TARGET FP8_INLINE __m256 lower(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+FP8_TARGET FP8_INLINE Operand odd(const Runs& x) { return {upper(x.low), upper(x.high)}; }
+FP8_TARGET FP8_INLINE Operand even(const Runs& x) { return {lower(x.low), lower(x.high)}; }
+FP8_TARGET FP8_INLINE void store(float* p, const Operand& x) {
+  _mm256_storeu_ps(p, x.low);
+  _mm256_storeu_ps(p + 8, x.high);
+}
+
+#include "cpu/gemm_unpack.h"
 
 #undef FP8_TARGET
 
@@ -66,7 +153,7 @@ FP8_TARGET FP8_INLINE void reduce(const Vector (&v)[4], float* out, bool add) {
 
 const Level& avx2() {
   using namespace avx2_level;
-  static constexpr Level level{sizeof(Element), unpack_row_fp32, unpack_columns_fp32, tile, nullptr};
+  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream, 2};
   return level;
 }
 

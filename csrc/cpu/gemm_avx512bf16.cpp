@@ -26,7 +26,7 @@ namespace avx512bf16_level {
 using Element = uint16_t;
 using Operand = __m512i;
 using Vector = __m512;
-constexpr int kSteps = 1, kTileRows = 4;
+constexpr int kSteps = 1, kTileRows = kMaxRows;
 
 FP8_TARGET FP8_INLINE Operand load_a(const uint16_t* p) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -115,12 +115,11 @@ FP8_TARGET FP8_INLINE Parts load_parts(const uint8_t* const* columns, int64_t k,
 template <class F>
 FP8_TARGET void unpack_row_of(const uint8_t* codes, int64_t k, uint16_t* row) {
   const Tables t = tables<F>();
-  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);  // back into the order of k
-  const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  const __m512i runs = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // so that the unpacks keep the order of k
   for (int64_t begin = 0; begin < k; begin += kChunk) {
-    const Pair p = widen(t, load_codes(codes + begin, k - begin));
-    _mm512_storeu_si512(row + begin, _mm512_permutex2var_epi64(p.first, first, p.second));
-    _mm512_storeu_si512(row + begin + 32, _mm512_permutex2var_epi64(p.first, second, p.second));
+    const Pair p = widen(t, _mm512_permutexvar_epi64(runs, load_codes(codes + begin, k - begin)));
+    _mm512_storeu_si512(row + begin, p.first);
+    _mm512_storeu_si512(row + begin + 32, p.second);
   }
 }
 
@@ -201,69 +200,116 @@ void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) 
 
 // --- weights read once: converted in registers, never stored
 
-// 64 codes of 16 columns onto R rows.
-template <int R>
-FP8_TARGET FP8_INLINE void stream_chunk(Vector (&sums)[R * 4], const Tables& t, const uint16_t* a,
-                                        int64_t a_stride, const uint8_t* const* b, int64_t k, int64_t left) {
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const Parts parts = load_parts(b + i, k, left);
-#pragma GCC unroll 4
-    for (int g = 0; g < 4; ++g) {
-      const Pair y = widen(t, parts.part[g]);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const uint16_t* x = a + r * a_stride + k + 16 * g;
-        sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x), y.first);
-        sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x + kRun), y.second);
-      }
-    }
+// What a source gives: `load` takes kStep values of columns 0, 4, 8 and 12 of `columns`, `runs` the g-th
+// quarter of them as kRuns operands, one for each run of 8.
+template <class F>
+struct Codes {
+  using Pointer = const uint8_t*;
+  static constexpr int kStep = 64, kRuns = 2;
+  Tables table;
+  FP8_TARGET FP8_INLINE Codes() : table(tables<F>()) {}
+  static FP8_TARGET FP8_INLINE Parts load(const Pointer* columns, int64_t k, int64_t left) {
+    return load_parts(columns, k, left);
   }
-}
+  FP8_TARGET FP8_INLINE void runs(__m512i quarter, Operand* y) const {
+    const Pair p = widen(table, quarter);
+    y[0] = p.first;
+    y[1] = p.second;
+  }
+};
+struct Values {
+  using Pointer = const uint16_t*;
+  static constexpr int kStep = 32, kRuns = 1;
+  static FP8_TARGET FP8_INLINE Parts load(const Pointer* columns, int64_t k, int64_t left) {
+    return load_runs(columns, k, left);
+  }
+  FP8_TARGET FP8_INLINE void runs(__m512i quarter, Operand* y) const { y[0] = quarter; }
+};
 
-template <class F, int R>
-FP8_TARGET void stream_rows(const Tile& tile, const uint8_t* const* b) {
-  const Tables t = tables<F>();
-  const auto* a = static_cast<const uint16_t*>(tile.a);
-  Vector sums[R * 4];
-  zero_all<R>(sums);
-  int64_t k = 0;
-  for (; k + kChunk <= tile.k; k += kChunk) stream_chunk<R>(sums, t, a, tile.a_stride, b, k, kChunk);
-  if (k < tile.k) stream_chunk<R>(sums, t, a, tile.a_stride, b, k, tile.k - k);
-  finish_rows<R>(sums, tile.out, tile.add);
-}
-
-template <int R>
-FP8_TARGET void stream_values(const Tile& tile, const uint16_t* const* b) {
-  const auto* a = static_cast<const uint16_t*>(tile.a);
-  Vector sums[R * 4];
-  zero_all<R>(sums);
-  for (int64_t k = 0; k < tile.k; k += 32) {
+// kStep values of C vectors of four columns onto R rows.
+template <int R, int C, class Source>
+FP8_TARGET FP8_INLINE void stream_step(Vector (&sums)[R * C], const Source& source, const uint16_t* a,
+                                       int64_t a_stride, typename Source::Pointer const* b, int64_t k,
+                                       int64_t left) {
+  Parts parts[C];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const Parts runs = load_runs(b + i, k, tile.k - k);
+  for (int i = 0; i < C; ++i) parts[i] = Source::load(b + i, k, left);
 #pragma GCC unroll 4
-      for (int g = 0; g < 4; ++g) {
+  for (int g = 0; g < 4; ++g) {
+    Operand y[C][Source::kRuns];
+#pragma GCC unroll 4
+    for (int i = 0; i < C; ++i) source.runs(parts[i].part[g], y[i]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-        for (int r = 0; r < R; ++r) {
-          sums[r * 4 + i] =
-              multiply_add(sums[r * 4 + i], load_a(a + r * tile.a_stride + k + kRun * g), runs.part[g]);
-        }
+      for (int s = 0; s < Source::kRuns; ++s) {
+        const Operand x = load_a(a + r * a_stride + k + (g * Source::kRuns + s) * kRun);
+#pragma GCC unroll 4
+        for (int i = 0; i < C; ++i) sums[r * C + i] = multiply_add(sums[r * C + i], x, y[i][s]);
       }
     }
   }
-  finish_rows<R>(sums, tile.out, tile.add);
 }
 
-template <int R>
-void stream_kind(const Tile& tile, const void* const* b, Kind kind) {
-  if (kind == Kind::bf16) return stream_values<R>(tile, as<uint16_t>(b));
-  kind == Kind::e5m2 ? stream_rows<E5M2, R>(tile, as<uint8_t>(b))
-                     : stream_rows<E4M3, R>(tile, as<uint8_t>(b));
+// The four columns of each of C vectors, from vector `first` on, one line further.
+template <int C>
+FP8_INLINE void fetch(const void* const* columns, int first, int64_t bytes) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 4 * C; ++i) {
+    __builtin_prefetch(static_cast<const char*>(columns[i / C * 4 + first + i % C]) + bytes, 0, 2);
+  }
 }
 
-void stream(const Tile& tile, const void* const* b, Kind kind) {
-  tile.rows == 2 ? stream_kind<2>(tile, b, kind) : stream_kind<1>(tile, b, kind);
+// The sums of C vectors of four columns over the block, into their places among those of all 16 columns. The
+// columns that come after, `next_first` of `next`, are fetched meanwhile: the hardware's own fetching ahead
+// begins anew with every 8 columns and at every page.
+template <int R, int C, class Source>
+FP8_TARGET FP8_INLINE void stream_columns(Vector (&all)[R * 4], int first, const Tile& t,
+                                          typename Source::Pointer const* b, const void* const* next,
+                                          int next_first) {
+  constexpr int64_t kStep = Source::kStep;
+  const Source source;
+  const auto* a = static_cast<const uint16_t*>(t.a);
+  Vector sums[R * C];
+#pragma GCC unroll 32
+  for (int i = 0; i < R * C; ++i) sums[i] = zero();
+  int64_t k = 0;
+  for (; k + kStep <= t.k; k += kStep) {
+    if (C < 4) fetch<C>(next, next_first, k / kStep * 64);
+    stream_step<R, C>(sums, source, a, t.a_stride, b + first, k, kStep);
+  }
+  if (k < t.k) stream_step<R, C>(sums, source, a, t.a_stride, b + first, k, t.k - k);
+#pragma GCC unroll 32
+  for (int i = 0; i < R * C; ++i) all[i / C * 4 + first + i % C] = sums[i];
+}
+
+// All 16 columns at once while the sums fit the registers beside the tables, else 8 and 8.
+template <int R, class Source>
+FP8_TARGET void stream_rows(const Tile& t, typename Source::Pointer const* b, const void* const* next) {
+  const auto* here = reinterpret_cast<const void* const*>(b);
+  Vector sums[R * 4];
+  if constexpr (R <= 3) {
+    fetch<4>(next, 0, 0);
+    stream_columns<R, 4, Source>(sums, 0, t, b, next, 0);
+  } else {
+    stream_columns<R, 2, Source>(sums, 0, t, b, here, 2);
+    stream_columns<R, 2, Source>(sums, 2, t, b, next, 0);
+  }
+  finish_rows<R>(sums, t, 0);
+}
+
+template <class Source>
+void stream_from(const Tile& t, const void* const* b, const void* const* next) {
+  using Rows = void (*)(const Tile&, typename Source::Pointer const*, const void* const*);
+  static constexpr Rows rows[] = {stream_rows<1, Source>, stream_rows<2, Source>, stream_rows<3, Source>,
+                                  stream_rows<4, Source>, stream_rows<5, Source>, stream_rows<6, Source>,
+                                  stream_rows<7, Source>, stream_rows<8, Source>};
+  rows[t.rows - 1](t, reinterpret_cast<typename Source::Pointer const*>(b), next);
+}
+
+void stream(const Tile& t, const void* const* b, const void* const* next, Kind kind) {
+  if (kind == Kind::bf16) return stream_from<Values>(t, b, next);
+  kind == Kind::e5m2 ? stream_from<Codes<E5M2>>(t, b, next) : stream_from<Codes<E4M3>>(t, b, next);
 }
 
 #undef FP8_TARGET
@@ -272,7 +318,7 @@ void stream(const Tile& tile, const void* const* b, Kind kind) {
 
 const Level& avx512bf16() {
   using namespace avx512bf16_level;
-  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream};
+  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream, 8};
   return level;
 }
 

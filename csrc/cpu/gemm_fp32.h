@@ -1,5 +1,6 @@
-// FP8 or BF16 -> FP32 panels in the order of gemm.h, for the levels without a BF16 dot product. A run has
-// two steps: its odd k, then its even k.
+// FP8 or BF16 -> FP32 panels in the order of gemm.h, for the levels without a BF16 dot product: one value at
+// a time by table, and what decoding by arithmetic has to know. A run has two steps: its odd k, then its even
+// k.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -52,5 +53,26 @@ inline void unpack_columns_fp32(const void* const* from, int64_t k, Kind kind, v
                 [&](const auto& value) { unpack_column_of(c, k, static_cast<float*>(panel), value); });
   }
 }
+
+// FP8 -> BF16 in 16-bit integers: (magnitude << shift) + bias, but for subnormals, infinity and NaN, which
+// have no such form and come from a table by the low bits of the magnitude.
+template <class F>
+struct Bf16Code {
+  static constexpr int shift = 7 - F::mantissa;
+  static constexpr int16_t bias = (127 - F::bias) << 7;
+  static constexpr int16_t first_normal = 1 << F::mantissa;
+  static constexpr int16_t last_normal = F::max_code;
+  static constexpr int16_t nan = 0x7fc0;
+  alignas(64) uint16_t special[32];
+  constexpr Bf16Code() : special() {
+    for (int i = 0; i < 128; ++i) {
+      if (i >= first_normal && i <= last_normal) continue;
+      special[i % 32] =
+          static_cast<uint16_t>(std::bit_cast<uint32_t>(decode<F>(static_cast<uint8_t>(i))) >> 16);
+    }
+  }
+};
+template <class F>
+inline constexpr Bf16Code<F> kBf16Code{};
 
 }  // namespace fp8serve::gemm

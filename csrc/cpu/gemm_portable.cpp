@@ -1,6 +1,7 @@
 // The GEMM level without instruction sets: FP32 panels, loops over 16 lanes. The first rung, and the check
 // of the rest.
 #include "cpu/gemm.h"
+#include "cpu/gemm_ending.h"
 #include "cpu/gemm_fp32.h"
 #include "fp8.h"
 
@@ -30,12 +31,28 @@ FP8_INLINE Vector promote(Vector total, const Vector& partial, float a_scale, co
   for (int l = 0; l < 16; ++l) total.value[l] += partial.value[l] * (a_scale * b_scale[l / 4 * 4 + i]);
   return total;
 }
-FP8_INLINE void reduce(const Vector (&row)[4], float* out, bool add) {
+using Sums = Vector;
+FP8_INLINE Sums reduce(const Vector (&row)[4]) {
+  Sums sums;
   for (int c = 0; c < kGroup; ++c) {
     const float* quad = row[c % 4].value + c / 4 * 4;
-    const float sum = (quad[0] + quad[2]) + (quad[1] + quad[3]);
-    out[c] = add ? out[c] + sum : sum;
+    sums.value[c] = (quad[0] + quad[2]) + (quad[1] + quad[3]);
   }
+  return sums;
+}
+FP8_INLINE Sums plus(Sums a, const Sums& b) {
+  for (int c = 0; c < kGroup; ++c) a.value[c] += b.value[c];
+  return a;
+}
+FP8_INLINE Sums load_sums(const float* p) {
+  Sums sums;
+  std::copy_n(p, kGroup, sums.value);
+  return sums;
+}
+FP8_INLINE void store_sums(float* p, const Sums& sums) { std::copy_n(sums.value, kGroup, p); }
+template <int R>
+FP8_INLINE void end_rows(const Ending& e, int row, const Sums (&sums)[R]) {
+  for (int r = 0; r < R; ++r) end_row(e, row + r, sums[r].value);
 }
 
 #include "cpu/gemm_tile.h"
@@ -46,7 +63,7 @@ FP8_INLINE void reduce(const Vector (&row)[4], float* out, bool add) {
 
 const Level& portable() {
   using namespace portable_level;
-  static constexpr Level level{sizeof(Element), unpack_row_fp32, unpack_columns_fp32, tile, nullptr};
+  static constexpr Level level{sizeof(Element), unpack_row_fp32, unpack_columns_fp32, tile, nullptr, 0};
   return level;
 }
 

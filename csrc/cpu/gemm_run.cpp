@@ -1,14 +1,13 @@
 // Work is cut into tasks of rows x columns; a task
 //  1. unpacks its rows of `a` into a panel that stays in the second-level cache,
 //  2. for every 16 columns unpacks `b` into a panel that stays in the first-level cache and runs the tiles
-//     over it; one or two rows (decoding) skip that panel: the weights are converted in registers,
-//  3. scales, adds the bias, rounds, adds the residual and stores.
+//     over it; a few rows (decoding) skip that panel: the weights are converted in registers,
+//  3. at the last block of K each tile scales, adds the bias, rounds, adds the residual and stores.
 // gemm.h says in which order a sum is taken and why the cut into tasks cannot change a bit of it.
 #include "cpu/gemm_run.h"
 
 #include "cpu/isa.h"
 #include "cpu/tensors.h"
-#include "fp8.h"
 
 namespace fp8serve::gemm {
 namespace {
@@ -33,30 +32,6 @@ const Level& level() {
   }
 }
 
-// sums [rows][16] -> out. A whole group is a constant trip count: one vector a row; with a variable one the
-// loop's own overhead was a third of a K = 256 GEMM.
-template <class T>
-struct Finish {
-  static FP8_INLINE void row(const float* sums, int64_t columns, float a_scale, const float* b_scale,
-                             const float* bias, const T* residual, T* out) {
-    for (int64_t c = 0; c < columns; ++c) store(sums[c] * a_scale * b_scale[c] + bias[c], out + c);
-    if (residual == nullptr) return;
-    for (int64_t c = 0; c < columns; ++c) store(load(residual[c]) + load(out[c]), out + c);
-  }
-  static FP8_INLINE void run(const float* sums, int64_t rows, int64_t columns, const float* a_scale,
-                             const float* b_scale, const float* bias, const T* residual, T* out,
-                             int64_t stride) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* add = residual == nullptr ? nullptr : residual + r * stride;
-      if (columns == kGroup) {
-        row(sums + r * kGroup, kGroup, a_scale[r], b_scale, bias, add, out + r * stride);
-      } else {
-        row(sums + r * kGroup, columns, a_scale[r], b_scale, bias, add, out + r * stride);
-      }
-    }
-  }
-};
-
 // One thread's working memory.
 struct Memory {
   Scratch a, b, sums, a_scale;
@@ -68,17 +43,14 @@ class Task {
   Task(const Problem& p, const Level& level, const std::byte* resident, int64_t m0, int64_t m1, int64_t n0,
        int64_t n1)
       : p_(p), level_(level), resident_(resident), m0_(m0), rows_(m1 - m0), n0_(n0), n1_(n1) {
-    b_panel_ = memory.b.get<std::byte>(kGroup * p.stride() * level.element_size);
-    sums_ = memory.sums.get<float>(rows_ * ceil_to(n1 - n0, kGroup));
+    streams_ = rows_ <= level.stream_rows && !p.blocked();
+    if (!streams_) b_panel_ = memory.b.get<std::byte>(kGroup * p.stride() * level.element_size);
+    if (p.k_blocks() > 1) sums_ = memory.sums.get<float>(rows_ * ceil_to(n1 - n0, kGroup));
     a_scale_ = memory.a_scale.get<float>(rows_);
     for (int64_t r = 0; r < rows_; ++r) a_scale_[r] = p.a.outer(m0 + r);
   }
 
-  void run() {
-    if (p_.k == 0) std::fill_n(sums_, rows_ * ceil_to(n1_ - n0_, kGroup), 0.0f);
-    resident_ != nullptr ? columns_outside() : blocks_outside();
-    for (int64_t n = n0_; n < n1_; n += kGroup) finish(n);
-  }
+  void run() { resident_ != nullptr ? columns_outside() : blocks_outside(); }
 
  private:
   // Decoding: each weight row is read from its beginning to its end.
@@ -104,28 +76,41 @@ class Task {
                       panel + row * p_.stride() * level_.element_size);
   }
 
+  void columns_at(int64_t n, int64_t kb, const void** b) const {
+    for (int64_t c = 0; c < kGroup; ++c) b[c] = p_.b.at(column(n + c), kb * kBlock);
+  }
+  // What columns_outside() reads after block kb of the columns from n; at the end, the same again.
+  void columns_after(int64_t n, int64_t kb, const void** b) const {
+    const bool more = kb + 1 < p_.k_blocks(), another = n + kGroup < n1_;
+    columns_at(more || !another ? n : n + kGroup, more ? kb + 1 : (another ? 0 : kb), b);
+  }
+
   int64_t column(int64_t n) const { return std::min(n, p_.n - 1); }  // a ragged group repeats its last column
 
-  // sums[rows][16 columns from n] (+)= block kb
+  // sums[rows][16 columns from n] (+)= block kb, and with the last block the output itself.
   void multiply(const std::byte* panel, int64_t kb, int64_t n) {
-    const bool stream = level_.stream != nullptr && rows_ <= kStreamRows && !p_.blocked();
-    const void* b[kGroup];
-    for (int64_t c = 0; c < kGroup; ++c) b[c] = p_.b.at(column(n + c), kb * kBlock);
-    if (!stream) level_.unpack_columns(b, p_.k_count(kb), p_.b.kind, b_panel_);
+    const void *b[kGroup], *next[kGroup];
+    columns_at(n, kb, b);
+    if (streams_) columns_after(n, kb, next);
+    if (!streams_) level_.unpack_columns(b, p_.k_count(kb), p_.b.kind, b_panel_);
     Tile tile{.b = b_panel_, .a_stride = p_.stride(), .k = p_.k_count(kb), .add = kb > 0};
     const float* a_scale[kMaxRows];
-    float b_scale[kBlock / kScaleBlock * kGroup];
+    float b_inner[kBlock / kScaleBlock * kGroup], b_outer[kGroup], bias[kGroup];
     if (p_.blocked()) {
-      spread_scales(n, kb, b_scale);
+      spread_scales(n, kb, b_inner);
       tile.a_scale = a_scale;
-      tile.b_scale = b_scale;
+      tile.b_scale = b_inner;
     }
+    Ending ending = end_of(n, b_outer, bias);
+    if (kb + 1 == p_.k_blocks()) tile.ending = &ending;
+    const int64_t most = streams_ ? level_.stream_rows : kMaxRows;
     for (int64_t r = 0; r < rows_; r += tile.rows) {
-      tile.rows = static_cast<int>(std::min(kMaxRows, rows_ - r));
+      tile.rows = static_cast<int>(std::min(most, rows_ - r));
       tile.a = panel + r * p_.stride() * level_.element_size;
-      tile.out = sums_ + (n - n0_) * rows_ + r * kGroup;
+      if (sums_ != nullptr) tile.out = sums_ + (n - n0_) * rows_ + r * kGroup;
       for (int i = 0; p_.blocked() && i < tile.rows; ++i) a_scale[i] = inner(p_.a, m0_ + r + i, kb);
-      stream ? level_.stream(tile, b, p_.b.kind) : level_.tile(tile);
+      streams_ ? level_.stream(tile, b, next, p_.b.kind) : level_.tile(tile);
+      advance(ending, tile.rows);
     }
   }
 
@@ -142,9 +127,11 @@ class Task {
     }
   }
 
-  void finish(int64_t n) const {
-    const int64_t columns = std::min(kGroup, n1_ - n);
-    float b_scale[kGroup], bias[kGroup] = {};
+  // The end of the task's first rows in the 16 columns from n, whose scales and biases it fills in.
+  Ending end_of(int64_t n, float* b_scale, float* bias) const {
+    const int64_t columns = std::min(kGroup, n1_ - n), at = (m0_ * p_.n + n) * p_.out_bytes();
+    std::fill_n(b_scale, kGroup, 1.0f);
+    std::fill_n(bias, kGroup, 0.0f);
     for (int64_t c = 0; c < columns; ++c) b_scale[c] = p_.b.outer(n + c);
     if (p_.bias != nullptr) {
       with_element(p_.bias_type, [&](auto type) {
@@ -152,21 +139,30 @@ class Task {
         for (int64_t c = 0; c < columns; ++c) bias[c] = load(values[n + c]);
       });
     }
-    with_element(p_.out_type, [&](auto type) {
-      using T = typename decltype(type)::type;
-      const auto* residual = static_cast<const T*>(p_.residual);
-      const int64_t at = m0_ * p_.n + n;
-      dispatch<Finish<T>>(sums_ + (n - n0_) * rows_, rows_, columns, a_scale_, b_scale, bias,
-                          residual == nullptr ? residual : residual + at, static_cast<T*>(p_.out) + at, p_.n);
-    });
+    return {.a_scale = a_scale_,
+            .b_scale = b_scale,
+            .bias = bias,
+            .residual = p_.residual == nullptr ? nullptr : static_cast<const std::byte*>(p_.residual) + at,
+            .out = static_cast<std::byte*>(p_.out) + at,
+            .stride = p_.n,
+            .columns = columns,
+            .type = p_.out_type};
+  }
+
+  void advance(Ending& e, int64_t rows) const {
+    const int64_t bytes = rows * p_.n * p_.out_bytes();
+    e.a_scale += rows;
+    e.out = static_cast<std::byte*>(e.out) + bytes;
+    if (e.residual != nullptr) e.residual = static_cast<const std::byte*>(e.residual) + bytes;
   }
 
   const Problem& p_;
   const Level& level_;
   const std::byte* resident_;
   int64_t m0_, rows_, n0_, n1_;
-  std::byte* b_panel_;
-  float* sums_;
+  bool streams_;
+  std::byte* b_panel_ = nullptr;
+  float* sums_ = nullptr;
   float* a_scale_;
 };
 
@@ -193,6 +189,12 @@ int64_t columns_per_task(const Problem& p, int64_t row_tasks) {
   return columns;
 }
 
+// Equal shares of whole tiles.
+int64_t rows_per_task(const Problem& p) {
+  const int64_t tasks = (p.m + kRowsPerTask - 1) / kRowsPerTask;
+  return ceil_to((p.m + tasks - 1) / tasks, kMaxRows);
+}
+
 bool alone(const Problem& p) {
   return p.n * p.k * bytes_of(p.b.kind) < kAloneBytes && p.m * p.n * p.k < kAloneWork;
 }
@@ -203,7 +205,7 @@ void run(const Problem& p) {
   const Level& building_blocks = level();
   const std::byte* resident = unpack_resident(p, building_blocks);
   if (resident != nullptr && alone(p)) return Task(p, building_blocks, resident, 0, p.m, 0, p.n).run();
-  const int64_t rows = resident != nullptr ? p.m : kRowsPerTask;
+  const int64_t rows = resident != nullptr ? p.m : rows_per_task(p);
   const int64_t row_tasks = (p.m + rows - 1) / rows;
   const int64_t columns = columns_per_task(p, row_tasks);
   parallel_tasks(row_tasks * ((p.n + columns - 1) / columns), [&](int64_t task) {

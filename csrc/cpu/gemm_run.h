@@ -40,9 +40,10 @@ struct Problem {
   void* out;
   std::vector<float> ones = {};  // the inner scale of an operand that has none while the other has
 
+  int64_t out_bytes() const { return out_type == ScalarType::Float ? 4 : 2; }
   bool blocked() const { return a.scale_blocks != 0 || b.scale_blocks != 0; }
   int64_t stride() const { return std::min(kBlock, (k + kChunk - 1) / kChunk * kChunk); }  // of a panel row
-  int64_t k_blocks() const { return (k + kBlock - 1) / kBlock; }
+  int64_t k_blocks() const { return std::max<int64_t>((k + kBlock - 1) / kBlock, 1); }  // one also for K = 0
   int64_t k_count(int64_t block) const { return std::min(kBlock, k - block * kBlock); }
 };
 

@@ -6,7 +6,9 @@
 //   kSteps                  vectors of `b` that make a run of four columns: 1 for BF16, 2 for FP32
 //   kTileRows               rows whose sums fit the registers
 //   zero(), load_a(p) broadcasts a row's step, load_b(p), multiply_add(sums, a, b),
-//   promote(total, partial, a_scale, b_scale[16], i), reduce(vectors[4], sums[16])
+//   promote(total, partial, a_scale, b_scale[16], i),
+//   Sums                    of 16 columns: reduce(vectors[4]), plus(), load_sums(p), store_sums(p, sums),
+//                           end_rows<R>(ending, row, sums[R])
 
 constexpr int kStepA = 8 / kSteps, kStepB = 32 / kSteps;  // elements of a step: of a row, of four columns
 
@@ -34,27 +36,35 @@ FP8_TARGET FP8_INLINE void zero_all(Vector (&sums)[R * 4]) {
   for (int i = 0; i < R * 4; ++i) sums[i] = zero();
 }
 
+// The sums of R rows from `row` on: to the tile's buffer, or, at the last block of K, to their end.
 template <int R>
-FP8_TARGET FP8_INLINE void finish_rows(const Vector (&sums)[R * 4], float* out, bool add) {
+FP8_TARGET FP8_INLINE void finish_rows(const Vector (&sums)[R * 4], const Tile& t, int row) {
+  Sums done[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    const Vector row[4] = {sums[r * 4], sums[r * 4 + 1], sums[r * 4 + 2], sums[r * 4 + 3]};
-    reduce(row, out + r * kGroup, add);
+  for (int r = 0; r < R; ++r)
+    done[r] = reduce({sums[r * 4], sums[r * 4 + 1], sums[r * 4 + 2], sums[r * 4 + 3]});
+  float* out = t.out + row * kGroup;
+  if (t.add) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) done[r] = plus(load_sums(out + r * kGroup), done[r]);
   }
+  if (t.ending != nullptr) return end_rows<R>(*t.ending, row, done);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) store_sums(out + r * kGroup, done[r]);
 }
 
 template <int R>
-FP8_TARGET void plain_rows(const Tile& t, const Element* a, float* out) {
+FP8_TARGET void plain_rows(const Tile& t, const Element* a, int row) {
   const Element* b = static_cast<const Element*>(t.b);
   Vector sums[R * 4];
   zero_all<R>(sums);
   for (int64_t k = 0; k < t.k; k += kRun) run_of<R>(sums, a + k, t.a_stride, b + k * kGroup);
-  finish_rows<R>(sums, out, t.add);
+  finish_rows<R>(sums, t, row);
 }
 
 // Block scales: fresh lanes for every 128 of K, promoted into the total.
 template <int R>
-FP8_TARGET void scaled_rows(const Tile& t, const Element* a, const float* const* a_scale, float* out) {
+FP8_TARGET void scaled_rows(const Tile& t, const Element* a, int row) {
   const Element* b = static_cast<const Element*>(t.b);
   Vector total[R * 4];
   zero_all<R>(total);
@@ -67,23 +77,24 @@ FP8_TARGET void scaled_rows(const Tile& t, const Element* a, const float* const*
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        total[r * 4 + i] =
-            promote(total[r * 4 + i], sums[r * 4 + i], a_scale[r][block], t.b_scale + block * kGroup, i);
+        total[r * 4 + i] = promote(total[r * 4 + i], sums[r * 4 + i], t.a_scale[row + r][block],
+                                   t.b_scale + block * kGroup, i);
       }
     }
   }
-  finish_rows<R>(total, out, t.add);
+  finish_rows<R>(total, t, row);
 }
 
 template <int R>
 FP8_TARGET FP8_INLINE void rows_from(const Tile& t, int row) {
   const Element* a = static_cast<const Element*>(t.a) + row * t.a_stride;
-  float* out = t.out + row * kGroup;
-  t.a_scale == nullptr ? plain_rows<R>(t, a, out) : scaled_rows<R>(t, a, t.a_scale + row, out);
+  t.a_scale == nullptr ? plain_rows<R>(t, a, row) : scaled_rows<R>(t, a, row);
 }
 
 FP8_TARGET void tile(const Tile& t) {
-  if constexpr (kTileRows == 4) {
+  if constexpr (kTileRows == kMaxRows) {
+    if (t.rows == 6) return rows_from<6>(t, 0);
+    if (t.rows == 5) return rows_from<5>(t, 0);
     if (t.rows == 4) return rows_from<4>(t, 0);
     if (t.rows == 3) return rows_from<3>(t, 0);
     if (t.rows == 2) return rows_from<2>(t, 0);

@@ -132,6 +132,52 @@ def _print_numerics(result: Mapping[str, Any]) -> None:
     print_table(heading, spikes)
 
 
+@app.command("casts")
+def casts(
+    all_values: Annotated[
+        bool, typer.Option("--all", help="All 2^32 values of FP32, which takes an hour, and not 2^24 of them.")
+    ] = False,
+    op: Annotated[
+        list[str] | None, typer.Option(help="What to compare, as the table names it; repeat.", show_default="all")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Directory for casts.json.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Compare every kernel that casts with the reference, bit for bit: codes and scales, on every kind of value.
+
+    All BF16 and FP16 values, and FP32 values of every sign and exponent, at every instruction-set level this processor
+    has. Exit status 1 where one bit differs.
+
+    \b
+    Examples:
+      fp8serve bench casts
+      fp8serve bench casts --all --op quantize --out figures
+    """
+    from fp8serve.bench import casts as bench
+
+    with progress("Comparing") as advance:
+        figures = bench.study(
+            lambda what, done, total: advance(done, total, what),
+            exhaustive=all_values, chosen=tuple(op or ()), device=device,
+        )  # fmt: skip
+    result = publish("casts", figures, out)
+    print_json(result) if json else _print_casts(result)
+    if any(found["differing"] for found in result["findings"]):
+        raise typer.Exit(1)
+
+
+def _print_casts(result: Mapping[str, Any]) -> None:
+    from fp8serve.bench.provenance import one_line
+
+    print(one_line(result["made"]), "\n")
+    rows = [
+        (f["probe"], f["level"], f["source"], f["target"], f"{f['values']:,}", f["differing"], f["first"] or "")
+        for f in result["findings"]
+    ]
+    print_table(("op", "level", "from", "to", "values", "differing", "first"), rows)
+
+
 @app.command("training")
 def training(
     out: Annotated[

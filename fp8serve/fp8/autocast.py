@@ -11,7 +11,8 @@ are updated when the running backward pass ends. We ask the autograd engine for 
 than attach it to the first module, because a first module that is frozen has no backward at all.
 
 With a process group, the staged amaxes of *all* living modules are reduced with one MAX: a rank where some module did
-not run still takes part with zeros, so nothing hangs and all ranks hold equal scales (distributed.py).
+not run still takes part with zeros, so nothing hangs and all ranks hold equal scales. Because of a rank without a
+backward pass the others' gradients wait for the end of the next context (distributed.py).
 """
 
 import threading
@@ -28,7 +29,7 @@ from torch.autograd import Variable
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.compiling import constant_in_graphs
-from fp8serve.fp8.distributed import reduce_staged
+from fp8serve.fp8.distributed import Attendance, header, reduce_staged
 from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.reference import FP8_MAX
@@ -41,6 +42,12 @@ class Rule:
 
     recipe: DelayedScaling
     group: Any = None
+    attendance: Attendance = field(default_factory=Attendance, compare=False)
+
+    @property
+    def shared(self) -> bool:
+        """Amaxes are reduced over a group."""
+        return self.group is not None and self.recipe.reduce_amax
 
 
 @dataclass
@@ -49,6 +56,7 @@ class Session:
 
     direction: Direction
     ran: dict[Rule, dict[int, Scaled]] = field(default_factory=dict)
+    expecting: set[Rule] = field(default_factory=set)  # under which something ran that has a backward pass
 
     def open(self, rule: Rule) -> None:
         """Take part in the rule's collective even if no module runs here."""
@@ -60,11 +68,14 @@ class Session:
     def finish(self) -> None:
         """Update every state that was staged; one op (and one collective) per rule, normally one in all."""
         for rule, modules in self.ran.items():
-            chosen: Iterable[Scaled] = modules.values()
-            if rule.group is not None and rule.recipe.reduce_amax:
-                chosen = reduce_staged(living(), _MADE.count, self.direction, rule.recipe, rule.group)
-            named = [(name, m.scaling[name]) for m in chosen for name in m.tensors[self.direction]]
-            update([Entry(state, fp8_max(rule.recipe, name)) for name, state in named], rule.recipe)
+            if not rule.shared:
+                _update(modules.values(), self.direction, rule.recipe)
+            elif self.direction == "forward":
+                if rule.attendance.deferred():
+                    _update_together("backward", rule, expecting=False)
+                _update_together("forward", rule, rule in self.expecting)
+            elif not rule.attendance.deferred():
+                _update_together("backward", rule, expecting=False)
 
     def discard(self) -> None:
         """Forget what was staged, as if the step had not happened."""
@@ -72,6 +83,19 @@ class Session:
             for module in modules.values():
                 for name in module.tensors[self.direction]:
                     module.scaling[name].discard()
+
+
+def _update_together(direction: Direction, rule: Rule, expecting: bool) -> None:
+    """Reduce over the group what all living modules staged in one direction, and update them, here as everywhere."""
+    said = header(direction, expecting)
+    chosen, heard = reduce_staged(living(), _MADE.count, direction, rule.recipe, rule.group, said)
+    rule.attendance.note(heard)
+    _update(chosen, direction, rule.recipe)
+
+
+def _update(modules: Iterable[Scaled], direction: Direction, recipe: DelayedScaling) -> None:
+    named = [(name, m.scaling[name]) for m in modules for name in m.tensors[direction]]
+    update([Entry(state, fp8_max(recipe, name)) for name, state in named], recipe)
 
 
 def fp8_max(recipe: Recipe, name: str) -> float:
@@ -181,14 +205,6 @@ def current() -> autocast | None:
     return context if context is not None and (context.enabled or context.calibrating) else None
 
 
-def join_backward(recipe: DelayedScaling, group: Any) -> None:
-    """Take part in the collective of a backward pass in which this rank runs nothing in FP8, but others do."""
-    session = Session("backward")
-    session.open(Rule(recipe, group))
-    with torch.no_grad():
-        session.finish()
-
-
 def session() -> Session:
     """What the running outermost context has staged; another object in every step."""
     return _LOCAL.session
@@ -199,6 +215,18 @@ def prepare(module: int, length: int) -> bool:
     """Create or resize the states of a module (by key); torch.compile runs this while it traces, not in the graph."""
     _MODULES[module].prepare(length)
     return True
+
+
+def expect_backward(history: Tensor, rule: int) -> None:
+    """Note that gradients will be staged by the rule (by id): the other ranks ask. `history`: any that is updated."""
+    if torch.compiler.is_compiling():
+        torch.ops.fp8serve.expect_backward(history, rule)
+    else:
+        _expect_backward(history, rule)
+
+
+def _expect_backward(history: Tensor, rule: int) -> None:
+    _LOCAL.session.expecting.add(_RULES[rule])
 
 
 def record(direction: Direction, history: Tensor, amax: Tensor, module: int, rule: int) -> None:
@@ -233,3 +261,4 @@ def _backward_session() -> Session:
 
 
 implement("record_amax", _record)
+implement("expect_backward", _expect_backward)

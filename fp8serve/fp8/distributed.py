@@ -7,9 +7,10 @@ collected a discarded model as garbage and another has not. They must have made 
 length is rounded up to a power of two (at least 1024 places), so that a copy made later by one rank alone (for
 evaluation, for export) does no harm.
 
-A rank on which *nothing* ran in FP8 takes part in the forward pass's collective by its `autocast`, but no backward pass
-of its own tells it that the others are in theirs: there, it calls
-`autocast.join_backward`.
+A rank on which *nothing* ran in FP8 takes part in the forward pass's collective by its `autocast`, but no backward
+pass of its own tells it that the others are in theirs. So the forward collective also says whether there is such a
+rank. If so, the gradients' amaxes are reduced when the next context ends, from then on: before they are needed, and at
+a place that all ranks pass. A scale that is found later is no other scale: the next backward pass uses the same one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,20 +28,71 @@ if TYPE_CHECKING:
     from fp8serve.fp8.autocast import autocast
 
 MIN_PLACES = 1024
-WIDTH = 4  # tensors that a module stages in one pass, at most
+WIDTH = 4  # tensors that a module stages in one pass, at most; and places of a header
+
+
+class Attendance:
+    """Whether all ranks of a group have the same passes, as far as the collectives under one rule have told.
+
+    A header travels with each: [this rank expects a backward pass, it expects none, this is the end of a context, of a
+    backward pass]. From the first context on that some ranks have a backward pass for and others not, the reduction of
+    gradients is `deferred`, on all ranks alike.
+    """
+
+    def __init__(self) -> None:
+        self._deferred = False
+        self._told: Tensor | None = None
+        self._here: Any = None  # on a GPU: the moment when `_told` has arrived
+
+    def note(self, header: Tensor) -> None:
+        """Take in the maximum of the headers; on a GPU without waiting for it, so it is looked at later."""
+        self._told = header.to("cpu", non_blocking=True)
+        if header.is_cuda:
+            self._here = torch.cuda.Event()
+            self._here.record()
+        else:
+            self.deferred()
+
+    def deferred(self) -> bool:
+        """Whether gradients wait for the next context. RecipeError if the ranks were in different passes."""
+        if self._told is not None:
+            if self._here is not None:
+                self._here.synchronize()
+            back, none, ended_context, ended_pass = (value > 0 for value in self._told.tolist())
+            self._told = None
+            if ended_context and ended_pass:
+                raise RecipeError(
+                    "Some ranks were in a backward pass and others at the end of an autocast: a rank that ran FP8 "
+                    "layers with gradients must call backward when the others do, or run them under torch.no_grad()."
+                )
+            self._deferred |= back and none
+        return self._deferred
+
+
+def header(direction: Direction, expecting: bool) -> list[float]:
+    """What a rank says beside its amaxes, see `Attendance`."""
+    if direction == "backward":
+        return [0.0, 0.0, 0.0, 1.0]
+    return [float(expecting), float(not expecting), 1.0, 0.0]
 
 
 def reduce_staged(
-    living: Iterable[Scaled], made: int, direction: Direction, recipe: DelayedScaling, group: Any
-) -> list[Scaled]:
+    living: Iterable[Scaled],
+    made: int,
+    direction: Direction,
+    recipe: DelayedScaling,
+    group: Any,
+    said: Sequence[float],
+) -> tuple[list[Scaled], Tensor]:
     """Raise every staging slot of the `living` modules to the maximum over the ranks of `group`, in one collective.
 
-    `made`: how many modules were ever made; a module's `key` is its number among them. Returns the modules that have
-    states. A module that ran on another rank only gets its states here, so all ranks keep equal scales. An infinite
-    amax on one rank is infinite on all, so all ranks drop that step alike.
+    `made`: how many modules were ever made; a module's `key` is its number among them. `said`: this rank's header.
+    Returns the modules that have states, and the maximum of the headers, FP32 [WIDTH]. A module that ran on another
+    rank only gets its states here, so all ranks keep equal scales. An infinite amax on one rank is infinite on all, so
+    all ranks drop that step alike.
     """
     modules = list(living)
-    rows = _reduced(modules, made, direction, group)
+    rows, heard = _reduced(modules, made, direction, group, said)
     strangers = [m for m in modules if not m.scaling]
     if strangers:  # only these need a look at the values, which costs a synchronisation on a GPU
         ran = rows[[m.key for m in strangers]].any(1).tolist()
@@ -49,18 +101,24 @@ def reduce_staged(
     present = [m for m in modules if m.scaling]
     if present:
         torch._foreach_copy_(_slots(present, direction), list(rows[_places(present, direction)].unbind()))
-    return present
+    return present, heard
 
 
-def _reduced(modules: Sequence[Scaled], made: int, direction: Direction, group: Any) -> Tensor:
-    """The maxima over the ranks, FP32 [places, WIDTH]: row `key` is that module's, zero where it staged nothing."""
+def _reduced(
+    modules: Sequence[Scaled], made: int, direction: Direction, group: Any, said: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """The maxima over the ranks, FP32 [places, WIDTH], and of the headers.
+
+    Row `key` is that module's, zero where it staged nothing.
+    """
     places = max(MIN_PLACES, 1 << (made - 1).bit_length())
-    staged = torch.zeros(places, WIDTH, device=_device(modules, group))
+    staged = torch.zeros(places + 1, WIDTH, device=_device(modules, group))
+    staged[-1] = torch.tensor(said)
     present = [m for m in modules if m.scaling]
     if present:
         staged[_places(present, direction)] = torch.stack(_slots(present, direction))
     dist.all_reduce(staged, op=dist.ReduceOp.MAX, group=group)
-    return staged
+    return staged[:-1], staged[-1]
 
 
 def _slots(modules: Sequence[Scaled], direction: Direction) -> list[Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.attention import causal_attention
-from fp8serve.fp8.autocast import autocast, current, prepare, record
+from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.scaling import Direction
@@ -119,6 +119,8 @@ class DotProductAttention(Stateful):
             return causal_attention(q, k, v, lengths, softmax_scale)
         self._seen = q.device
         rounding = _Rounding(self, context)
+        if rounding.rule is not None and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            expect_backward(self.scaling["q"].amax_history, rounding.rule)
         q_r, k_r, v_r = (_round(t, rounding, name) for t, name in ((q, "q"), (k, "k"), (v, "v")))
         out = self._attend(q_r, k_r, v_r, lengths, softmax_scale, rounding)
         return out if getattr(recipe, "fp8_mha", False) else out.to(q.dtype)

@@ -74,8 +74,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both [T, K] of one dtype; silu is rounded to it before the product."""
-    return _apply(_SiluMul, torch.ops.fp8serve.silu_mul, gate, up)
+    """silu(gate) * up, both [..., K]; silu is rounded to its dtype before the product."""
+    if gate.dtype != up.dtype:
+        return reference.silu_mul(gate, up)
+    if gate.dim() == 2:
+        return _apply(_SiluMul, torch.ops.fp8serve.silu_mul, gate, up)
+    flat = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
+    return _apply(_SiluMul, torch.ops.fp8serve.silu_mul, *flat).view(gate.shape)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

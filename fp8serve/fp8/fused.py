@@ -5,8 +5,10 @@
 
 Fused, the high-precision activation between the two is never written: one op produces its FP8 codes and its amax. The
 backward pass computes it again from the layer's own inputs, which are alive anyway, so nothing but the codes is stored
-for it. The codes, and with them everything that follows, are bit-equal to those of the unfused layers: the ops round to
-the activation's dtype at the same places.
+for it. The codes, and with them everything that follows, are bit-equal to those of the unfused layers in FP32, BF16
+and FP16: `elementwise.rms_norm` (or torch's layer norm) or `elementwise.silu_mul`, then the Linear. A kernel computes
+both from one function, so sums have one order and roundings one place. torch's own `nn.RMSNorm` and `silu` may differ
+from them by the last bit of a sum or an exponential.
 
 Fusion needs the scale before the values are known, so it happens under DelayedScaling; where wgrad reads the input in
 high precision, or under another recipe, the layer runs its two halves one after the other. The ops are composed of the
@@ -21,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8serve.fp8.elementwise import rms_norm, silu_mul
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.reference import layer_norm, rms_norm, silu_mul
+from fp8serve.fp8.reference import layer_norm
 
 Sources = tuple[Tensor | None, ...]
 Produce = Callable[..., Tensor]  # (*sources) -> the activation in high precision

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import reference
-from fp8serve.fp8.autocast import autocast, current, prepare, record
+from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
 from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
@@ -267,11 +267,17 @@ class Linear(Stateful, nn.Linear):
         call = self._call(context)
         fprop_hp, dgrad_hp, wgrad_hp = call.hp
         rows, cols = not fprop_hp, graph and x.requires_grad and not dgrad_hp
+        input_cols = graph and self.weight.requires_grad and not wgrad_hp
+        if call.rule is not None and (cols or input_cols or (call.observing and graph and self._differentiable(x))):
+            expect_backward(call.states["weight"].amax_history, call.rule)
         with torch.no_grad():
             weight_codes = self._weight_codes.get(
                 self.weight, call.recipe, rows, cols, lambda: call.cast("weight", self.weight, rows, cols)
             )
-        return Plan(call, rows, graph and self.weight.requires_grad and not wgrad_hp, weight_codes)
+        return Plan(call, rows, input_cols, weight_codes)
+
+    def _differentiable(self, x: Tensor) -> bool:
+        return x.requires_grad or self.weight.requires_grad
 
     def _call(self, context: autocast) -> Call:
         recipe = context.recipe

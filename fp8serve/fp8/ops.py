@@ -188,7 +188,9 @@ _define(
 
 # Book-keeping of delayed scaling inside compiled graphs; the kernel is Python, see autocast.py.
 _LIBRARY.define("record_amax(Tensor(a!) history, Tensor amax, int module, int rule, str direction) -> ()")
-torch.library.register_fake("fp8serve::record_amax", _fake_nothing, lib=_LIBRARY)
+_LIBRARY.define("expect_backward(Tensor(a!) history, int rule) -> ()")  # "changes" it: else a graph would drop the op
+for _name in ("record_amax", "expect_backward"):
+    torch.library.register_fake(f"fp8serve::{_name}", _fake_nothing, lib=_LIBRARY)
 
 
 def implement(name: str, kernel: Callable[..., Any]) -> None:

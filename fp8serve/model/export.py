@@ -121,8 +121,7 @@ class _Quantizer:
         self.recipe: Recipe = scales.recipe
         self.weights, self.scales, self.format, self.dtype = weights, scales, format_, _dtype(config)
         self.shapes = _shapes(config)
-        self.linears = [n.removesuffix(".weight") for n in self.shapes if n.rpartition(".")[0] in _linears(config)]
-        self.linears = [n for n in self.linears if not n.endswith(".bias")]
+        self.linears = _linears(config)
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
         if isinstance(self.recipe, DelayedScaling):
             check_covers(scales, self.linears, "The scaling state")
@@ -191,8 +190,9 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def _linears(config: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(linear_names(Decoder(parse_config(config), device="meta")))
+def _linears(config: Mapping[str, Any]) -> dict[str, None]:
+    """The projections that FP8 may run, in the model's order and quick to look up."""
+    return dict.fromkeys(linear_names(Decoder(parse_config(config), device="meta")))
 
 
 def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:

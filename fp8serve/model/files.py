@@ -10,12 +10,15 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
 
@@ -50,6 +53,16 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def write_json(path: Path, value: Any) -> None:
     """`value` as indented JSON; NaN and infinity are refused, for they are not JSON."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
+    """A safetensors file as readable as its neighbours: the library alone makes it the owner's only."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)  # what this process gives a new file
+    save_file(dict(tensors), path, dict(metadata))
+    path.chmod(mode)
 
 
 def check_absent(out: Path, error: type[Fp8ServeError] = ModelError) -> None:

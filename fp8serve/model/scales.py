@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
 from fp8serve.fp8.recipe import Recipe, from_json, to_json
 from fp8serve.model.config import read_config
-from fp8serve.model.files import fsync, no_duplicates
+from fp8serve.model.files import fsync, no_duplicates, save_tensors
 from fp8serve.model.shards import Shards, open_shards, read_header
 
 FORMAT, VERSION = "fp8serve.scales", "1"
@@ -84,7 +83,7 @@ def save_scales(path: Path, checkpoint: ScalingCheckpoint) -> None:
         "observations": json.dumps(checkpoint.observations, allow_nan=False, sort_keys=True),
         "created_by": checkpoint.created_by,
     }
-    save_file(tensors, path, metadata)
+    save_tensors(path, tensors, metadata)
     fsync(path)
 
 

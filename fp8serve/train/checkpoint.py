@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8serve.errors import JobError
-from fp8serve.model.files import fsync, read_json, whole_directory, write_json
+from fp8serve.model.files import fsync, read_json, save_tensors, whole_directory, write_json
 
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
@@ -69,7 +69,7 @@ def write_checkpoint(root: Path, state: TrainState, carry: Callable[[Path], None
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Tied parameters share storage, which safetensors refuses: `tensors` names each storage once."""
     try:
-        save_file({k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+        save_tensors(path, {k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, {"format": "pt"})
     except SafetensorError as error:  # how it reports a full disk
         raise OSError(str(error)) from error
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder
-from fp8serve.model.files import whole_directory, write_json
+from fp8serve.model.files import save_tensors, whole_directory, write_json
 
 END, USER, ASSISTANT, SYSTEM = "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL = (END, USER, ASSISTANT, SYSTEM)
@@ -70,7 +69,7 @@ def write_random_model(
         }
         write_json(directory / "config.json", config)
         write_json(directory / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-        save_file(random_weights(directory, seed), directory / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(directory / "model.safetensors", random_weights(directory, seed), {"format": "pt"})
     return Path(out)
 
 

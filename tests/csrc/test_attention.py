@@ -95,14 +95,30 @@ def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, 
             assert_bits_equal(pieces, whole[start:end])
 
 
-def test_threads_do_not_change_the_result(threads):
-    batch = Batch([(53, 53), (200, 1), (64, 33)], 8, 2, 64, torch.bfloat16, torch.bfloat16)
-    results = []
-    for count in (1, 2, 3):
+LONG = [(1400, 1), (53, 53), (513, 40), (1024, 1), (1025, 2), (300, 1)]  # parts of 512 keys begin within and beside
+
+
+@pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
+def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype):
+    """With more threads than there is work for, the parts of a long sequence go to several."""
+    batch, results = Batch(LONG, 4, 1, 24, q_dtype, cache_dtype), []
+    for count in (1, 2, 7, 64):
         torch.set_num_threads(count)
         results.append(OPS.paged_attention(*batch.args()))
-    assert_bits_equal(results[1], results[0])
-    assert_bits_equal(results[2], results[0])
+        cuts = [(i, *cut) for i, (_, new) in enumerate(LONG) for cut in ((0, new // 2), (new // 2, new))]
+        results.append(torch.cat([batch.part(i, first, last) for i, first, last in cuts if last > first]))
+    for result in results[1:]:
+        assert_bits_equal(result, results[0])
+
+
+@pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
+def test_long_sequences_are_right(level, q_dtype, cache_dtype):
+    batch = Batch(LONG, 4, 2, 24, q_dtype, cache_dtype)
+    args = list(batch.args())
+    truth = reference.paged_attention(args[0].double(), *args[1:])
+    error = (OPS.paged_attention(*args).double() - truth).abs().max()
+    naive_error = (naive(batch).double() - truth).abs().max()
+    assert error <= 2 * naive_error + torch.finfo(q_dtype).eps * truth.abs().max()
 
 
 def test_values_beyond_the_query_are_never_seen(level):

@@ -46,6 +46,23 @@ def test_silu_mul_quantize(level, shape, high):
     torch.testing.assert_close(amax, expected_amax, rtol=4 * torch.finfo(high).eps, atol=0)
 
 
+@pytest.mark.parametrize("high", HIGH)
+@pytest.mark.parametrize("shape", [(1, 7), (33, 64), (3, 300), (5, 1536)])
+def test_a_fused_op_casts_the_bits_of_the_plain_op(level, shape, high):
+    """In whatever order a kernel adds, and however it finds an exponential: the plain op, then the cast."""
+    x, y, weight = tame(*shape, high), tame(*shape, high, 1), tame(1, shape[1], high, 2)[0]
+    scale = torch.tensor(37.0)
+    for dtype in FORMATS:
+        pairs = [
+            (OPS.rms_norm_quantize(x, weight, 1e-6, scale, dtype), OPS.rms_norm(x, weight, 1e-6)),
+            (OPS.silu_mul_quantize(x, y, scale, dtype), OPS.silu_mul(x, y)),
+        ]
+        for (q, amax), plain in pairs:
+            expected, expected_amax = reference.quantize(plain, scale, dtype)
+            assert_codes_equal(q, expected)
+            assert_bits_equal(amax, expected_amax)
+
+
 def test_silu_of_extremes(level):
     gate = torch.tensor([[-torch.inf, torch.inf, torch.nan, 0.0, -0.0, -89.0, -88.0, -100.0, 88.0, 1e30, -1e30]])
     up = torch.ones_like(gate)

@@ -76,6 +76,21 @@ def test_every_code_is_decoded(level, dtype):
         assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_every_code_of_a_weight_is_decoded(level, dtype, rows):
+    """All 256 codes as weights, bit for bit: one and two rows need no panel of them, five do."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    one = torch.tensor(1.0)
+    for place in (0, 1, 6, 9, 31, 64, 65, 67):
+        b = torch.zeros(256, 68, dtype=torch.uint8)
+        b[:, place] = codes
+        unit = torch.zeros(rows, 68)
+        unit[:, place] = 1.0
+        found = OPS.scaled_mm(unit.to(E4M3), b.view(dtype), one, one, None, torch.float32)
+        assert_bits_equal(found, codes.view(dtype).float().expand(rows, -1) + 0.0)
+
+
 @pytest.mark.parametrize("a_by", GRANULARITIES)
 def test_every_level_gives_the_same_bits(library, a_by):
     a, a_scale = quantized(tame(9, 2300, seed=1), a_by, E5M2)

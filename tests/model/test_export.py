@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8.recipe import from_name
+from fp8serve.model import export
 from fp8serve.model.checkpoint import (
     ScalingCheckpoint,
     TensorScale,
@@ -23,6 +25,7 @@ from fp8serve.model.checkpoint import (
     write_calibrated,
     write_hf_directory,
 )
+from fp8serve.model.decoder import linear_names
 from fp8serve.model.shards import read_header
 from tests.model.oracle import all_logits, make_model, state_for
 
@@ -218,6 +221,27 @@ def test_weights_are_aligned_and_files_are_valid(model_dir: ModelDir, tmp_path: 
     assert {(start + entry["data_offsets"][0]) % 64 for n, entry in header.items() if n.endswith("proj.weight")} == {0}
     with safe_open(path, framework="pt") as file:  # the library checks that there are no gaps
         assert set(file.keys()) == set(read_header(path)[0])
+
+
+def test_every_file_is_as_readable_as_the_others(model_dir: ModelDir, tmp_path: Path) -> None:
+    write_calibrated(tmp_path / "out", model_dir("llama"), state(model_dir("llama"), "delayed"))
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert {"scales.safetensors", "model.safetensors", "config.json"} <= modes.keys()
+    assert len(set(modes.values())) == 1, modes
+
+
+def test_the_architecture_is_read_a_few_times_not_once_a_parameter(
+    model_dir: ModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(model: torch.nn.Module) -> list[str]:
+        calls.append(model)
+        return linear_names(model)
+
+    monkeypatch.setattr(export, "linear_names", counted)
+    write_calibrated(tmp_path / "out", model_dir("llama"), state(model_dir("llama"), "delayed"))
+    assert len(calls) == 1
 
 
 def test_carried_files(model_dir: ModelDir, tmp_path: Path) -> None:

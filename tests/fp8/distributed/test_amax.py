@@ -10,7 +10,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from fp8serve import DelayedScaling, Linear, autocast, scaling_state
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.autocast import join_backward
+from fp8serve.fp8 import autocast as contexts
 
 from .ranks import counted, on_ranks
 from .runs import states
@@ -52,25 +52,123 @@ def test_ranks_hold_equal_scales_whatever_ran_where(world: int) -> None:
     assert calls == {"allreduce": 3 * 2 + 1}  # one a forward pass, one a backward pass, for all layers together
 
 
-def idle(rank: int) -> Any:
-    """Only rank 0 has data: rank 1 runs nothing in FP8, forward or backward."""
+def batches(step: int, rank: int) -> Any:
+    """Rank r has data in the first r + 1 steps only; so every rank but the last runs nothing at some time."""
+    return torch.full((2, 8), float(step + rank + 1)) if step <= rank else None
+
+
+def two_layers() -> torch.nn.Module:
     torch.manual_seed(0)
-    layer, group = Linear(8, 8), dist.group.WORLD
-    for _ in range(2):
+    return torch.nn.Sequential(Linear(8, 8), Linear(8, 8))
+
+
+def idle(rank: int) -> Any:
+    """A training loop that knows nothing of FP8: gradients are averaged by hand, and a rank without data skips both."""
+    model, group, world = two_layers(), dist.group.WORLD, dist.get_world_size()
+    scales = []
+    for step in range(world + 1):
         with autocast(recipe=RECIPE, amax_reduction_group=group):
-            y = layer(torch.ones(2, 8)) if rank == 0 else None
-        if y is None:
-            join_backward(RECIPE, group)
-        else:
+            x = batches(step, rank)
+            y = None if x is None else model(x)
+        if y is not None:
+            y.square().sum().backward()
+        for parameter in model.parameters():  # a collective between the others' backward and this rank's next context
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient)
+            parameter.data -= 1e-3 * gradient
+            parameter.grad = None
+        scales.append([states(layer) for layer in model])
+    return scales[-1], model.state_dict()["0.weight"]
+
+
+def idle_alone(world: int) -> Any:
+    """The same in one process, which runs the batches of all ranks in one context and one backward pass."""
+    model = two_layers()
+    for step in range(world + 1):
+        with autocast(recipe=RECIPE):
+            losses = [model(x).square().sum() for r in range(world) if (x := batches(step, r)) is not None]
+        if losses:
+            torch.stack(losses).sum().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.data -= 1e-3 * parameter.grad
+                parameter.grad = None
+    return [states(layer) for layer in model], model.state_dict()["0.weight"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_run_nothing_neither_hang_nor_diverge(world: int) -> None:
+    ranks = on_ranks(world, idle)
+    wanted, weight = idle_alone(world)
+    assert wanted[1]["grad_output"][3] == world
+    for found, its_weight in ranks:
+        assert found == ranks[0][0]
+        assert torch.equal(its_weight, ranks[0][1])
+        torch.testing.assert_close(its_weight, weight, rtol=1e-5, atol=1e-6)
+        for layer, alone in zip(found, wanted, strict=True):
+            for name, (scale, history, nonfinite, steps) in alone.items():
+                assert layer[name][0] == pytest.approx(scale, rel=1e-5)  # sums of gradients in another order
+                assert layer[name][1] == pytest.approx(history, rel=1e-5)
+                assert layer[name][2:] == [nonfinite, steps]
+
+
+def skipping(rank: int) -> Any:
+    """Rank 1 runs the layer with gradients, and then no backward pass."""
+    layer, group = Linear(8, 8), dist.group.WORLD
+    try:
+        for _ in range(2):
+            with autocast(recipe=RECIPE, amax_reduction_group=group):
+                y = layer(torch.ones(2, 8))
+            if rank == 0:
+                y.sum().backward()
+    except RecipeError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_rank_that_skips_its_backward_pass_is_told_so() -> None:
+    for said in on_ranks(2, skipping):
+        assert "must call backward when the others do" in said
+
+
+def compiled(rank: int) -> Any:
+    """Rank 0 runs a compiled layer, rank 1 nothing."""
+    layer, group = Linear(8, 8), dist.group.WORLD
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        with autocast(recipe=RECIPE, amax_reduction_group=group):
+            y = run(torch.ones(2, 8)) if rank == 0 else None
+            assert bool(contexts.session().expecting) is (rank == 0)
+        if y is not None:
             y.sum().backward()
-            layer.zero_grad()
     return states(layer)
 
 
-def test_a_rank_that_runs_nothing_joins() -> None:
-    one, other = on_ranks(2, idle)
-    assert one == other
-    assert {name: entry[3] for name, entry in other.items()} == {"input": 2, "weight": 2, "grad_output": 2}
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its tracer; forked ranks inherit the filter
+def test_compiled_layers_announce_their_backward_pass() -> None:
+    one, other = on_ranks(2, compiled)
+    assert one["input"] == other["input"]
+    assert {name: entry[3] for name, entry in other.items()} == {"input": 3, "weight": 3, "grad_output": 2}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "graph", "override", "expected"),
+    [
+        (False, True, (False, False, False), True),
+        (False, False, (False, False, False), False),
+        (True, True, (False, False, False), False),  # no gradient is wanted of anything
+        (False, True, (False, True, True), False),  # gradients in high precision are not staged
+        (False, True, (True, True, False), True),
+    ],
+)
+def test_a_backward_pass_is_expected_where_gradients_will_be_staged(
+    frozen: bool, graph: bool, override: tuple[bool, bool, bool], expected: bool
+) -> None:
+    layer = Linear(8, 8, bias=False).requires_grad_(not frozen)
+    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=override)
+    with autocast(recipe=recipe), torch.set_grad_enabled(graph):
+        layer(torch.ones(2, 8))
+        assert bool(contexts.session().expecting) is expected
 
 
 def discarding(rank: int) -> Any:

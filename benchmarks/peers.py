@@ -1,0 +1,238 @@
+"""Our engine beside other people's, in turn, on one machine: writes benchmarks/peers-<date>.json and a Markdown table.
+
+    python benchmarks/peers.py MODEL peers.toml [--rounds 3] [--recipe stored] [--out benchmarks]
+
+MODEL is what `fp8serve bench engine` measures. The peers, their models and their environments are the reader's own;
+the file says how each is started, once for every batch size, and what we want to be:
+
+    [[peer]]
+    name = "llama.cpp Q8_0"
+    command = ["/envs/llama/bin/python", "peer_llamacpp.py", "/models/1b", "q8_0", "{batch}"]
+    batch = [1, 8]                               # "{batch}" becomes each of these
+    goal = { prefill = 2.5, "1" = 1.15, "8" = 3.0 }  # times as fast: prefill at batch 1, decoding by batch size
+
+A command prints, on the last line that has them, either `... prefill 149.1 tok/s, decode 38.3 tok/s ...` or a JSON
+object `{"prefill": 149.1, "decode": 38.3}` (either may be missing); everything else it says is ignored.
+
+Other work on the machine and its changing clock make any run slower than it could be, and never faster. So programs
+alternate, round by round and batch by batch, and the best round of each counts; the worst stands beside it, to show how
+quiet the hour was. A program that fails is named, the others are measured on, and the exit status is 1.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+OURS = "fp8serve"
+LIMIT = 1800  # seconds for one command: some export the model on their first run
+SPEEDS = re.compile(r"\b(prefill|decode) ([0-9.]+) tok(?:en)?s?/s")
+
+Run = Callable[[Sequence[str]], str]
+
+
+class PeerError(Exception):
+    """A program that did not give its figures, or a file that does not say what to start."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Something that decodes: what starts it for a batch size, and how many times its speed we want to have."""
+
+    name: str
+    command: tuple[str, ...]
+    batch: tuple[int, ...]
+    goal: Mapping[str, float] = field(default_factory=dict)
+
+    def at(self, batch: int) -> list[str]:
+        return [part.replace("{batch}", str(batch)) for part in self.command]
+
+
+def read_peers(text: str) -> list[Program]:
+    """The programs of a TOML file. PeerError when something is missing or unknown."""
+    try:
+        return [_program(entry) for entry in tomllib.loads(text).get("peer", [])]
+    except tomllib.TOMLDecodeError as problem:
+        raise PeerError(f"The file of peers is not TOML: {problem}.") from None
+
+
+def _program(entry: Mapping[str, Any]) -> Program:
+    name = entry.get("name", "a peer without a name")
+    if unknown := entry.keys() - {"name", "command", "batch", "goal"}:
+        raise PeerError(f"{name}: {sorted(unknown)} means nothing here; name, command, batch and goal do.")
+    if not {"name", "command", "batch"} <= entry.keys():
+        raise PeerError(f"{name}: needs a name, a command (a list of words) and batch (a list of numbers).")
+    goal = entry.get("goal", {})
+    if wrong := goal.keys() - {"prefill", *map(str, entry["batch"])}:
+        raise PeerError(f"{name}: goals are for prefill and the batch sizes {entry['batch']}, not {sorted(wrong)}.")
+    return Program(name, tuple(entry["command"]), tuple(entry["batch"]), goal)
+
+
+def ours(model: str, recipe: str, batches: Sequence[int]) -> Program:
+    """`fp8serve bench engine`, in a process of its own like every peer."""
+    words = ["-m", "fp8serve.cli", "bench", "engine", model, "--recipe", recipe, "--batch", "{batch}", "--json"]
+    return Program(OURS, (sys.executable, *words), tuple(batches))
+
+
+# --- one run
+
+
+def speeds(output: str) -> dict[str, float]:
+    """Tokens per second for "prefill" and "decode", from what a program printed. PeerError when it has neither."""
+    if output.lstrip().startswith("{"):
+        return _from_engine(json.loads(output))
+    for line in reversed(output.splitlines()):
+        found = _from_line(line)
+        if found:
+            return found
+    raise PeerError(f"printed no speed; its last words: {output.strip()[-300:]!r}")
+
+
+def _from_line(line: str) -> dict[str, float]:
+    if line.startswith("{"):
+        values = json.loads(line)
+        return {key: float(values[key]) for key in ("prefill", "decode") if key in values}
+    return {key: float(value) for key, value in SPEEDS.findall(line)}
+
+
+def _from_engine(result: Mapping[str, Any]) -> dict[str, float]:
+    """`fp8serve bench engine --json` of one batch size, or the object that a peer prints."""
+    if "model" not in result:
+        return _from_line(json.dumps(result))
+    (decode,) = result["decode"]
+    return {"prefill": result["prefill"]["tokens_per_second"], "decode": decode["tokens_per_second"]}
+
+
+def start(command: Sequence[str]) -> str:
+    """What the command printed. PeerError when it fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise PeerError(str(problem)) from None
+    if done.returncode != 0:
+        raise PeerError(f"ended with status {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]!r}")
+    return done.stdout
+
+
+# --- all runs
+
+
+@dataclass
+class Measured:
+    """Every round's figures: by program, then by "prefill" or the batch size. And what went wrong."""
+
+    rounds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, batch: int, found: Mapping[str, float]) -> None:
+        rows = self.rounds.setdefault(name, {})
+        if "decode" in found:
+            rows.setdefault(str(batch), []).append(found["decode"])
+        if "prefill" in found and batch == 1:
+            rows.setdefault("prefill", []).append(found["prefill"])
+
+
+def measure(programs: Sequence[Program], rounds: int, run: Run, tell: Callable[[str], None]) -> Measured:
+    """All programs, `rounds` times, batch by batch; one that failed is not started again."""
+    measured = Measured()
+    for number in range(rounds):
+        for batch, program in _turns(programs):
+            if program.name in measured.failed:
+                continue
+            try:
+                found = speeds(run(program.at(batch)))
+            except (PeerError, ValueError, KeyError) as problem:
+                measured.failed[program.name] = f"batch {batch}: {problem}"
+                found = {}
+            measured.add(program.name, batch, found)
+            tell(f"round {number + 1}, {program.name}, batch {batch}: {found or measured.failed[program.name]}")
+    return measured
+
+
+def _turns(programs: Sequence[Program]) -> Iterator[tuple[int, Program]]:
+    for batch in sorted({batch for program in programs for batch in program.batch}):
+        for program in programs:
+            if batch in program.batch:
+                yield batch, program
+
+
+# --- what it comes to
+
+
+def compare(programs: Sequence[Program], measured: Measured) -> list[dict[str, Any]]:
+    """One row for each peer and kind of work: both speeds, the ratio of the best rounds, the goal and whether met."""
+    mine, rows = measured.rounds.get(OURS, {}), []
+    for program in programs:
+        for work, theirs in measured.rounds.get(program.name, {}).items():
+            if program.name == OURS or work not in mine:
+                continue
+            ratio, goal = max(mine[work]) / max(theirs), program.goal.get(work)
+            row = {"peer": program.name, "work": work, "ours": max(mine[work]), "theirs": max(theirs)}
+            worst = {"ours_worst": min(mine[work]), "theirs_worst": min(theirs)}
+            rows.append(row | worst | {"ratio": ratio, "goal": goal, "met": None if goal is None else ratio >= goal})
+    return sorted(rows, key=lambda row: (row["work"] != "prefill", row["work"].zfill(6)))
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| work | peer | ours, tokens/s | theirs | x | goal |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        work = "prefill" if row["work"] == "prefill" else f"decode, batch {row['work']}"
+        goal = "" if row["goal"] is None else f"{row['goal']:g} {'reached' if row['met'] else '**not reached**'}"
+        lines.append(
+            f"| {work} | {row['peer']} | {row['ours']:.1f} ({row['ours_worst']:.1f}) | "
+            f"{row['theirs']:.1f} ({row['theirs_worst']:.1f}) | {row['ratio']:.2f} | {goal} |"
+        )
+    return "\n".join([*lines, "", "Best round, in brackets the worst."])
+
+
+def write(out: Path, date: str, result: Mapping[str, Any]) -> Path:
+    """`peers-<date>.json` and `.md`; the JSON's path."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"peers-{date}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(table(result["rows"]) + "\n", encoding="utf-8")
+    return path
+
+
+def named(words: Sequence[str]) -> list[str]:
+    """A command as it may be published: programs and models by their names, not by where they lie."""
+    return [Path(word).name if word.startswith("/") else word for word in words]
+
+
+def main(arguments: Sequence[str] | None = None, run: Run = start) -> int:
+    """0 when every program gave its figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory for fp8serve bench engine")
+    parser.add_argument("peers", type=Path, help="TOML file that says how to start the peers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--recipe", default="stored", help="of our model: a recipe, or what the directory stores")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    options = parser.parse_args(arguments)
+    from fp8serve.bench.provenance import one_line, provenance
+
+    peers = read_peers(options.peers.read_text(encoding="utf-8"))
+    batches = sorted({batch for peer in peers for batch in peer.batch} | {1})
+    programs = [ours(options.model, options.recipe, batches), *peers]
+    began = datetime.now(UTC)
+    measured = measure(programs, options.rounds, run, lambda line: print(line, file=sys.stderr, flush=True))
+    made = provenance("python benchmarks/peers.py") | {"began": began.isoformat(timespec="seconds")}
+    commands = {program.name: named(program.command) for program in programs}
+    rows = compare(programs, measured)
+    result = {"made": made, "commands": commands, "rows": rows, "rounds": measured.rounds, "failed": measured.failed}
+    path = write(options.out, began.date().isoformat(), result)
+    print(one_line(made), "", table(rows), "", f"written: {path}", sep="\n")
+    for name, problem in measured.failed.items():
+        print(f"{name} gave no figures: {problem}", file=sys.stderr)
+    return int(bool(measured.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

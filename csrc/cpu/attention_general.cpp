@@ -1,0 +1,139 @@
+// Paged attention in FP32, for queries of FP32, BF16 or FP16 over caches of any of these or FP8.
+//
+// It walks the keys in tiles of 16 positions: the tile's keys and values become FP32 once and serve every
+// query row of the task. attention.h says in which order sums are taken.
+#include <cmath>
+
+#include "cpu/attention.h"
+#include "cpu/isa.h"
+#include "cpu/tensors.h"
+#include "cpu/vectormath.h"
+#include "fp8.h"
+
+namespace fp8serve::attention {
+namespace {
+
+constexpr int64_t kTile = 16;
+
+// A cache element that is an FP8 code.
+template <class F>
+struct Code {
+  uint8_t bits;
+};
+template <class F>
+FP8_INLINE float load(Code<F> x) {
+  return kDecode<F>.value[x.bits];
+}
+using fp8serve::load;
+
+FP8_INLINE float dot(const float* a, const float* b, int64_t width) {
+  float lanes[16] = {};
+  for (int64_t d = 0; d < width; d += 16) {
+    for (int i = 0; i < 16; ++i) lanes[i] += a[d + i] * b[d + i];
+  }
+  return lane_sum(lanes);
+}
+
+// One query row and one tile: `seen` of its 16 keys are at or before the query's position.
+FP8_INLINE void attend(const float* q, float* out, float* maximum, float* sum, const float* k, const float* v,
+                       int64_t width, int64_t seen) {
+  float weight[kTile];
+  float top = *maximum;
+  for (int j = 0; j < kTile; ++j) {
+    weight[j] = j < seen ? dot(q, k + j * width, width) : -INFINITY;
+    top = weight[j] > top ? weight[j] : top;
+  }
+  for (int j = 0; j < kTile; ++j) weight[j] = exp_of(weight[j] - top);
+  const float correction = exp_of(*maximum - top);
+  *maximum = top;
+  *sum = *sum * correction + lane_sum(weight);
+  for (int64_t d = 0; d < width; d += 16) {
+    float lanes[16];
+    for (int i = 0; i < 16; ++i) lanes[i] = out[d + i] * correction;
+    for (int j = 0; j < kTile && j < seen;
+         ++j) {  // a NaN behind the query's position must not get in as 0 * NaN
+      for (int i = 0; i < 16; ++i) lanes[i] += weight[j] * v[j * width + d + i];
+    }
+    for (int i = 0; i < 16; ++i) out[d + i] = lanes[i];
+  }
+}
+
+struct Memory {
+  Scratch rows, tile;
+};
+thread_local Memory memory;
+
+template <class Q, class C>
+struct Attend {
+  static FP8_INLINE void gather(const Work& w, const C* cache, int64_t begin, int64_t end, int64_t width,
+                                float* tile) {
+    for (int64_t p = begin; p < end; ++p) {
+      const C* from = cache + w.slot(p) * w.token_stride;
+      for (int64_t d = 0; d < w.dim; ++d) tile[(p - begin) * width + d] = load(from[d]);
+    }
+  }
+
+  // `q`: [rows][width], zeros to begin with.
+  static FP8_INLINE void run(const Work* work, const Keys* keys, const State* state, float* q, float* k_tile,
+                             float* v_tile) {
+    const Work& w = *work;
+    const int64_t width = state->width;
+    const auto* queries = static_cast<const Q*>(w.q);
+    for (int64_t r = 0; r < state->rows; ++r) {
+      const Q* from = queries + w.row(r);
+      for (int64_t d = 0; d < w.dim; ++d) q[r * width + d] = load(from[d]) * w.score_scale;
+    }
+    for (int64_t begin = keys->first; begin < keys->last; begin += kTile) {
+      const int64_t end = begin + kTile < keys->last ? begin + kTile : keys->last;
+      gather(w, static_cast<const C*>(w.k), begin, end, width, k_tile);
+      gather(w, static_cast<const C*>(w.v), begin, end, width, v_tile);
+      for (int64_t r = 0; r < state->rows; ++r) {
+        if (w.position(r) < begin) continue;
+        attend(q + r * width, state->out + r * width, state->maximum + r, state->sums + r * 16, k_tile,
+               v_tile, width, w.position(r) - begin + 1);
+      }
+    }
+  }
+};
+
+// The state's sums are in their first lane.
+template <class Q>
+void finish(const Work& w, const State& s) {
+  for (int64_t r = 0; r < s.rows; ++r) {
+    Q* to = static_cast<Q*>(w.out) + w.row(r);
+    for (int64_t d = 0; d < w.dim; ++d)
+      store(s.out[r * s.width + d] / s.sums[r * 16] * w.value_scale, to + d);
+  }
+}
+
+template <class Q, class C>
+void attend_keys(const Work& w, Keys keys, const State& s) {
+  float* q = memory.rows.get<float>(s.rows * s.width);
+  float* tile = memory.tile.get<float>(2 * kTile * s.width);
+  std::fill_n(q, s.rows * s.width, 0.0f);
+  std::fill_n(tile, 2 * kTile * s.width, 0.0f);
+  s.clear();
+  dispatch<Attend<Q, C>>(&w, &keys, &s, q, tile, tile + kTile * s.width);
+}
+
+template <class F>
+void with_cache(ScalarType dtype, const F& f) {
+  if (dtype == ScalarType::Float8_e4m3fn) return f(Type<Code<E4M3>>{});
+  if (dtype == ScalarType::Float8_e5m2) return f(Type<Code<E5M2>>{});
+  with_element(dtype, f);
+}
+
+}  // namespace
+
+Path general(ScalarType query, ScalarType cache) {
+  Path path{};
+  with_element(query, [&](auto q) {
+    with_cache(cache, [&](auto c) {
+      using Q = typename decltype(q)::type;
+      path = {16, attend_keys<Q, typename decltype(c)::type>, finish<Q>};
+    });
+  });
+  return path;
+}
+
+}  // namespace fp8serve::attention

@@ -1,0 +1,144 @@
+// FP8 or BF16 -> FP32, with vectors, for the levels without a BF16 dot product; and the tile that needs no
+// panel. No include guard: included once per level, behind gemm_tile.h, which defines besides:
+//   Runs                    a run (8 k) of columns i, i + 4, i + 8 and i + 12 as BF16
+//   load_codes<F>(columns, runs[2])   16 FP8 codes of each of four columns -> two runs
+//   load_values(columns, runs[2])     ... of 16 BF16
+//   odd(run), even(run)     its odd and its even k as an Operand: a BF16 is the upper half of its FP32
+//   store(p, operand)       16 floats
+//
+// Every FP8 value is exact in BF16: 16-bit arithmetic decodes twice as many at a time as 32-bit would, and
+// half of the FP32 come out of a mask, half out of a shift.
+
+constexpr int64_t kStepCodes = 16;  // k of two runs
+
+template <class T>
+const T* const* as(const void* const* columns) {
+  return reinterpret_cast<const T* const*>(columns);
+}
+
+// `left` k of columns i, i + 4, i + 8, i + 12 from `k` on, zeros after the end.
+template <class Source>
+FP8_TARGET FP8_INLINE void load_runs(const typename Source::Value* const* columns, int64_t k, int64_t left,
+                                     Runs (&runs)[2]) {
+  using Value = typename Source::Value;
+  Value padded[4][kStepCodes];
+  const Value* from[4];
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) {
+    from[q] = columns[4 * q] + k;
+    if (left < kStepCodes) {
+      for (int64_t i = 0; i < kStepCodes; ++i) padded[q][i] = i < left ? from[q][i] : Value{0};
+      from[q] = padded[q];
+    }
+  }
+  Source::load(from, runs);
+}
+
+template <class F>
+struct Fp8Source {
+  using Value = uint8_t;
+  FP8_TARGET static FP8_INLINE void load(const uint8_t* const* from, Runs (&runs)[2]) {
+    load_codes<F>(from, runs);
+  }
+};
+struct Bf16Source {
+  using Value = uint16_t;
+  FP8_TARGET static FP8_INLINE void load(const uint16_t* const* from, Runs (&runs)[2]) {
+    load_values(from, runs);
+  }
+};
+
+template <class Source>
+FP8_TARGET void unpack_columns_of(const typename Source::Value* const* columns, int64_t k, float* panel) {
+  for (int64_t begin = 0; begin < k; begin += kStepCodes) {
+    for (int i = 0; i < 4; ++i) {
+      Runs runs[2];
+      load_runs<Source>(columns + i, begin, k - begin, runs);
+#pragma GCC unroll 2
+      for (int r = 0; r < 2; ++r) {
+        float* to = panel + (begin + r * kRun) * kGroup + i * 16;
+        store(to, odd(runs[r]));
+        store(to + 64, even(runs[r]));
+      }
+    }
+  }
+}
+
+// 64 values of a row are four columns of 16.
+template <class Source>
+FP8_TARGET void unpack_row_of(const typename Source::Value* values, int64_t k, float* row) {
+  using Value = typename Source::Value;
+  for (int64_t begin = 0; begin < k; begin += kChunk) {
+    Value padded[kChunk];
+    const Value* from = values + begin;
+    if (k - begin < kChunk) {
+      for (int64_t i = 0; i < kChunk; ++i) padded[i] = i < k - begin ? from[i] : Value{0};
+      from = padded;
+    }
+    const Value* const quarters[4] = {from, from + 16, from + 32, from + 48};
+    Runs runs[2];
+    Source::load(quarters, runs);
+    for (int r = 0; r < 2; ++r) {
+      alignas(64) float steps[2][16];
+      store(steps[0], odd(runs[r]));
+      store(steps[1], even(runs[r]));
+      for (int i = 0; i < 32; ++i)
+        row[begin + i / 8 * 16 + r * kRun + i % 8] = steps[i / 4 % 2][i / 8 * 4 + i % 4];
+    }
+  }
+}
+
+// f(source): with what a kind is read by.
+template <class F>
+FP8_INLINE void with_source(Kind kind, const F& f) {
+  if (kind == Kind::bf16) return f(Bf16Source{});
+  kind == Kind::e5m2 ? f(Fp8Source<E5M2>{}) : f(Fp8Source<E4M3>{});
+}
+
+void unpack_row(const void* from, int64_t k, Kind kind, void* row) {
+  with_source(kind, [&](auto source) {
+    using Source = decltype(source);
+    unpack_row_of<Source>(static_cast<const typename Source::Value*>(from), k, static_cast<float*>(row));
+  });
+}
+void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) {
+  with_source(kind, [&](auto source) {
+    using Source = decltype(source);
+    unpack_columns_of<Source>(as<typename Source::Value>(from), k, static_cast<float*>(panel));
+  });
+}
+
+// --- weights read once: converted in registers, never stored
+
+template <class Source, int R>
+FP8_TARGET void stream_rows(const Tile& tile, const typename Source::Value* const* b) {
+  const auto* a = static_cast<const float*>(tile.a);
+  Vector sums[R * 4];
+  zero_all<R>(sums);
+  for (int64_t k = 0; k < tile.k; k += kStepCodes) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      Runs runs[2];
+      load_runs<Source>(b + i, k, tile.k - k, runs);
+#pragma GCC unroll 2
+      for (int s = 0; s < 2; ++s) {
+        const Operand first = odd(runs[s]), second = even(runs[s]);
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+          const float* x = a + r * tile.a_stride + k + s * kRun;
+          sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x), first);
+          sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x + 4), second);
+        }
+      }
+    }
+  }
+  finish_rows<R>(sums, tile, 0);
+}
+
+void stream(const Tile& tile, const void* const* b, const void* const*, Kind kind) {
+  with_source(kind, [&](auto source) {
+    using Source = decltype(source);
+    const auto* columns = as<typename Source::Value>(b);
+    tile.rows == 2 ? stream_rows<Source, 2>(tile, columns) : stream_rows<Source, 1>(tile, columns);
+  });
+}

@@ -1,0 +1,25 @@
+"""The recipes under the name that users know: `from fp8serve.recipe import DelayedScaling`. Needs no torch."""
+
+from fp8serve.fp8.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    Recipe,
+    from_json,
+    from_name,
+    name_of,
+    to_json,
+)
+
+__all__ = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "Recipe",
+    "from_json",
+    "from_name",
+    "name_of",
+    "to_json",
+]

@@ -1,0 +1,88 @@
+"""The comparison itself: what its values cover, that it finds what is wrong, and the command around it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fp8serve.bench import casts
+from fp8serve.cli import main
+from fp8serve.errors import JobError
+from fp8serve.fp8 import ops, reference
+from tests.fp8.test_casts import magnitudes
+
+needs_library = pytest.mark.skipif(ops.LIBRARIES["cpu"] is None, reason="libfp8serve_cpu.so was not built")
+
+
+def nothing(what: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def test_the_stratified_values_leave_out_no_boundary() -> None:
+    values = casts.stratified()
+    bits = values.view(torch.int32).numpy()
+    assert bits.shape == (2**24,)
+    assert (np.bincount((bits >> 23) + 256) == casts.MANTISSAS).all()
+    bits.sort()
+    wanted = [next(casts.every(torch.bfloat16)).float()]
+    for dtype in reference.FP8_MAX:
+        codes = torch.from_numpy(magnitudes(dtype)).float()
+        middle = (codes[1:] + codes[:-1]) / 2
+        wanted += [codes, middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(torch.inf))]
+    for points in wanted:
+        for signed in (points, -points):
+            these = signed.view(torch.int32).numpy()
+            assert (bits[np.searchsorted(bits, these)] == these).all()
+
+
+def test_every_value_comes_once() -> None:
+    values = torch.cat(list(casts.every(torch.float16)))
+    assert torch.equal(values.view(torch.int16).int().sort()[0], torch.arange(-(2**15), 2**15, dtype=torch.int32))
+    chunks = casts.every(torch.float32)
+    first, second = next(chunks), next(chunks)
+    assert second.view(torch.int32)[0] - first.view(torch.int32)[-1] == 1
+
+
+class Wrong:
+    """The reference, but for one code."""
+
+    def __getattr__(self, name):
+        def op(*args):
+            q, other = getattr(reference, name)(*args)
+            q.view(torch.uint8).flatten()[77] ^= 1
+            return q, other
+
+        return op
+
+
+def test_one_wrong_code_is_found() -> None:
+    x = torch.linspace(-500, 500, 4096)
+    found = casts.compare(iter([x]), 4096, nothing, chosen=["quantize"], at=["wrong"], kernels=Wrong())
+    assert [(f.differing, f.values) for f in found] == [(1, 4096), (1, 4096)]
+    assert found[0].first is not None
+    assert (-500.0).hex() in found[0].first
+    assert casts.differing([torch.zeros(3)], [torch.zeros(4)]) == 3
+
+
+@needs_library
+def test_the_command(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(casts, "stratified", lambda: torch.linspace(-500, 500, 1 << 14))
+    assert main(["bench", "casts", "--op", "quantize", "--out", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert "portable" in table
+    found = json.loads((tmp_path / "casts.json").read_text())["findings"]
+    assert {f["differing"] for f in found} == {0}
+    assert {f["source"] for f in found} == {"float32", "bfloat16", "float16"}
+    monkeypatch.setitem(casts.PROBES, "quantize", lambda ops, x, dtype: Wrong().quantize(x, torch.tensor(1.0), dtype)
+                        if ops is reference else ops.quantize(x, torch.tensor(1.0), dtype))  # fmt: skip
+    assert main(["bench", "casts", "--op", "quantize", "--json"]) == 1
+    assert all(f["differing"] >= 1 for f in json.loads(capsys.readouterr().out)["findings"])
+
+
+def test_what_is_not_there_is_refused(monkeypatch) -> None:
+    with pytest.raises(JobError, match="No op that casts is called 'gelu'; there are: quantize; "):
+        casts.study(nothing, exhaustive=False, chosen=["gelu"])
+    monkeypatch.setitem(ops.LIBRARIES, "cuda", None)
+    with pytest.raises(JobError, match="There are no cuda kernels here"):
+        casts.study(nothing, exhaustive=False, device="cuda")
