@@ -196,6 +196,13 @@ def _add_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     return *args[:5], _normal(rows, 11, dtype)
 
 
+def _codes_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    """For FP8 output: a row of zeros, and sums on both sides of the largest code."""
+    *args, _ = _mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
+    args[0][:1] = 0
+    return *args, torch.tensor(0.03), torch.float8_e4m3fn
+
+
 def _rotary_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     dim = cols // 2 * 2
     q, k, v = (_normal(rows, heads * dim, dtype, heads).view(rows, heads, dim) for heads in (4, 2, 2))
@@ -261,6 +268,31 @@ def _sample_cases() -> list[Case]:
     return [Case(f"{r} x {v}, filters {f}", partial(_sample_case, r, v, f)) for r, v, f in grid]
 
 
+def _watch_case(rows: int, cols: int, amax: float, live: int | None) -> tuple[Any, ...]:
+    counters = torch.tensor(3.0), torch.tensor(5)
+    return (
+        _codes(rows, cols, torch.float8_e4m3fn, 1),
+        torch.tensor(amax),
+        *counters,
+        2.5,
+        None if live is None else torch.tensor(live),
+    )
+
+
+def _watch_cases() -> list[Case]:
+    grid = product(((3, 64), (70, 130), (0, 16)), (1.0, 7.0), (None, 2))
+    return [Case(f"{s} amax {a} rows {n}", partial(_watch_case, *s, a, n)) for s, a, n in grid]
+
+
+def _turned_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return (_codes(rows, cols, dtype, 1),)
+
+
+def _turned_cases() -> list[Case]:
+    shapes = ((128, 256), (144, 48), (17, 33), (16, 7), (0, 8), (3, 0))
+    return [Case(f"{s} {d}", partial(_turned_case, *s, d)) for s, d in product(shapes, FP8_MAX)]
+
+
 CASES: dict[str, list[Case]] = {
     "quantize": _given_scale_cases(),
     "quantize_transpose": _given_scale_cases(),
@@ -271,6 +303,7 @@ CASES: dict[str, list[Case]] = {
     "quantize_rowwise": _cast_cases((False,), (True,)),
     "quantize_block": _cast_cases((1, False), (128, False), (1, True)),
     "scaled_mm": _mm_cases(),
+    "scaled_mm_quantize": _fused_rows(_codes_case),
     "delayed_update": _update_cases(),
     "paged_attention": _paged_cases(),
     "write_kv": _write_cases(),
@@ -283,4 +316,6 @@ CASES: dict[str, list[Case]] = {
     "silu_mul_backward": _upstream(_plain_silu_case),
     "rotary": _fused_rows(_turn_case),
     "sample": _sample_cases(),
+    "count_saturated": _watch_cases(),
+    "transpose_codes": _turned_cases(),
 }
