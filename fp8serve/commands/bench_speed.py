@@ -142,8 +142,8 @@ def serve(
     load = bench.Load(requests, concurrency, prompt, new, api_key=api_key)
     with nullcontext(url) if url is not None else _started(str(model)) as place, progress("Serve") as advance:
         figures = bench.measure(place, load, lambda name, done, total: advance(done, total, name))
-    shown = {"requests": requests, "concurrency": concurrency, "prompt": prompt, "new": new}
-    result = publish("serve", {"load": shown, **figures}, out)
+    asked = {"requests": requests, "concurrency": concurrency, "prompt": prompt, "new": new}
+    result = publish("serve", {"load": asked, **figures}, out)
     if not shown(json, result):
         _print_serve(result)
 
