@@ -268,6 +268,31 @@ def _sample_cases() -> list[Case]:
     return [Case(f"{r} x {v}, filters {f}", partial(_sample_case, r, v, f)) for r, v, f in grid]
 
 
+def _watch_case(rows: int, cols: int, amax: float, live: int | None) -> tuple[Any, ...]:
+    counters = torch.tensor(3.0), torch.tensor(5)
+    return (
+        _codes(rows, cols, torch.float8_e4m3fn, 1),
+        torch.tensor(amax),
+        *counters,
+        2.5,
+        None if live is None else torch.tensor(live),
+    )
+
+
+def _watch_cases() -> list[Case]:
+    grid = product(((3, 64), (70, 130), (0, 16)), (1.0, 7.0), (None, 2))
+    return [Case(f"{s} amax {a} rows {n}", partial(_watch_case, *s, a, n)) for s, a, n in grid]
+
+
+def _turned_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return (_codes(rows, cols, dtype, 1),)
+
+
+def _turned_cases() -> list[Case]:
+    shapes = ((128, 256), (144, 48), (17, 33), (16, 7), (0, 8), (3, 0))
+    return [Case(f"{s} {d}", partial(_turned_case, *s, d)) for s, d in product(shapes, FP8_MAX)]
+
+
 CASES: dict[str, list[Case]] = {
     "quantize": _given_scale_cases(),
     "quantize_transpose": _given_scale_cases(),
@@ -291,4 +316,6 @@ CASES: dict[str, list[Case]] = {
     "silu_mul_backward": _upstream(_plain_silu_case),
     "rotary": _fused_rows(_turn_case),
     "sample": _sample_cases(),
+    "count_saturated": _watch_cases(),
+    "transpose_codes": _turned_cases(),
 }

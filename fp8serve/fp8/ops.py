@@ -270,6 +270,18 @@ _define(
     reference_sampling.sample,
     lambda logits, *rest: logits.new_empty((logits.shape[0],), dtype=torch.int64),
 )
+_define(
+    "transpose_codes(Tensor q) -> Tensor",
+    lambda q: q.t().clone(memory_format=torch.contiguous_format),
+    lambda q: q.new_empty((q.shape[1], q.shape[0])),
+    composed=True,
+)
+_define(
+    "count_saturated(Tensor q, Tensor amax, Tensor(a!) seen, Tensor(b!) saturated, float limit, Tensor? rows) -> ()",
+    reference_fused.count_saturated,
+    _fake_nothing,
+    composed=True,
+)
 # The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.
 _LIBRARY.define("cpu_isa(str cap) -> str")
 

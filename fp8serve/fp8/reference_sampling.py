@@ -23,7 +23,9 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     """
     probs = torch.softmax(logits.double() / temperature[:, None], -1)
     asked = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    if bool(asked.any()):
+    if not _on_cpu(probs):  # to look who asked would be to wait for the device
+        probs = torch.where(asked[:, None], filtered(probs, top_k, top_p, min_p), probs)
+    elif bool(asked.any()):
         probs[asked] = filtered(probs[asked], top_k[asked], top_p[asked], min_p[asked])
     mass = probs.cumsum(-1)
     total = mass[:, -1:].contiguous()
@@ -50,6 +52,10 @@ def filtered(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
 
 def _descending(probs: Tensor) -> Tensor:
     """On a CPU by NumPy, whose vectorised sort takes 0.1 ms for 32,000 values where torch's takes 3.5."""
-    if probs.device.type != "cpu":
+    if not _on_cpu(probs):
         return probs.sort(-1, descending=True).values
     return torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
+
+
+def _on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"

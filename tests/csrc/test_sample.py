@@ -58,6 +58,14 @@ def naive(logits: list[float], temperature: float, top_k: int, top_p: float, min
     return max(i for i in kept if probs[i] > 0)
 
 
+@pytest.mark.parametrize("case", CASES["sample"], ids=lambda case: case.name)
+def test_a_device_that_is_not_asked_who_filters_draws_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: every row is filtered, and the result taken where it was asked for."""
+    expected = reference_sampling.sample(*case.make())
+    monkeypatch.setattr(reference_sampling, "_on_cpu", lambda x: False)
+    assert torch.equal(reference_sampling.sample(*case.make()), expected)
+
+
 @pytest.mark.parametrize("kernel", [OPS.sample, reference_sampling.sample])
 def test_the_filters_mean_what_they_say(kernel: Any) -> None:
     args = arguments(37, 500, 7, True)
