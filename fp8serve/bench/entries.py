@@ -111,7 +111,7 @@ def linears() -> Iterator[Entry]:
 
 
 def products() -> Iterator[Entry]:
-    """The product alone with the scales of each recipe, and onto a residual; torch: its BF16 linear."""
+    """The product alone with the scales of each recipe, onto a residual, and as codes; torch: its BF16 linear."""
     n = k = 4096
     one, x_all, w = torch.ones(()), _noise(512, k), _noise(n, k)
     w_q = w.to(E4M3)
@@ -126,6 +126,8 @@ def products() -> Iterator[Entry]:
             yield Entry("scaled_mm", f"{size}, {name}", call, partial(F.linear, x, w), moved, flops)
         call = partial(OPS.scaled_mm_add, q, w_q, one, one, None, residual)
         yield Entry("scaled_mm_add", size, call, partial(torch.addmm, residual, x, w.t()), moved + 2 * m * n, flops)
+        call = partial(OPS.scaled_mm_quantize, q, w_q, one, one, None, one, E4M3)
+        yield Entry("scaled_mm_quantize", size, call, partial(_then_cast, F.linear, one, x, w), moved - m * n, flops)
 
 
 def heads() -> Iterator[Entry]:
