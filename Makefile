@@ -9,6 +9,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 10
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+# The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100a;120a".
+FP8SERVE_CUDA ?=
+FP8SERVE_CUDA_ARCHS ?=
 CUDA_ARGS ?=
 GPU_ARGS ?=
 
@@ -62,18 +65,22 @@ typecheck: setup
 	@ln -s ../../../calibrate build/typecheck/fp8serve/calibration
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p fp8serve
 
-cuda: setup ## compile the CUDA kernels for all architectures (needs nvcc, no GPU) and look for their FP8 instructions
+cuda: .venv/packages ## compile the CUDA kernels for all architectures (needs nvcc, no GPU) and look for their FP8 instructions
 	$(PIP) install --quiet --no-deps $(CUDA_PACKAGES)
-	cmake -S csrc -B build/cuda -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFP8SERVE_CUDA=ON $(CUDA_ARGS)
-	cmake --build build/cuda --target fp8serve_cuda
+	$(BIN)/cmake -S csrc -B build/cuda -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFP8SERVE_CUDA=ON \
+	  $(if $(FP8SERVE_CUDA_ARCHS),"-DFP8SERVE_CUDA_ARCHS=$(FP8SERVE_CUDA_ARCHS)") \
+	  $(if $(shell command -v ccache),-DCMAKE_CUDA_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache) $(CUDA_ARGS)
+	$(BIN)/cmake --build build/cuda --target fp8serve_cuda
 	$(BIN)/python tests/cuda/sass.py build/cuda/libfp8serve_cuda.so
 
 # With the Python that is there, and no network: a machine with a GPU may be borrowed, and bare.
 gpu: ## build, test and measure on the GPU of this machine; writes benchmarks/<gpu>-<date>.json
 	$(PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 
-wheel: setup ## build dist/fp8serve-*.whl: one file for every Python 3 on this kind of machine
-	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+wheel: .venv/packages ## build dist/fp8serve-*.whl: one file for every Python 3 on this kind of machine
+	$(if $(filter ON,$(FP8SERVE_CUDA)),$(PIP) install --quiet --no-deps $(CUDA_PACKAGES))
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(foreach name,FP8SERVE_CUDA FP8SERVE_CUDA_ARCHS,\
+	  $(if $($(name)),"--config-settings=cmake.define.$(name)=$($(name))")) .
 
 lock: setup ## write constraints.txt from what .venv holds
 	$(PIP) freeze --exclude-editable | sed -E '/^#/d; s/^(torch==[0-9.]+)\+.*/\1/' > constraints.new

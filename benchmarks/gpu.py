@@ -1,44 +1,65 @@
-"""Everything that needs a GPU, in one command: build, test, check memory, measure, write benchmarks/<gpu>-<date>.json.
+"""Everything that needs a GPU, in one command: build, test, measure, check memory, write benchmarks/<gpu>-<date>.json.
 
-    make gpu        or        python benchmarks/gpu.py [--cutlass PATH] [--skip build,test,sanitize,measure]
+    make gpu        or        python benchmarks/gpu.py [--cutlass PATH] [--skip build,test,measure,tune,sanitize]
 
 Needs a GPU, a torch with CUDA, nvcc, CMake, ninja and pytest, and no network. CUTLASS comes from the nvidia-cutlass
-package, or from --cutlass: its wheel, or a folder that holds include/cutlass. Each part runs in a process of its own
-under a time limit, and what was measured is written even when a part failed, so that a borrowed GPU is never wasted.
-Planned for 16 cores: build 3 minutes, tests 1.5, sanitizer 1, measuring 0.5.
+package, from a wheel of it in the repository or in build/, or from --cutlass: a wheel, or a folder that holds
+include/cutlass.
+
+Planned for 8 minutes on 16 cores: building 3, testing 1.5, measuring 1.5, tiles 0.5, the sanitizer with what is left.
+A machine may be lent for minutes only, and a kernel that nobody ran before may hang: every test file and every group of
+measurements has a process and a time limit of its own, and the results are written after each part.
 """
 
 import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build/gpu"
-LIMITS = {"build": 420, "test": 180, "sanitize": 120, "measure": 120}  # seconds
+LIMITS = {"configure": 60, "build": 240, "test": 100, "measure": 45, "tune": 45, "sanitize": 90}  # seconds a process
+GROUPS = ("casts", "skinny", "attention", "gemm", "linear", "decode")  # of gpu_measure.py, the safest first
+Result = dict[str, Any]
 
 
-def run(command: list[Any], limit: float, **environment: str) -> dict[str, Any]:
-    """Runs a command under the repository; its status, seconds and the end of its output."""
-    print("$", *command, flush=True)
-    begin = time.monotonic()
+def run(command: list[Any], limit: float, **environment: str) -> Result:
+    """Runs a command under the repository; its status (124: it took too long), seconds and the end of its output."""
+    begin, words = time.monotonic(), [str(part) for part in command]
+    print("$", *words, flush=True)
     try:
-        done = subprocess.run(
-            [str(part) for part in command], cwd=ROOT, timeout=limit, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        process = subprocess.Popen(
+            words, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+            start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         )  # fmt: skip
-        status, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as late:
-        status, output = 124, (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-    print(output[-3000:], flush=True)
-    return {"status": status, "seconds": round(time.monotonic() - begin, 1), "tail": output[-1500:]}
+    except OSError as missing:
+        return {"status": 127, "seconds": 0.0, "tail": str(missing)}
+    try:
+        output, status = process.communicate(timeout=limit)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # compilers and test processes of its own go with it
+        output, status = process.communicate()[0], 124
+    seconds = round(time.monotonic() - begin, 1)
+    print(f"{output[-2000:]}\n= {status} after {seconds} s: {' '.join(words)[:100]}", flush=True)
+    return {"status": status, "seconds": seconds, "tail": output[-2000:]}
+
+
+def together(parts: dict[str, Result]) -> Result:
+    """One result of several: the first status that is not 0."""
+    bad = [part["status"] for part in parts.values() if part["status"] != 0]
+    return {"status": bad[0] if bad else 0, "seconds": sum(part["seconds"] for part in parts.values()), "parts": parts}
 
 
 # --- build ----------------------------------------------------------------------------------------------------------
@@ -52,56 +73,117 @@ def present_architecture() -> str:
     return f"{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def cutlass_folder(given: Path | None) -> list[str]:
-    if given is None:
-        return []
-    if given.suffix == ".whl":
-        unpacked = BUILD / "cutlass"
-        with zipfile.ZipFile(given) as wheel:
-            wheel.extractall(unpacked, [n for n in wheel.namelist() if "source/include/" in n or "util/include/" in n])
-        given = unpacked / "cutlass_library/source"
-    return [f"-DFP8SERVE_CUTLASS_DIR={given.resolve()}"]
+def cutlass(given: Path | None) -> Path | None:
+    """The folder that holds include/cutlass; None leaves the search to CMake."""
+    if given is None and find_spec("cutlass_library") is None:
+        wheels = [*ROOT.glob("nvidia_cutlass-*.whl"), *ROOT.glob("build/nvidia_cutlass-*.whl")]
+        given = wheels[0] if wheels else None
+    if given is None or given.suffix != ".whl":
+        return given
+    with zipfile.ZipFile(given) as wheel:
+        wanted = [n for n in wheel.namelist() if "source/include/" in n or "source/tools/util/include/" in n]
+        wheel.extractall(BUILD / "cutlass", wanted)
+    return BUILD / "cutlass/cutlass_library/source"
 
 
-def build(options: argparse.Namespace) -> dict[str, Any]:
+def compiled(settings: list[str]) -> Result:
+    """Configures and builds."""
+    plain = [f"-DPython_EXECUTABLE={sys.executable}", "-DFP8SERVE_CUDA=ON"]
+    configured = run(["cmake", "-S", "csrc", "-B", BUILD, "-G", "Ninja", *plain, *settings], LIMITS["configure"])
+    return configured if configured["status"] else run(["ninja", "-C", BUILD], LIMITS["build"])
+
+
+def build(options: argparse.Namespace) -> Result:
+    """The libraries for the GPU that is there; without CUTLASS if it will not compile with it."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    settings = [f"-DPython_EXECUTABLE={sys.executable}", "-DFP8SERVE_CUDA=ON"]
-    settings += [f"-DFP8SERVE_CUDA_ARCHS={present_architecture()}", *cutlass_folder(options.cutlass)]
-    configured = run(["cmake", "-S", "csrc", "-B", BUILD, "-G", "Ninja", *settings], 60)
-    if configured["status"] != 0:
-        return configured
-    built = run(["ninja", "-C", BUILD], LIMITS["build"])
+    arch = f"-DFP8SERVE_CUDA_ARCHS={present_architecture()}"
+    folder = cutlass(options.cutlass)
+    parts = {"build": compiled([arch, *([f"-DFP8SERVE_CUTLASS_DIR={folder.resolve()}"] if folder else [])])}
+    if parts["build"]["status"] != 0:
+        parts["build without CUTLASS"] = compiled([arch, "-DFP8SERVE_CUTLASS_DIR=none"])
     for library in BUILD.glob("libfp8serve_*.so"):
-        shutil.copy(library, ROOT / "fp8serve" / library.name)
-    return built
+        target = ROOT / "fp8serve" / library.name
+        target.unlink(missing_ok=True)
+        shutil.copy(library, target)
+    return together(parts)
 
 
 # --- test -----------------------------------------------------------------------------------------------------------
 
+# Without the options of pyproject.toml: its plugins are not there, and a warning of a torch that is not the one of
+# development must not cost the run.
+PYTEST = [
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    "addopts=",
+    "-W",
+    "default",
+    "-m",
+    "gpu",
+]
 
-# A warning of a torch that is not the one of development must not cost the run.
-PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/cuda", "-q", "-p", "no:cacheprovider", "-W", "default"]
+
+def test_files() -> list[Path]:
+    """Those of tests/ that have tests for a GPU."""
+    found = sorted(ROOT.glob("tests/**/test_*.py"))
+    return [path for path in found if path.parent.name == "cuda" or "mark.gpu" in path.read_text()]
 
 
-def test(options: argparse.Namespace) -> dict[str, Any]:
-    return run(PYTEST, LIMITS["test"])
+def test(options: argparse.Namespace) -> Result:
+    """Every file in a process of its own, four at a time."""
+
+    def one(path: Path) -> Result:
+        result = run([*PYTEST, path.relative_to(ROOT)], LIMITS["test"])
+        return result | ({"status": 0} if result["status"] == 5 else {})  # 5: no test in this file is for a GPU
+
+    files = test_files()
+    begin = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        parts = dict(zip([path.stem for path in files], pool.map(one, files), strict=True))
+    return together(parts) | {"seconds": round(time.monotonic() - begin, 1)}
 
 
-def sanitize(options: argparse.Namespace) -> dict[str, Any]:
+def sanitize(options: argparse.Namespace) -> Result:
     """Out-of-bounds and misaligned accesses, over the small inputs of every op."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return {"status": None, "seconds": 0, "tail": "compute-sanitizer was not found"}
     flags = ["--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"]
-    return run([tool, *flags, *PYTEST, "-k", "test_cases"], LIMITS["sanitize"], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    command = [tool, *flags, *PYTEST, "tests/cuda", "-k", "test_cases"]
+    return run(command, LIMITS["sanitize"], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    target = BUILD / "measured.json"
-    result = run([sys.executable, ROOT / "benchmarks/gpu_measure.py", target], LIMITS["measure"])
-    if target.exists():
+# --- measure --------------------------------------------------------------------------------------------------------
+
+
+def measured(group: str, *flags: str, limit: float) -> Result:
+    target = BUILD / f"{group}.json"
+    target.unlink(missing_ok=True)
+    result = run([sys.executable, "-m", "benchmarks.gpu_measure", group, "--out", target, *flags], limit)
+    if target.exists():  # also when the group did not come to its end
         result["measured"] = json.loads(target.read_text())
     return result
+
+
+def measure(options: argparse.Namespace) -> Result:
+    BUILD.mkdir(parents=True, exist_ok=True)
+    return together({group: measured(group, limit=LIMITS["measure"]) for group in GROUPS})
+
+
+def tune(options: argparse.Namespace) -> Result:
+    """The table of tiles, measured: in the results, and in csrc/cuda/gemm_tiles.h for the next build."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    return measured("tiles", "--tune", limit=LIMITS["tune"])
+
+
+def measured_rows(results: dict[str, Result]) -> list[Result]:
+    parts = results.get("measure", {}).get("parts", {}).values()
+    return [row for part in parts for row in part.get("measured", {}).get("rows", [])]
 
 
 # --- report ---------------------------------------------------------------------------------------------------------
@@ -112,8 +194,8 @@ def machine() -> dict[str, Any]:
 
     def said(*command: str) -> str:
         try:
-            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        except OSError:
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
             return ""
 
     return {
@@ -141,8 +223,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(line) for line in lines)
 
 
-def report(results: dict[str, Any], folder: Path) -> Path:
-    about = machine()
+def goals_table(rows: list[Result]) -> str:
+    """The rows that have a goal, as Markdown for the documentation."""
+    lines = ["| work | goal | predicted | measured | |", "|---|---|---|---|---|"]
+    for row in rows:
+        if "goal" in row:
+            state = "reached" if row["measured"] >= row["goal"] else "short"
+            cells = (row["what"], row["goal"], row["predicted"], row["measured"], state)
+            lines.append("| " + " | ".join(cell(c) for c in cells) + " |")
+    return "\n".join(lines)
+
+
+def report(about: dict[str, Any], results: dict[str, Result], folder: Path) -> Path:
     name = about["gpu"].lower().replace("nvidia ", "").replace(" ", "-")
     target = folder / f"{name}-{about['date'][:10]}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,26 +242,47 @@ def report(results: dict[str, Any], folder: Path) -> Path:
     return target
 
 
-def main() -> int:
+PARTS: tuple[Callable[[argparse.Namespace], Result], ...] = (build, test, measure, tune, sanitize)
+
+
+def attempted(part: Callable[[argparse.Namespace], Result], options: argparse.Namespace) -> Result:
+    """A part, or what was wrong with it."""
+    try:
+        return part(options)
+    except Exception as failed:  # whatever it is, the other parts still count
+        return {"status": 1, "seconds": 0, "tail": f"{type(failed).__name__}: {failed}"}
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cutlass", type=Path, help="the nvidia-cutlass wheel, or a folder with include/cutlass")
     parser.add_argument("--skip", default="", help="parts to leave out, separated by commas")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="where the JSON goes")
     options = parser.parse_args()
+    names = {part.__name__ for part in PARTS}
+    if unknown := set(filter(None, options.skip.split(","))) - names:
+        parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(sorted(names))}")
+    return options
+
+
+def main() -> int:
+    options = arguments()
     import torch
 
     if not torch.cuda.is_available():
         print("There is no CUDA device here (torch.cuda.is_available() is false); run this on a machine with a GPU.")
         return 1
-    results: dict[str, Any] = {}
-    for part in (build, test, sanitize, measure):
+    about, results = machine(), dict[str, Result]()
+    write = partial(report, about, results, options.out)
+    for part in PARTS:
         if part.__name__ not in options.skip.split(","):
-            results[part.__name__] = part(options)
-            target = report(results, options.out)
-    print(table(results.get("measure", {}).get("measured", {}).get("rows", [])))
+            results[part.__name__] = attempted(part, options)
+            write()
+    rows = measured_rows(results)
+    print(table(rows), goals_table(rows), sep="\n\n")
     for name, result in results.items():
         print(f"{name:10} status {result['status']}  {result['seconds']} s")
-    print(f"written: {target}")
+    print(f"written: {write()}")
     return int(any(result["status"] not in (0, None) for result in results.values()))
 
 

@@ -1,176 +1,375 @@
-"""What gpu.py measures, in a process that loads the freshly built library: python benchmarks/gpu_measure.py OUT.json.
+"""What gpu.py measures, a group to a process: python -m benchmarks.gpu_measure GROUP --out OUT.json [--dry-run]
+
+    casts  skinny  attention  gemm  linear  decode        tiles --tune: the table of csrc/cuda/gemm_tiles.h
 
 Times are medians of CUDA events over calls that rotate through inputs larger than the caches together. Next to each
-time stands what it is worth: of the device's measured copy bandwidth for what moves bytes, TFLOP/s beside cuBLASLt's on
-the same operands in the same run for what multiplies, and the BF16 layer for a layer.
+time stands what it is worth: of the device's measured copy bandwidth for what moves bytes, TFLOP/s beside cuBLASLt's
+(torch.nn.functional.scaled_mm) on the same operands in the same run for what multiplies, the BF16 layer for a layer.
+Rows with a "goal" are those that were promised; "predicted" is what was expected before anything was measured. OUT is
+written after every part, so that a kernel which hangs costs its own part only. `--dry-run` does it all on the CPU with
+small sizes and wall-clock time: it shows that the script works, and nothing else.
 """
 
+import argparse
 import json
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
+from benchmarks import gpu_tiles
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.fp8 import ops
 
 OPS = torch.ops.fp8serve
-E4M3 = torch.float8_e4m3fn
-BF16 = torch.bfloat16
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Row = dict[str, Any]
-GEMMS = [(4096, 4096, 4096), (8192, 8192, 8192), (8192, 28672, 8192), (256, 4096, 4096)]
-SKINNY = [(1, 4096, 4096), (1, 28672, 8192), (16, 28672, 8192), (64, 28672, 8192)]
+Work = Callable[[int], Any]
+GEMMS = {  # M, N, K: (TFLOP/s promised, ours over cuBLASLt predicted)
+    (4096, 4096, 4096): 0.85,
+    (8192, 8192, 8192): 0.9,
+    (8192, 8192, 28672): 0.9,
+}
+OTHER_GEMMS = [(256, 4096, 4096), (8192, 28672, 8192)]
+SKINNY = [(1, 4096, 4096), (1, 28672, 8192), (16, 28672, 8192), (16, 8192, 28672), (64, 28672, 8192)]
+LINEARS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # of a layer of Llama 8B: out, in features
 
 
-def seconds(work: Callable[[int], Any], sets: int, repeats: int = 30) -> float:
-    """The median time of one call; calls rotate over `sets` inputs so that no cache serves them twice."""
-    for i in range(3):
+@dataclass(frozen=True)
+class Bench:
+    """Where and how large."""
+
+    dry: bool
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    def size(self, full: int) -> int:
+        return max(16, full // 256) if self.dry and full > 64 else full
+
+    def noise(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=BF16)
+
+    def seconds(self, work: Work, sets: int, repeats: int = 30) -> float:
+        """The median time of one call; calls rotate over `sets` inputs so that no cache serves them twice."""
+        for i in range(1 if self.dry else 3):
+            work(i % sets)
+        times = wall_times(work, sets) if self.dry else event_times(work, sets, repeats)
+        return sorted(times)[len(times) // 2]
+
+    def copy_bandwidth(self) -> float:
+        """Bytes read and written per second by a large copy on the device."""
+        source = torch.randn(1 << (14 if self.dry else 28), device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.seconds(lambda _: target.copy_(source), 1, 10)
+
+
+def wall_times(work: Work, sets: int) -> list[float]:
+    times = []
+    for i in range(2):
+        begin = time.perf_counter()
         work(i % sets)
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def event_times(work: Work, sets: int, repeats: int) -> list[float]:
     events = [[cast(Any, torch.cuda.Event)(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for i, (begin, end) in enumerate(events):
         begin.record()
         work(i % sets)
         end.record()
     torch.cuda.synchronize()
-    return float(sorted(begin.elapsed_time(end) for begin, end in events)[repeats // 2]) / 1e3
+    return [float(begin.elapsed_time(end)) / 1e3 for begin, end in events]
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large copy on the device."""
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda _: target.copy_(source), 1, 10)
+def goal(what: str, at_least: float, predicted: float, measured: float) -> Row:
+    return {"what": what, "goal": at_least, "predicted": predicted, "measured": measured}
 
 
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=BF16)
+# --- casts ----------------------------------------------------------------------------------------------------------
 
 
-def measure_quantize(rows: int, columns: int, copy: float) -> list[Row]:
-    sets = 4 if rows > 1000 else 64
-    x, one = [noise(rows, columns) for _ in range(sets)], torch.ones((), device="cuda")
-    kinds: dict[str, Callable[[int], Any]] = {
+def quantizing(bench: Bench, rows: int, columns: int) -> Iterator[Row]:
+    copy, sets = bench.copy_bandwidth(), 4 if rows > 1000 else 64
+    x = [bench.noise(bench.size(rows), bench.size(columns)) for _ in range(sets)]
+    one = torch.ones((), device=bench.device)
+    kinds: dict[str, Work] = {
         "given scale": lambda i: OPS.quantize(x[i], one, E4M3),
+        "given scale, transposed": lambda i: OPS.quantize_transpose(x[i], one, E4M3),
         "current": lambda i: OPS.quantize_current(x[i], E4M3, False),
         "row": lambda i: OPS.quantize_rowwise(x[i], E4M3, False),
         "block 1x128": lambda i: OPS.quantize_block(x[i], E4M3, 1, False),
         "block 128x128": lambda i: OPS.quantize_block(x[i], E4M3, 128, False),
     }
-    found = []
     for kind, work in kinds.items():
-        took = seconds(work, sets)
-        rate = 3 * x[0].numel() / took  # 2 bytes read, 1 written
+        took = bench.seconds(work, sets)
+        rate = (4 if "transposed" in kind else 3) * x[0].numel() / took  # 2 bytes read, 1 or 2 written
         what = f"quantize {kind} {rows}x{columns}"
-        found.append({"what": what, "us": took * 1e6, "GB/s": rate / 1e9, "of copy": rate / copy})
-    return found
+        yield {"what": what, "us": took * 1e6, "GB/s": rate / 1e9, "of copy": rate / copy}
+        if kind == "given scale" and rows == 8192:
+            yield goal("quantize with amax 8192x8192, of copy bandwidth", 0.85, 0.9, rate / copy)
 
 
-def operands(m: int, n: int, k: int, by_row: bool) -> tuple[torch.Tensor, ...]:
+def updating(bench: Bench) -> Iterator[Row]:
+    """672 states (224 linears) of 1024 entries."""
+    count = bench.size(672)
+    states: list[Any] = [[torch.ones((), device=bench.device) for _ in range(count)]]
+    states += [[torch.ones(1024, device=bench.device) for _ in range(count)]]
+    states += [[torch.zeros((), device=bench.device, dtype=torch.int64) for _ in range(count)] for _ in range(2)]
+    took = bench.seconds(lambda _: OPS.delayed_update(*states, [448.0] * count, 0, 1, "max"), 1)
+    yield {"what": "delayed_update 672 states of 1024", "us": took * 1e6}
+
+
+# --- multiplications ------------------------------------------------------------------------------------------------
+
+
+def operands(bench: Bench, m: int, n: int, k: int, by_row: bool) -> tuple[Tensor, ...]:
     quantized = partial(OPS.quantize_rowwise if by_row else OPS.quantize_current, dtype=E4M3, power_2=False)
-    (a, a_scale), (b, b_scale) = quantized(noise(m, k)), quantized(noise(n, k))
+    (a, a_scale), (b, b_scale) = quantized(bench.noise(m, k)), quantized(bench.noise(n, k))
     return a, b, a_scale, b_scale
 
 
-def ours(a: Any, b: Any, a_scale: Any, b_scale: Any) -> Any:
+def ours(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
     return OPS.scaled_mm(a, b, a_scale, b_scale, None, BF16)
 
 
-def cublas(fast: bool, a: Any, b: Any, a_scale: Any, b_scale: Any) -> Any:
-    scales = {"scale_a": a_scale, "scale_b": b_scale.t() if b_scale.dim() else b_scale}
-    return torch._scaled_mm(a, b.t(), **scales, out_dtype=BF16, use_fast_accum=fast)
+def by_tile(choice: gpu_tiles.Choice, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
+    return OPS.scaled_mm_by(a, b, a_scale, b_scale, None, BF16, choice.tile, choice.swizzle)
 
 
-def _rotated(multiply: Callable[..., Any], inputs: list[tuple[torch.Tensor, ...]], i: int) -> Any:
-    return multiply(*inputs[i])
+def codes(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
+    return OPS.scaled_mm_quantize(a, b, a_scale, b_scale, None, a_scale.flatten()[0], E4M3)
 
 
-def measure_gemm(m: int, n: int, k: int, by_row: bool, copy: float) -> list[Row]:
-    """Ours against cuBLASLt through torch, accurate and fast, on the same operands."""
-    sets = max(2, min(16, (1 << 29) // (m * k + n * k)))
-    x = [operands(m, n, k, by_row) for _ in range(sets)]
-    kinds: dict[str, Callable[..., Any]] = {
+def cublas(fast: bool, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
+    kinds = cast(Any, torch.nn.functional).ScalingType
+    kind = kinds.RowWise if a_scale.dim() else kinds.TensorWise
+    b_scale = b_scale.t() if b_scale.dim() else b_scale
+    multiply = cast(Any, torch.nn.functional).scaled_mm
+    return multiply(a, b.t(), a_scale, kind, b_scale, kind, output_dtype=BF16, use_fast_accum=fast)
+
+
+def timed(bench: Bench, multiply: Callable[..., Any], inputs: list[tuple[Tensor, ...]], repeats: int = 30) -> float:
+    return bench.seconds(lambda i: multiply(*inputs[i]), len(inputs), repeats)
+
+
+def choices(bench: Bench) -> list[gpu_tiles.Choice]:
+    return gpu_tiles.candidates(chip(bench), inside=False)
+
+
+def chip(bench: Bench) -> gpu_tiles.Chip:
+    """Raises KeyError on a chip that CUTLASS does not serve."""
+    return gpu_tiles.CHIPS[90 if bench.dry else capability()]
+
+
+def capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def attempts(bench: Bench, by_row: bool) -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {
         "fp8serve": ours,
         "cuBLASLt": partial(cublas, False),
         "cuBLASLt fast": partial(cublas, True),
+        "fp8serve, FP8 out": codes,
     }
-    found = []
-    for kind, multiply in kinds.items():
-        row: Row = {"what": f"gemm {m}x{n}x{k} {'row' if by_row else 'tensor'}", "by": kind}
-        try:
-            took = seconds(partial(_rotated, multiply, x), sets)
-            moved = m * k + n * k + 2 * m * n
-            row |= {"us": took * 1e6, "TFLOP/s": 2 * m * n * k / took / 1e12, "of copy": moved / took / copy}
-        except RuntimeError as refused:
-            row["refused"] = str(refused)[:200]
-        found.append(row)
+    if not by_row and (bench.dry or capability() in gpu_tiles.CHIPS):
+        found |= {f"fp8serve {c.tile}/{c.swizzle}": partial(by_tile, c) for c in choices(bench)}
     return found
 
 
-def measure_block_gemm(m: int, n: int, k: int) -> list[Row]:
-    a, a_scale = OPS.quantize_block(noise(m, k), E4M3, 1, False)
-    b, b_scale = OPS.quantize_block(noise(n, k), E4M3, 128, False)
-    took = seconds(lambda _: ours(a, b, a_scale, b_scale), 1)
-    return [{"what": f"gemm {m}x{n}x{k} 1x128 128x128", "us": took * 1e6, "TFLOP/s": 2 * m * n * k / took / 1e12}]
+def multiplying(bench: Bench, shape: tuple[int, int, int], by_row: bool) -> Iterator[Row]:
+    """Ours against cuBLASLt through torch, accurate and fast, on the same operands; then every tile."""
+    m, n, k = map(bench.size, shape)
+    what = f"gemm {'x'.join(map(str, shape))} {'row' if by_row else 'tensor'}"
+    x = [operands(bench, m, n, k, by_row) for _ in range(max(2, min(16, (1 << 29) // (m * k + n * k))))]
+    times: dict[str, float] = {}
+    for kind, multiply in attempts(bench, by_row).items():
+        try:
+            times[kind] = took = timed(bench, multiply, x, 12 if "/" in kind else 30)
+            yield {"what": what, "by": kind, "us": took * 1e6, "TFLOP/s": 2 * m * n * k / took / 1e12}
+        except RuntimeError as refused:
+            yield {"what": what, "by": kind, "refused": str(refused)[:200]}
+    if shape in GEMMS and not by_row and {"fp8serve", "cuBLASLt"} <= set(times):
+        yield goal(f"{what}, over cuBLASLt", 1.0, GEMMS[shape], times["cuBLASLt"] / times["fp8serve"])
+    if shape == (8192, 8192, 8192) and not by_row and "fp8serve" in times:
+        yield goal(f"{what}, TFLOP/s", 1400.0, 1150.0, 2 * m * n * k / times["fp8serve"] / 1e12)
 
 
-def measure_linear() -> list[Row]:
-    """Forward and backward of the largest linear of an 8-billion Llama, 8192 tokens, against BF16."""
-    linear = Linear(4096, 14336, bias=False, device="cuda", dtype=BF16)
-    x, dy = noise(8192, 4096).requires_grad_(), noise(8192, 14336)
+def multiplying_blocks(bench: Bench, shape: tuple[int, int, int]) -> Iterator[Row]:
+    m, n, k = map(bench.size, shape)
+    a, a_scale = OPS.quantize_block(bench.noise(m, k), E4M3, 1, False)
+    b, b_scale = OPS.quantize_block(bench.noise(n, k), E4M3, 128, False)
+    took = timed(bench, ours, [(a, b, a_scale, b_scale)])
+    yield {"what": f"gemm {shape} 1x128 128x128", "us": took * 1e6, "TFLOP/s": 2 * m * n * k / took / 1e12}
 
-    def step(recipe: Any, _: int) -> None:
+
+def decoding_gemm(bench: Bench, shape: tuple[int, int, int], by_row: bool) -> Iterator[Row]:
+    copy = bench.copy_bandwidth()
+    m, n, k = map(bench.size, shape)
+    what = f"gemm {'x'.join(map(str, shape))} {'row' if by_row else 'tensor'}"
+    x = [operands(bench, m, n, k, by_row) for _ in range(max(2, min(16, (1 << 29) // (n * k))))]
+    took = timed(bench, ours, x)
+    yield {"what": what, "us": took * 1e6, "of copy": n * k / took / copy}
+    if m == 16 and not by_row:
+        yield goal(f"{what}, weight bytes over copy bandwidth", 0.8, 0.7, n * k / took / copy)
+    try:
+        yield {"what": what, "by": "cuBLASLt", "us": timed(bench, partial(cublas, False), x) * 1e6}
+    except RuntimeError as refused:
+        yield {"what": what, "by": "cuBLASLt", "refused": str(refused)[:200]}
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "bf16": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "rowwise": Float8CurrentScaling(granularity="row"),
+    "block": Float8BlockScaling(),
+}
+
+
+def training_seconds(bench: Bench, out: int, inner: int, recipe: Any) -> float:
+    """Forward and backward of one linear over 8192 tokens."""
+    tokens, out, inner = map(bench.size, (8192, out, inner))
+    linear = Linear(inner, out, bias=False, device=bench.device, dtype=BF16)
+    x, dy = bench.noise(tokens, inner).requires_grad_(), bench.noise(tokens, out)
+
+    def step(_: int) -> None:
         with autocast(enabled=recipe is not None, recipe=recipe or DelayedScaling()):
             y = linear(x)
         y.backward(dy)
         x.grad = linear.weight.grad = None
 
-    recipes = {"bf16": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
-    recipes |= {"rowwise": Float8CurrentScaling(granularity="row"), "block": Float8BlockScaling()}
-    took = {name: seconds(partial(step, recipe), 1) for name, recipe in recipes.items()}
-    what = "linear 8192x4096x14336 forward+backward"
-    return [{"what": f"{what} {name}", "us": t * 1e6, "of bf16": took["bf16"] / t} for name, t in took.items()]
+    return bench.seconds(step, 1, 20)
 
 
-def measure_attention(dtype: torch.dtype, copy: float) -> list[Row]:
+def training(bench: Bench) -> Iterator[Row]:
+    """Every linear of a layer of Llama 8B; the sums are what was promised."""
+    sums = dict.fromkeys(RECIPES, 0.0)
+    for out, inner in LINEARS:
+        times = {name: training_seconds(bench, out, inner, recipe) for name, recipe in RECIPES.items()}
+        for name, took in times.items():
+            sums[name] += took
+            what = f"linear 8192x{inner}x{out} forward+backward {name}"
+            yield {"what": what, "us": took * 1e6, "of bf16": times["bf16"] / took}
+    yield goal("linears of Llama 8B, delayed over BF16", 1.6, 1.5, sums["bf16"] / sums["delayed"])
+    yield goal("linears of Llama 8B, delayed over current", 1.05, 1.08, sums["current"] / sums["delayed"])
+
+
+def attending(bench: Bench, dtype: torch.dtype) -> Iterator[Row]:
     """Decoding: 16 sequences of 4096 tokens, 32 heads over 8, head_dim 128."""
-    tables = torch.randperm(16 * 256, device="cuda").int().view(16, 256)
-    lengths, starts = torch.full((16,), 4096, device="cuda").int(), torch.arange(17, device="cuda").int()
-    k, v = (noise(16 * 256, 16, 8, 128).to(dtype) for _ in range(2))
-    args = (noise(16, 32, 128), k, v, tables, lengths, starts, None, None, 128**-0.5)
-    took = seconds(lambda _: OPS.paged_attention(*args), 1)
+    length, heads, kv_heads = (64, 4, 1) if bench.dry else (4096, 32, 8)
+    blocks = length // 16
+    tables = torch.randperm(16 * blocks, device=bench.device).int().view(16, blocks)
+    lengths = torch.full((16,), length, device=bench.device).int()
+    starts = torch.arange(17, device=bench.device).int()
+    k, v = (bench.noise(16 * blocks, 16, kv_heads, 128).to(dtype) for _ in range(2))
+    one = torch.ones((), device=bench.device) if dtype == E4M3 else None
+    args = (bench.noise(16, heads, 128), k, v, tables, lengths, starts, one, one, 128**-0.5)
+    copy, took = bench.copy_bandwidth(), bench.seconds(lambda _: OPS.paged_attention(*args), 1)
     rate = 2 * k.nbytes / took
-    return [{"what": f"paged decode {dtype}", "us": took * 1e6, "GB/s": rate / 1e9, "of copy": rate / copy}]
+    yield {"what": f"paged decode {dtype}", "us": took * 1e6, "GB/s": rate / 1e9, "of copy": rate / copy}
 
 
-def measure_update() -> list[Row]:
-    """672 states (224 linears) of 1024 entries."""
-    states: list[Any] = [[torch.ones((), device="cuda") for _ in range(672)]]
-    states += [[torch.ones(1024, device="cuda") for _ in range(672)]]
-    states += [[torch.zeros((), device="cuda", dtype=torch.int64) for _ in range(672)] for _ in range(2)]
-    took = seconds(lambda _: OPS.delayed_update(*states, [448.0] * 672, 0, 1, "max"), 1)
-    return [{"what": "delayed_update 672 states of 1024", "us": took * 1e6}]
+def decode(bench: Bench) -> Iterator[Row]:
+    """A decoder of 1.1 billion parameters with random FP8 weights, one sequence, 512 tokens of context."""
+    from benchmarks.gpu_decode import DecodeStep
+
+    step = DecodeStep(bench.device, bench.dry)
+    copy, took = bench.copy_bandwidth(), bench.seconds(step, 1, 50)
+    yield {"what": "decode 1.1B batch 1", "us": took * 1e6, "tokens/s": 1 / took, "weight bytes": step.bytes}
+    what = f"decode 1.1B batch 1{step.how}, weight bytes over copy bandwidth"
+    yield goal(what, 0.6, 0.5 if step.how else 0.15, step.bytes / took / copy)
 
 
-def measurements() -> dict[str, Any]:
-    """All of them; a failing one is reported in its place."""
-    copy = copy_bandwidth()
-    parts: list[Callable[[], list[Row]]] = [partial(measure_quantize, rows, 8192, copy) for rows in (8192, 16)]
-    parts += [partial(measure_gemm, *size, by_row, copy) for size in GEMMS + SKINNY for by_row in (False, True)]
-    parts += [partial(measure_block_gemm, *size) for size in GEMMS[:2]]
-    parts += [measure_linear, measure_update]
-    parts += [partial(measure_attention, dtype, copy) for dtype in (BF16, E4M3)]
-    rows: list[Row] = []
-    for part in parts:
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+def parts(bench: Bench, group: str) -> list[Callable[[], Iterator[Row]]]:
+    found: dict[str, list[Callable[[], Iterator[Row]]]] = {
+        "casts": [*(partial(quantizing, bench, rows, 8192) for rows in (8192, 16)), partial(updating, bench)],
+        "skinny": [partial(decoding_gemm, bench, shape, by_row) for shape in SKINNY for by_row in (False, True)],
+        "attention": [partial(attending, bench, dtype) for dtype in (BF16, E4M3)],
+        "gemm": [
+            *(partial(multiplying, bench, s, by_row) for s in [*GEMMS, *OTHER_GEMMS] for by_row in (False, True)),
+            *(partial(multiplying_blocks, bench, shape) for shape in list(GEMMS)[:2]),
+        ],
+        "linear": [partial(training, bench)],
+        "decode": [partial(decode, bench)],
+    }
+    return found[group]
+
+
+def measurements(bench: Bench, group: str, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The rows of a group; a part that fails is reported in its place. `save` is called after every row."""
+    found: dict[str, Any] = {"backends": ops.backends(bench.device), "rows": []}
+    for part in parts(bench, group):
         try:
-            rows += part()
+            for row in part():
+                found["rows"].append(row)
+                save(found)
         except Exception as failed:  # the machine may be lent for minutes: the others still count
-            rows.append({"what": "failed", "error": f"{type(failed).__name__}: {failed}"[:300]})
-        torch.cuda.empty_cache()
-    return {"copy GB/s": copy / 1e9, "backends": ops.backends("cuda"), "rows": rows}
+            found["rows"].append({"what": "failed", "error": f"{type(failed).__name__}: {failed}"[:300]})
+            save(found)
+        if not bench.dry:
+            torch.cuda.empty_cache()
+    return found
+
+
+def tile_time(bench: Bench, inside: bool, m: int, n: int, k: int, choice: gpu_tiles.Choice) -> float:
+    """Seconds of one tile on one shape; RuntimeError where it does not answer."""
+    m, n, k = map(bench.size, (m, n, k))
+    if inside:
+        a, b = (
+            OPS.quantize_block(bench.noise(m, k), E4M3, 1, False),
+            OPS.quantize_block(bench.noise(n, k), E4M3, 128, False),
+        )
+        x = [(a[0], b[0], a[1], b[1])]
+    else:
+        x = [operands(bench, m, n, k, False)]
+    return timed(bench, partial(by_tile, choice), x, 10)
+
+
+def tuned(bench: Bench, header: Path) -> list[str]:
+    """Measures the table of the chip that is there, writes it into the header, and returns its lines."""
+    number = 90 if bench.dry else capability()
+    name = "a dry run" if bench.dry else torch.cuda.get_device_name()
+    entries = gpu_tiles.table(chip(bench), partial(tile_time, bench))
+    origin = f"measured on {name}, {date.today().isoformat()}"
+    text = header.read_text()
+    header.write_text(gpu_tiles.rewritten(text, gpu_tiles.parsed(text) | {number: (origin, entries)}))
+    return gpu_tiles.lines(number, entries, origin)
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups = ("casts", "skinny", "attention", "gemm", "linear", "decode", "tiles")
+    parser.add_argument("group", choices=groups)
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+    parser.add_argument("--tune", action="store_true", help="with tiles: measure the table and write --header")
+    parser.add_argument("--header", type=Path, default=gpu_tiles.HEADER)
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args(words)
+    if options.tune != (options.group == "tiles"):
+        parser.error("--tune and the group tiles belong together")
+    bench = Bench(options.dry_run)
+    save: Callable[[dict[str, Any]], Any] = lambda found: options.out.write_text(json.dumps(found))  # noqa: E731
+    if options.tune:
+        save({"rows": [], "table": tuned(bench, options.header)})
+    else:
+        measurements(bench, options.group, save)
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(measurements()))
+    main()

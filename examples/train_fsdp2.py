@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 
 from fp8serve import autocast, convert
@@ -104,6 +105,7 @@ def train(recipe: str, steps: int) -> list[float]:
     return losses
 
 
+@record  # torchrun then shows the traceback of the rank that failed first
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small model with FSDP2 and FP8 all-gathers.")
     parser.add_argument("--steps", type=int, default=30)

@@ -14,7 +14,19 @@ from typing import Annotated
 import typer
 
 from fp8serve import __version__
-from fp8serve.commands import bench, bench_speed, calibrate, demo, doctor, evaluate, finetune, generate, inspect, serve
+from fp8serve.commands import (
+    bench,
+    bench_speed,
+    bench_step,
+    calibrate,
+    demo,
+    doctor,
+    evaluate,
+    finetune,
+    generate,
+    inspect,
+    serve,
+)  # fmt: skip
 from fp8serve.errors import Fp8ServeError
 
 app = typer.Typer(
@@ -36,6 +48,8 @@ app.command("demo")(demo.command)
 bench.app.command("ops")(bench_speed.ops)
 bench.app.command("engine")(bench_speed.engine)
 bench.app.command("serve")(bench_speed.serve)
+bench.app.command("step")(bench_step.step)
+bench.app.command("monitor")(bench_step.monitor)
 app.add_typer(bench.app, name="bench")
 
 

@@ -5,8 +5,10 @@ reference does: the same numbers, slower. Nothing here changes the machine, and 
 is null.
 """
 
+import mmap
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -34,19 +36,22 @@ def examine(data_dir: Path | None = None) -> dict[str, Any]:
 
     kernels = ops.backends()
     disk = _disk(data_dir or _data_home())
+    gpus, library = _gpus(), cuda_library()
     return {
         "fp8serve": __version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": {"version": torch.__version__, "cuda": _cuda_state(), "threads": torch.get_num_threads()},
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "instruction_sets": instruction_sets()},
-        "gpus": _gpus(),
+        "gpus": gpus,
         "kernels": kernels,
+        "cuda_kernels": ops.backends("cuda") if torch.cuda.device_count() else {},
+        "cuda_library": library,
         "recipes": {name: _recipe(name, kernels) for name in RECIPE_OPS} | {"bf16": _BF16},
         "compilers": {"c++": _compiler(), "nvcc": _nvcc()},
         "memory": _memory(),
         "disk": disk,
-        "problems": _problems(disk),
+        "problems": _problems(disk) + uncovered(gpus, library),
     }
 
 
@@ -79,6 +84,59 @@ def _gpus() -> list[dict[str, Any]]:
 
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [{"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory": p.total_memory} for p in found]
+
+
+def cuda_library() -> dict[str, Any]:
+    """The library of CUDA kernels: its path and architectures, or why there is none; "state" is a sentence."""
+    import torch
+
+    from fp8serve.fp8 import ops
+
+    path = ops.library_path("fp8serve_cuda")
+    if path is None:
+        return {"path": None, "architectures": [], "state": f"not built: {_why_not_built()}"}
+    found = {"path": str(path), "architectures": architectures_in(path)}
+    if torch.version.cuda is None:
+        return found | {"state": "built, but this torch is built without CUDA and cannot load it"}
+    return found | {"state": "loaded"}
+
+
+def architectures_in(library: Path) -> list[str]:
+    """What a library of CUDA kernels was compiled for, as it says itself: ["sm_89", "sm_90a"]."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        begin = content.find(_MARK)
+        said = content[begin + len(_MARK) : content.find(b";", begin)] if begin >= 0 else b""
+    return said.decode().split("+") if said else []
+
+
+_MARK = b"fp8serve-cuda-architectures="
+OLDEST_NVCC = (12, 8)  # the first that knows sm_100a and sm_120a
+
+
+def _why_not_built() -> str:
+    import torch
+
+    path = shutil.which("nvcc")
+    if path is None:
+        return "nvcc is not on the PATH; install CUDA 12.8 or newer and build fp8serve again"
+    version = nvcc_version(path)
+    if version is None:
+        return f"{path} does not say its version"
+    if version < OLDEST_NVCC:
+        return f"{path} is CUDA {version[0]}.{version[1]}, and 12.8 or newer is needed"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA; `make wheel FP8SERVE_CUDA=ON` builds it for another machine"
+    return "fp8serve was installed without it; build it again where nvcc is"
+
+
+def nvcc_version(path: str) -> tuple[int, int] | None:
+    """(13, 0) of a compiler that calls itself "release 13.0"."""
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _cpuinfo(key: str) -> str:
@@ -149,6 +207,19 @@ def _number(path: str) -> int | None:
 def _disk(path: Path) -> dict[str, Any]:
     there = next(p for p in (path, *path.parents) if p.exists())
     return {"path": str(path), "free": shutil.disk_usage(there).free, "writable": os.access(there, os.W_OK)}
+
+
+def uncovered(gpus: list[dict[str, Any]], library: dict[str, Any]) -> list[str]:
+    """GPUs that the library has no code for; chips newer than all of it compile the code of sm_89."""
+    built = [int(name.removeprefix("sm_").rstrip("a")) for name in library["architectures"]]
+    newer = 89 in built
+    return [
+        f"the CUDA kernels were built for {' '.join(library['architectures'])} and not for {gpu['name']} "
+        f"({gpu['architecture']}); build them with -DFP8SERVE_CUDA_ARCHS or use another wheel."
+        for gpu in gpus
+        for number in [int(gpu["architecture"].removeprefix("sm_"))]
+        if built and number not in built and not (newer and number > 89)
+    ]
 
 
 def _problems(disk: dict[str, Any]) -> list[str]:

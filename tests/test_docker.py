@@ -78,6 +78,19 @@ def test_what_an_image_copies_exists(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_images_are_built_by_the_targets_that_ci_runs(path: Path) -> None:
+    """So that what builds them cannot rot unseen: no compiler, no pip wheel and no package list of their own."""
+    built = [rest for name, rest in instructions(path) if name == "RUN" and "apt-get" not in rest]
+    targets = [word for rest in built for word in re.findall(r"\bmake (?!&)([\w./]+)", rest)]
+    assert targets == [".venv/packages", "wheel"]
+    rules = re.findall(r"^([\w./]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert set(targets) <= set(rules)
+    assert "make wheel" in (ROOT / ".ci/run").read_text()
+    assert not [rest for rest in built if re.search(r"pip wheel|cmake|nvcc", rest)]
+    assert ("FP8SERVE_CUDA=ON" in " ".join(built)) == (path.suffix == ".cuda")
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
 def test_health_check_asks_a_route_that_exists(path: Path, routes: set[str]) -> None:
     check = next(rest for name, rest in instructions(path) if name == "HEALTHCHECK")
     found = re.search(r"127\.0\.0\.1:8000(/[\w/]+)", check)

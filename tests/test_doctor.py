@@ -87,3 +87,60 @@ def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(doctor, "_LEAST_DISK", 1 << 60)
     assert main(["doctor"]) == 1
     assert "checkpoints will not fit" in capsys.readouterr().out
+
+
+def test_the_cuda_library_says_what_it_was_built_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "libfp8serve_cuda.so"
+    library.write_bytes(b"\x7fELF" + bytes(5000) + b"fp8serve-cuda-architectures=sm_89+sm_90a;\0" + bytes(99))
+    monkeypatch.setattr(ops, "library_path", lambda stem: library)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = doctor.cuda_library()
+    assert found["architectures"] == ["sm_89", "sm_90a"]
+    assert found["state"] == "built, but this torch is built without CUDA and cannot load it"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert doctor.cuda_library()["state"] == "loaded"
+    library.write_bytes(b"of an older build")
+    assert doctor.cuda_library()["architectures"] == []
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "torch_cuda", "why"),
+    [
+        (None, "13.0", "nvcc is not on the PATH"),
+        ("echo Cuda compilation tools, release 12.4, V12.4.131", "13.0", "is CUDA 12.4, and 12.8 or newer is needed"),
+        ("exit 1", "13.0", "does not say its version"),
+        ("echo Cuda compilation tools, release 13.0, V13.0.88", None, "this torch is built without CUDA"),
+        ("echo Cuda compilation tools, release 13.0, V13.0.88", "13.0", "fp8serve was installed without it"),
+    ],
+)
+def test_why_there_are_no_cuda_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nvcc: str | None, torch_cuda: str | None, why: str
+) -> None:
+    if nvcc is not None:
+        (tmp_path / "nvcc").write_text(f"#!/bin/sh\n{nvcc}\n")
+        (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(ops, "library_path", lambda stem: None)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    found = doctor.cuda_library()
+    assert found["path"] is None
+    assert found["state"].startswith("not built: ")
+    assert why in found["state"]
+
+
+def test_a_gpu_that_the_kernels_were_not_built_for_is_a_problem() -> None:
+    gpus = [{"name": "A", "architecture": "sm_90"}, {"name": "B", "architecture": "sm_120"}]
+    assert doctor.uncovered(gpus, {"architectures": ["sm_90a"]}) == [
+        "the CUDA kernels were built for sm_90a and not for B (sm_120); build them with -DFP8SERVE_CUDA_ARCHS or use "
+        "another wheel."
+    ]
+    assert doctor.uncovered(gpus, {"architectures": ["sm_89", "sm_90a"]}) == []  # B compiles the code of sm_89
+    older = doctor.uncovered([{"name": "C", "architecture": "sm_80"}], {"architectures": ["sm_89"]})
+    assert len(older) == 1
+    assert doctor.uncovered(gpus, {"architectures": []}) == []
+
+
+def test_the_command_shows_the_state_of_the_cuda_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    state = doctor.cuda_library()["state"]
+    assert f"CUDA     kernels {state}" in capsys.readouterr().out

@@ -256,7 +256,7 @@ template <int C>
 FP8_INLINE void fetch(const void* const* columns, int first, int64_t bytes) {
 #pragma GCC unroll 16
   for (int i = 0; i < 4 * C; ++i) {
-    __builtin_prefetch(static_cast<const char*>(columns[i / C * 4 + first + i % C]) + bytes, 0, 2);
+    __builtin_prefetch(static_cast<const char*>(columns[i / C * 4 + first + i % C]) + bytes);
   }
 }
 
@@ -275,7 +275,7 @@ FP8_TARGET FP8_INLINE void stream_columns(Vector (&all)[R * 4], int first, const
   for (int i = 0; i < R * C; ++i) sums[i] = zero();
   int64_t k = 0;
   for (; k + kStep <= t.k; k += kStep) {
-    if (C < 4) fetch<C>(next, next_first, k / kStep * 64);
+    fetch<C>(next, next_first, k / kStep * 64);
     stream_step<R, C>(sums, source, a, t.a_stride, b + first, k, kStep);
   }
   if (k < t.k) stream_step<R, C>(sums, source, a, t.a_stride, b + first, k, t.k - k);

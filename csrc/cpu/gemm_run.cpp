@@ -77,7 +77,9 @@ class Task {
   }
 
   void columns_at(int64_t n, int64_t kb, const void** b) const {
-    for (int64_t c = 0; c < kGroup; ++c) b[c] = p_.b.at(column(n + c), kb * kBlock);
+    const char* first = p_.b.at(n, kb * kBlock);
+    const int64_t step = p_.k * bytes_of(p_.b.kind), last = p_.n - 1 - n;
+    for (int64_t c = 0; c < kGroup; ++c) b[c] = first + std::min(c, last) * step;
   }
   // What columns_outside() reads after block kb of the columns from n; at the end, the same again.
   void columns_after(int64_t n, int64_t kb, const void** b) const {
@@ -101,8 +103,11 @@ class Task {
       tile.a_scale = a_scale;
       tile.b_scale = b_inner;
     }
-    Ending ending = end_of(n, b_outer, bias);
-    if (kb + 1 == p_.k_blocks()) tile.ending = &ending;
+    Ending ending{};
+    if (kb + 1 == p_.k_blocks()) {
+      ending = end_of(n, b_outer, bias);
+      tile.ending = &ending;
+    }
     const int64_t most = streams_ ? level_.stream_rows : kMaxRows;
     for (int64_t r = 0; r < rows_; r += tile.rows) {
       tile.rows = static_cast<int>(std::min(most, rows_ - r));
@@ -110,7 +115,7 @@ class Task {
       if (sums_ != nullptr) tile.out = sums_ + (n - n0_) * rows_ + r * kGroup;
       for (int i = 0; p_.blocked() && i < tile.rows; ++i) a_scale[i] = inner(p_.a, m0_ + r + i, kb);
       streams_ ? level_.stream(tile, b, next, p_.b.kind) : level_.tile(tile);
-      advance(ending, tile.rows);
+      if (tile.ending != nullptr) advance(ending, tile.rows);
     }
   }
 

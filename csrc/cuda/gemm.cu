@@ -1,67 +1,86 @@
 // scaled_mm: FP8 [M, K] x FP8 [N, K] -> [M, N] in FP32, BF16 or FP16, any mix of formats and scale
-// granularities.
+// granularities; scaled_mm_quantize: the same with FP8 output and its amax.
 //
 // This file holds the contract and asks the kernels in order of speed; gemm.h says which there are. Who
 // answers:
 //
-//   rows                        Ada, sm_120              Hopper, sm_100
-//   1..16   (E4M3 x E4M3)       skinny                   skinny
-//   17..64  (E4M3 x E4M3)       skinny                   CUTLASS, else skinny
+//   rows                        Ada, sm_120                 Hopper, sm_100
+//   1..16   (E4M3 x E4M3)       skinny                      skinny
+//   17..64  (E4M3 x E4M3)       skinny                      CUTLASS, else skinny
 //   more, or E5M2               sm_120: CUTLASS, else mma   CUTLASS, else mma
 //
-// CUTLASS says no to FP16 output, E5M2 x E5M2, rows of the output that are no multiple of 16 bytes, and pairs
-// of scale granularities that no recipe makes; the mma kernel says yes to everything.
+// CUTLASS says no to what was not compiled (gemm_sm90.cu ...), to FP16 and E5M2 output, rows of the output
+// that are no multiple of 16 bytes, and pairs of scale granularities that no recipe makes; the mma kernel
+// says yes to everything. scaled_mm_by names its kernel instead, for tests and for measuring the table of
+// tiles.
 #include <torch/csrc/stable/library.h>
 
+#include <array>
 #include <limits>
+#include <string>
 
-#include "cuda/cast.h"
 #include "cuda/gemm.h"
 #include "cuda/gemm_bf16.h"
+#include "cuda/gemm_tiles.h"
 #include "cuda/layout.h"
 
 namespace fp8serve {
 namespace {
 
-#define FP8SERVE_PICK(arch)                                                                   \
-  if (g.out_type == Number::fp16 || (g.a_e5m2 && g.b_e5m2)) return false;                     \
-  const bool wide = g.out_type == Number::fp32;                                               \
-  CutlassKernel* kernel = wide ? gemm_##arch##_e4m3_e4m3_fp32 : gemm_##arch##_e4m3_e4m3_bf16; \
-  if (g.a_e5m2) kernel = wide ? gemm_##arch##_e5m2_e4m3_fp32 : gemm_##arch##_e5m2_e4m3_bf16;  \
-  if (g.b_e5m2) kernel = wide ? gemm_##arch##_e4m3_e5m2_fp32 : gemm_##arch##_e4m3_e5m2_bf16;  \
-  return kernel(g, device, allocator)
-
-[[maybe_unused]] bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator, int chip) {
+[[maybe_unused]] bool gemm_cutlass(const Gemm& g, TileChoice choice, const OnDevice& device,
+                                   const Tensor& allocator) {
+  const int chip = device.capability();
+  if (!aligned(g.a_scale.data, 16) || !aligned(g.b_scale.data, 16))
+    return false;  // a view may begin anywhere
+  const bool inside = g.a_scale.inside() || g.b_scale.inside();
+#define FP8SERVE_ANSWER(arch) \
+  (inside ? gemm_##arch##_inside : gemm_##arch##_outside)(g, choice, device, allocator)
 #ifdef FP8SERVE_HAVE_sm90
-  if (chip == 90) {
-    FP8SERVE_PICK(sm90);
-  }
+  if (chip == 90) return FP8SERVE_ANSWER(sm90);
 #endif
 #ifdef FP8SERVE_HAVE_sm100
-  if (chip == 100) {
-    FP8SERVE_PICK(sm100);
-  }
+  if (chip == 100) return FP8SERVE_ANSWER(sm100);
 #endif
 #ifdef FP8SERVE_HAVE_sm120
-  if (chip == 120) {
-    FP8SERVE_PICK(sm120);
-  }
+  if (chip == 120) return FP8SERVE_ANSWER(sm120);
 #endif
-  (void)g, (void)device, (void)allocator, (void)chip;
+  (void)choice, (void)allocator, (void)chip, (void)inside;
   return false;
 }
 
+// The tile of the table, or another that was compiled for these types.
+bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
+  const TileChoice best =
+      tile_for(device.capability(), g.a_scale.inside() || g.b_scale.inside(), g.m, g.n, g.k);
+  if (gemm_cutlass(g, best, device, allocator)) return true;
+  for (const Tile other : {Tile::medium, Tile::large, Tile::small}) {
+    if (gemm_cutlass(g, {other, best.swizzle}, device, allocator)) return true;
+  }
+  return false;
+}
+
+bool decoding(const Gemm& g) { return g.m <= kSkinnyRows && !g.a_e5m2 && !g.b_e5m2; }
+
 void run(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   const int chip = device.capability();
-  const bool decoding = g.m <= kSkinnyRows && !g.a_e5m2 && !g.b_e5m2;
   // Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: enough for few
   // rows only.
   const int always = chip == 90 || chip == 100 ? 16 : kSkinnyRows;
-  if (decoding && g.m <= always) return gemm_skinny(g, device, allocator);
-  const bool loadable =
-      aligned(g.a_scale.data, 16) && aligned(g.b_scale.data, 16);  // a view may begin anywhere
-  if (loadable && gemm_cutlass(g, device, allocator, chip)) return;
-  decoding ? gemm_skinny(g, device, allocator) : gemm_mma(g, device);
+  if (decoding(g) && g.m <= always) return gemm_skinny(g, device, allocator);
+  if (gemm_cutlass(g, device, allocator)) return;
+  decoding(g) ? gemm_skinny(g, device, allocator) : gemm_mma(g, device);
+}
+
+// The kernel of that name, or false.
+bool run_by(const std::string& kernel, int swizzle, const Gemm& g, const OnDevice& device,
+            const Tensor& allocator) {
+  if (kernel == "mma") return gemm_mma(g, device), true;
+  if (kernel == "skinny") return decoding(g) && (gemm_skinny(g, device, allocator), true);
+  constexpr std::array<const char*, 3> kTiles = {"large", "medium", "small"};  // in the order of Tile
+  for (size_t i = 0; i < kTiles.size(); ++i) {
+    if (kernel == kTiles[i]) return gemm_cutlass(g, {static_cast<Tile>(i), swizzle}, device, allocator);
+  }
+  return false;
 }
 
 // --- contract
@@ -90,42 +109,95 @@ void check_sizes(const DeviceContract& check, std::initializer_list<Size> sizes)
   }
 }
 
-Tensor scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& a_scale_in, const Tensor& b_scale_in,
-                 const std::optional<Tensor>& bias_in, ScalarType out_dtype) {
-  const DeviceContract check("scaled_mm", a_in);
-  check.rank("a", a_in, 2);
-  const Size m{"M", a_in.size(0)}, k{"K", a_in.size(1)};
-  check.tensor("a", a_in, kFp8, {m, k});
-  check.rank("b", b_in, 2);
-  const Size n{"N", b_in.size(0)};
-  check.tensor("b", b_in, kFp8, {n, k});
-  if (bias_in) check.tensor("bias", *bias_in, kHigh, {n});
+void check_high(const DeviceContract& check, ScalarType out_dtype) {
   check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
                 torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
+}
+
+struct Operands {
+  const Tensor &a, &b, &a_scale, &b_scale;
+  const std::optional<Tensor>& bias;
+};
+
+// Checks the operands, makes the output of [M, N] and calls multiply(Gemm, device) unless it is empty.
+template <class Multiply>
+Tensor with_gemm(const DeviceContract& check, const Operands& in, ScalarType out_dtype,
+                 const Multiply& multiply) {
+  check.rank("a", in.a, 2);
+  const Size m{"M", in.a.size(0)}, k{"K", in.a.size(1)};
+  check.tensor("a", in.a, kFp8, {m, k});
+  check.rank("b", in.b, 2);
+  const Size n{"N", in.b.size(0)};
+  check.tensor("b", in.b, kFp8, {n, k});
+  if (in.bias) check.tensor("bias", *in.bias, kHigh, {n});
   check_sizes(check, {m, n, k});
-  const OnDevice device(a_in);
-  const Tensor a_scale = dense(a_scale_in), b_scale = dense(b_scale_in);
-  const Tensor bias = bias_in ? dense(*bias_in) : a_scale;
+  const OnDevice device(in.a);
+  const Tensor a_scale = dense(in.a_scale), b_scale = dense(in.b_scale);
+  const Tensor bias = in.bias ? dense(*in.bias) : a_scale;
   const Scale a_by = scale_of(check, "a_scale_inv", a_scale, m, k),
               b_by = scale_of(check, "b_scale_inv", b_scale, n, k);
-  Tensor out = empty(a_in, {m.value(), n.value()}, out_dtype);
+  Tensor out = empty(in.a, {m.value(), n.value()}, out_dtype);
   if (out.numel() == 0) return out;
-  const Tensor a = k_contiguous(a_in, device), b = k_contiguous(b_in, device);
-  run({.a = data<const uint8_t>(a),
-       .b = data<const uint8_t>(b),
-       .a_e5m2 = a.scalar_type() == ScalarType::Float8_e5m2,
-       .b_e5m2 = b.scalar_type() == ScalarType::Float8_e5m2,
-       .m = static_cast<int>(m.value()),
-       .n = static_cast<int>(n.value()),
-       .k = static_cast<int>(a.size(1)),
-       .a_scale = a_by,
-       .b_scale = b_by,
-       .bias = bias_in ? bias.data_ptr() : nullptr,
-       .bias_type = number_of(bias.scalar_type()),
-       .out_type = number_of(out_dtype),
-       .out = out.data_ptr()},
-      device, out);
+  const Tensor a = k_contiguous(in.a, device), b = k_contiguous(in.b, device);
+  multiply(Gemm{.a = data<const uint8_t>(a),
+                .b = data<const uint8_t>(b),
+                .a_e5m2 = a.scalar_type() == ScalarType::Float8_e5m2,
+                .b_e5m2 = b.scalar_type() == ScalarType::Float8_e5m2,
+                .m = static_cast<int>(m.value()),
+                .n = static_cast<int>(n.value()),
+                .k = static_cast<int>(a.size(1)),
+                .a_scale = a_by,
+                .b_scale = b_by,
+                .bias = in.bias ? bias.data_ptr() : nullptr,
+                .bias_type = number_of(bias.scalar_type()),
+                .out_type = number_of(out_dtype),
+                .out = out.data_ptr()},
+           device);
   return out;
+}
+
+Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                 const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  const DeviceContract check("scaled_mm", a);
+  check_high(check, out_dtype);
+  return with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
+                   [&](const Gemm& g, const OnDevice& device) { run(g, device, a); });
+}
+
+// scaled_mm by the kernel of a name: "skinny", "mma", or CUTLASS's "large", "medium", "small".
+Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                    const std::optional<Tensor>& bias, ScalarType out_dtype, std::string kernel,
+                    int64_t swizzle) {
+  const DeviceContract check("scaled_mm_by", a);
+  check_high(check, out_dtype);
+  check.require(swizzle >= 1 && swizzle <= 64, "swizzle", "is ", swizzle, ", must be 1 to 64");
+  return with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
+                   [&](const Gemm& g, const OnDevice& device) {
+                     check.require(run_by(kernel, static_cast<int>(swizzle), g, device, a), "kernel", "is ",
+                                   kernel, ", which does not multiply this here");
+                   });
+}
+
+// Codes of the product times a scale [], and the product's amax: one kernel where the sums are made.
+std::tuple<Tensor, Tensor> scaled_mm_quantize(const Tensor& a, const Tensor& b, const Tensor& a_scale,
+                                              const Tensor& b_scale, const std::optional<Tensor>& bias,
+                                              const Tensor& out_scale, ScalarType out_dtype) {
+  const DeviceContract check("scaled_mm_quantize", a);
+  check.require(is_fp8(out_dtype), "out_dtype", "is ", torch::headeronly::toString(out_dtype),
+                ", must be Float8_e4m3fn or Float8_e5m2");
+  check.tensor("out_scale", out_scale, {ScalarType::Float}, {});
+  Tensor amax = empty(a, {}, ScalarType::Float);
+  {
+    const OnDevice device(a);
+    set_zero(amax.data_ptr(), sizeof(float), device.stream());
+  }
+  Tensor q = with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype, [&](Gemm g, const OnDevice& device) {
+    g.out_scale = data<const float>(out_scale);
+    g.amax = data<float>(amax);
+    g.out_e5m2 = out_dtype == ScalarType::Float8_e5m2;
+    run(g, device, a);
+  });
+  return {q, amax};
 }
 
 // BF16 [M, K] x BF16 [N, K]: the head of a model, and its layers where FP8 is off.
@@ -139,8 +211,7 @@ Tensor mm(const Tensor& a_in, const Tensor& b_in, const std::optional<Tensor>& b
   const Size n{"N", b_in.size(0)};
   check.tensor("b", b_in, {ScalarType::BFloat16}, {n, k});
   if (bias_in) check.tensor("bias", *bias_in, kHigh, {n});
-  check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
-                torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
+  check_high(check, out_dtype);
   check_sizes(check, {m, n, Size{"2 K", 2 * k.value()}});
   const OnDevice device(a_in);
   Tensor out = empty(a_in, {m.value(), n.value()}, out_dtype);
@@ -200,8 +271,18 @@ Tensor scaled_mm_add(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
 }  // namespace
 }  // namespace fp8serve
 
+#ifdef FP8SERVE_ARCHITECTURES  // for doctor, which looks for it in the file: a torch without CUDA cannot load
+                               // it
+#define FP8SERVE_QUOTED(words) #words
+#define FP8SERVE_TEXT(words) FP8SERVE_QUOTED(words)
+extern "C" __attribute__((visibility("default"), used)) const char fp8serve_cuda_architectures[] =
+    "fp8serve-cuda-architectures=" FP8SERVE_TEXT(FP8SERVE_ARCHITECTURES) ";";
+#endif
+
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("scaled_mm", TORCH_BOX(&fp8serve::scaled_mm));
+  m.impl("scaled_mm_by", TORCH_BOX(&fp8serve::scaled_mm_by));
+  m.impl("scaled_mm_quantize", TORCH_BOX(&fp8serve::scaled_mm_quantize));
   m.impl("scaled_mm_add", TORCH_BOX(&fp8serve::scaled_mm_add));
   m.impl("mm", TORCH_BOX(&fp8serve::mm));
 }

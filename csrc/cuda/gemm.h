@@ -2,12 +2,15 @@
 //
 //   out[m][n] = (sum over k of a[m][k] b[n][k], block scales inside) * a_scale[m] * b_scale[n] + bias[n]
 //
+// and, where codes are wanted, out[m][n] = saturate(that * out_scale), amax = largest |that|.
+//
 // Kernels: gemm_sm89.cu answers everything on every chip (mma.sync); gemm_skinny.cu answers up to 64 rows
 // (decoding); gemm_sm90/100/120.cu answer what pays there and say no to the rest. gemm.cu asks them in order
 // of speed.
 #pragma once
 
-#include "cuda/tensors.h"
+#include "cuda/cast.h"
+#include "cuda/tile_choice.h"
 
 namespace fp8serve {
 
@@ -38,14 +41,32 @@ struct Gemm {
   Scale a_scale, b_scale;
   const void* bias;  // [n] or null
   Number bias_type, out_type;
-  void* out;  // [m, n]
+  void* out;                         // [m, n]
+  const float* out_scale = nullptr;  // set: out holds codes, and out_type says nothing
+  float* amax = nullptr;             // with out_scale: holds 0 when the kernel starts
+  bool out_e5m2 = false;
 };
 
 __device__ __forceinline__ float bias_at(const Gemm& g, int column) {
   return g.bias == nullptr ? 0.0f : load(g.bias, column, g.bias_type);
 }
-__device__ __forceinline__ void put(const Gemm& g, int64_t at, float value) {
-  store(value, g.out, at, g.out_type);
+__device__ __forceinline__ uint16_t codes_of(const Gemm& g, float low, float high) {
+  return g.out_e5m2 ? encode_pair<true>(low, high) : encode_pair<false>(low, high);
+}
+// Stores a value; returns the largest magnitude seen so far.
+__device__ __forceinline__ float put(const Gemm& g, int64_t at, float value, float seen) {
+  if (g.out_scale == nullptr) {
+    store(value, g.out, at, g.out_type);
+  } else {
+    static_cast<uint8_t*>(g.out)[at] = static_cast<uint8_t>(codes_of(g, value * *g.out_scale, 0.0f));
+  }
+  return fmaxf(seen, fabsf(value));
+}
+// Whole warps call this, once.
+__device__ __forceinline__ void raise_amax(const Gemm& g, float seen) {
+  if (g.amax == nullptr) return;
+  seen = lanes_max<32>(seen);
+  if (threadIdx.x % 32 == 0) raise(g.amax, seen);
 }
 
 constexpr int kSkinnyRows = 64;
@@ -54,13 +75,10 @@ constexpr int kSkinnyRows = 64;
 void gemm_mma(const Gemm& g, const OnDevice& device);
 void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator);  // m <= kSkinnyRows
 
-// CUTLASS kernels: false when the problem is not theirs. Named <arch>_<a>_<b>_<out>.
-using CutlassKernel = bool(const Gemm& g, const OnDevice& device, const Tensor& allocator);
-#define FP8SERVE_CUTLASS_KERNELS(arch)                                                                    \
-  CutlassKernel gemm_##arch##_e4m3_e4m3_bf16, gemm_##arch##_e4m3_e4m3_fp32, gemm_##arch##_e4m3_e5m2_bf16, \
-      gemm_##arch##_e4m3_e5m2_fp32, gemm_##arch##_e5m2_e4m3_bf16, gemm_##arch##_e5m2_e4m3_fp32
-FP8SERVE_CUTLASS_KERNELS(sm90);
-FP8SERVE_CUTLASS_KERNELS(sm100);
-FP8SERVE_CUTLASS_KERNELS(sm120);
+// CUTLASS kernels: false when the problem, or this tile of it, is not theirs. `outside`: scales per tensor or
+// row; `inside`: a per 1x128, b per 1x128 or 128x128.
+using CutlassKernel = bool(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator);
+CutlassKernel gemm_sm90_outside, gemm_sm90_inside, gemm_sm100_outside, gemm_sm100_inside, gemm_sm120_outside,
+    gemm_sm120_inside;
 
 }  // namespace fp8serve

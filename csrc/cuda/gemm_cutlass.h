@@ -1,10 +1,14 @@
 // One GEMM of the CUTLASS collective builders with our epilogue, for the three architectures that have them.
 //
 // The epilogue tree, on FP32 sums, in the order of reference.py: (sum * a_scale) * b_scale + bias, rounded
-// once. A scale is a number or a vector at run time (a stride that is true or false), so one kernel serves
-// tensor and row scales. Block scales act in the main loop, 128 of K at a time; the kernels for them take a
-// per 1x128 and b per 128x128 or 1x128, which is what the block recipe multiplies. A configuration
-// (gemm_sm90.cu ...) names tiles, clusters and schedules.
+// once; for FP8 output then the amax and the output's scale. A scale is a number or a vector at run time (a
+// stride that is true or false), so one kernel serves tensor and row scales. Block scales act in the main
+// loop, 128 of K at a time; the kernels for them take a per 1x128 and b per 128x128 or 1x128, which is what
+// the block recipe multiplies.
+//
+// gemm_sm90.cu ... name tiles, clusters and schedules, and which of them are worth compiling: a kernel costs
+// the compiler about 5 seconds and a file that has any about 25, so each chip has two files' worth of kernels
+// (scales outside the sum, and inside).
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -24,38 +28,122 @@
 namespace fp8serve::cutlass_gemm {
 
 using namespace cute;  // NOLINT: shapes are spelled Shape<_128, _128, _128> everywhere in this field
+namespace fusion = cutlass::epilogue::fusion;
 
 using e4m3 = cutlass::float_e4m3_t;
 using e5m2 = cutlass::float_e5m2_t;
+using either =
+    cutlass::type_erased_dynamic_float8_t;  // sm_100: the format is in the instruction's descriptor
 using bf16 = cutlass::bfloat16_t;
 using fp32 = float;
 
-template <class Out>
-inline constexpr Number kNumber = std::is_same_v<Out, float> ? Number::fp32 : Number::bf16;
+// The root of the tree for FP8 output: amax of what comes in, times the output's scale, as codes.
+struct ToCodes {
+  struct SharedStorage {};
+  struct Arguments {
+    const float* scale = nullptr;
+    float* amax = nullptr;
+  };
+  using Params = Arguments;
+
+  template <class Problem>
+  static constexpr Params to_underlying_arguments(const Problem&, const Arguments& args, void*) {
+    return args;
+  }
+  template <class Problem>
+  static bool can_implement(const Problem&, const Arguments&) {
+    return true;
+  }
+  template <class Problem>
+  static size_t get_workspace_size(const Problem&, const Arguments&) {
+    return 0;
+  }
+  template <class Problem>
+  static cutlass::Status initialize_workspace(const Problem&, const Arguments&, void*, cudaStream_t,
+                                              cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
+  CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
+  CUTLASS_HOST_DEVICE ToCodes() {}
+  CUTLASS_HOST_DEVICE ToCodes(const Params& given, const SharedStorage&) : params(given) {}
+  Params params;
+
+  template <class... Args>
+  CUTLASS_DEVICE auto get_producer_load_callbacks(const fusion::ProducerLoadArgs<Args...>&) {
+    return fusion::EmptyProducerLoadCallbacks{};
+  }
+
+  template <class Coordinates, class Residue>
+  struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
+    CUTLASS_DEVICE Callbacks(Coordinates at, Residue edge, const Params& given)
+        : coordinates(at), residue(edge), params(given), scale(*given.scale) {}
+    Coordinates coordinates;  // of this thread's values in the tile
+    Residue residue;          // how much of the tile is inside the matrix
+    const Params& params;
+    float scale, seen = 0.0f;
+
+    template <class Sum, int kCount>
+    CUTLASS_DEVICE cutlass::Array<e4m3, kCount> visit(const cutlass::Array<Sum, kCount>&, int part, int epi_m,
+                                                      int epi_n,
+                                                      const cutlass::Array<float, kCount>& values) {
+      const auto at = coordinates(_, _, _, epi_m, epi_n);
+      cutlass::Array<float, kCount> scaled;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        if (elem_less(at(part * kCount + i), residue)) seen = fmaxf(seen, fabsf(values[i]));
+        scaled[i] = values[i] * scale;
+      }
+      return cutlass::NumericArrayConverter<e4m3, float, kCount>{}(scaled);
+    }
+
+    CUTLASS_DEVICE void end() {  // of a tile
+      seen = lanes_max<32>(seen);
+      if (threadIdx.x % 32 == 0) raise(params.amax, seen);
+      seen = 0.0f;
+    }
+  };
+
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(const fusion::ConsumerStoreArgs<Args...>& args) {
+    return Callbacks<decltype(args.tCcD), decltype(args.residue_tCcD)>(args.tCcD, args.residue_tCcD, params);
+  }
+};
 
 template <class CtaTile, class Out>
 struct Epilogue {
+  static constexpr bool kCodes = std::is_same_v<Out, e4m3>;
+  using BiasType = std::conditional_t<kCodes, bf16, Out>;
   static constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
-  using ByRow = cutlass::epilogue::fusion::Sm90ColBroadcast<0, CtaTile, float, float, Stride<bool, _0, _0>>;
-  using ByColumn =
-      cutlass::epilogue::fusion::Sm90RowBroadcast<0, CtaTile, float, float, Stride<_0, bool, _0>>;
-  using Bias = cutlass::epilogue::fusion::Sm90RowBroadcast<0, CtaTile, Out, float>;
-  using Times = cutlass::epilogue::fusion::Sm90Compute<cutlass::multiplies, float, float, kRound>;
-  using Plus = cutlass::epilogue::fusion::Sm90Compute<cutlass::plus, Out, float, kRound>;
-  using Sum = cutlass::epilogue::fusion::Sm90AccFetch;
-  using ScaledByRow = cutlass::epilogue::fusion::Sm90EVT<Times, ByRow, Sum>;
-  using Scaled = cutlass::epilogue::fusion::Sm90EVT<Times, ByColumn, ScaledByRow>;
-  using Tree = cutlass::epilogue::fusion::Sm90EVT<Plus, Bias, Scaled>;
+  using ByRow = fusion::Sm90ColBroadcast<0, CtaTile, float, float, Stride<bool, _0, _0>>;
+  using ByColumn = fusion::Sm90RowBroadcast<0, CtaTile, float, float, Stride<_0, bool, _0>>;
+  using Bias = fusion::Sm90RowBroadcast<0, CtaTile, BiasType, float>;
+  using Times = fusion::Sm90Compute<cutlass::multiplies, float, float, kRound>;
+  using Plus = fusion::Sm90Compute<cutlass::plus, std::conditional_t<kCodes, float, Out>, float, kRound>;
+  using ScaledByRow = fusion::Sm90EVT<Times, ByRow, fusion::Sm90AccFetch>;
+  using Scaled = fusion::Sm90EVT<Times, ByColumn, ScaledByRow>;
+  using Value = fusion::Sm90EVT<Plus, Bias, Scaled>;
+  using Codes = fusion::Sm90EVT<ToCodes, Value>;
+  using Tree = std::conditional_t<kCodes, Codes, Value>;
 
   static typename Tree::Arguments arguments(const Gemm& g) {
     const bool by_row = !g.a_scale.one(), by_column = !g.b_scale.one();
     const float* a_scale = g.a_scale.inside() ? nullptr : g.a_scale.data;
     const float* b_scale = g.b_scale.inside() ? nullptr : g.b_scale.data;
-    return {{static_cast<const Out*>(g.bias), Out(0), {}},
-            {{b_scale, 1.0f, {_0{}, by_column, _0{}}}, {{a_scale, 1.0f, {by_row, _0{}, _0{}}}, {}, {}}, {}},
-            {}};
+    const typename Value::Arguments value{
+        {static_cast<const BiasType*>(g.bias), BiasType(0), {}},
+        {{b_scale, 1.0f, {_0{}, by_column, _0{}}}, {{a_scale, 1.0f, {by_row, _0{}, _0{}}}, {}, {}}, {}},
+        {}};
+    if constexpr (kCodes) {
+      return {value, {g.out_scale, g.amax}};
+    } else {
+      return value;
+    }
   }
 };
+
+template <class Type>
+inline constexpr Number kNumber = std::is_same_v<Type, float> ? Number::fp32 : Number::bf16;
 
 // kScaleRowsB: 0 for scales outside the sum; else a is scaled per 1x128 and b per kScaleRowsB x 128.
 template <class Config, class A, class B, class Out, int kScaleRowsB>
@@ -92,6 +180,10 @@ struct Kernel {
     args.ptr_B = reinterpret_cast<decltype(args.ptr_B)>(g.b);
     args.dA = cutlass::make_cute_packed_stride(typename GemmKernel::StrideA{}, make_shape(g.m, g.k, 1));
     args.dB = cutlass::make_cute_packed_stride(typename GemmKernel::StrideB{}, make_shape(g.n, g.k, 1));
+    if constexpr (std::is_same_v<A, either>) {
+      args.runtime_data_type_a = g.a_e5m2 ? UMMA::MXF8F6F4Format::E5M2 : UMMA::MXF8F6F4Format::E4M3;
+      args.runtime_data_type_b = g.b_e5m2 ? UMMA::MXF8F6F4Format::E5M2 : UMMA::MXF8F6F4Format::E4M3;
+    }
     if constexpr (kBlocked) {
       args.ptr_SFA = g.a_scale.data;
       args.ptr_SFB = g.b_scale.data;
@@ -101,7 +193,7 @@ struct Kernel {
     return args;
   }
 
-  static void run(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
+  static void run(const Gemm& g, int swizzle, const OnDevice& device, const Tensor& allocator) {
     typename GemmKernel::EpilogueArguments epilogue{};
     epilogue.thread = Fusion::arguments(g);
     epilogue.ptr_D = static_cast<Out*>(g.out);
@@ -109,6 +201,7 @@ struct Kernel {
     typename Adapter::Arguments args{
         cutlass::gemm::GemmUniversalMode::kGemm, {g.m, g.n, g.k, 1}, mainloop(g), epilogue, {}, {}};
     args.hw_info.sm_count = device.multiprocessors();
+    args.scheduler.max_swizzle_size = swizzle;
     const auto bytes = static_cast<int64_t>(Adapter::get_workspace_size(args));
     std::optional<Tensor> workspace;
     if (bytes > 0) workspace = empty(allocator, {bytes}, ScalarType::Byte);
@@ -125,43 +218,40 @@ struct Kernel {
   }
 };
 
-// Whether the tensor memory accelerator can write this output, and the epilogue read this bias.
-template <class Out>
-bool fits(const Gemm& g) {
-  constexpr int kAlign = 16 / sizeof(Out);
-  return g.out_type == kNumber<Out> && g.n % kAlign == 0 && g.k > 0 && aligned(g.a, 16) && aligned(g.b, 16) &&
-         aligned(g.out, 16) && (g.bias == nullptr || (g.bias_type == kNumber<Out> && aligned(g.bias, 16)));
+template <class A>
+bool reads(bool is_e5m2) {
+  return std::is_same_v<A, either> || std::is_same_v<A, e5m2> == is_e5m2;
 }
 
-// Large and small tiles by whether the large ones would fill the device; false for scales nobody multiplies
-// here.
-template <class Large, class Small, class A, class B, class Out>
-bool answer(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
-  if (!fits<Out>(g)) return false;
-  const auto pick = [&](auto rows) {
-    const int64_t tiles =
-        ceil_over(g.m, size<0>(typename Large::Tile{})) * ceil_over(g.n, size<1>(typename Large::Tile{}));
-    if (tiles >= device.multiprocessors()) {
-      Kernel<Large, A, B, Out, rows.value>::run(g, device, allocator);
-    } else {
-      Kernel<Small, A, B, Out, rows.value>::run(g, device, allocator);
-    }
+// Whether these are its operands, the tensor memory accelerator can write its output, and the epilogue read
+// its bias.
+template <class A, class B, class Out>
+bool fits(const Gemm& g) {
+  using Bias = typename Epilogue<void, Out>::BiasType;
+  constexpr int kAlign = 16 / sizeof(Out);
+  const bool codes = g.out_scale != nullptr;
+  const bool typed = std::is_same_v<Out, e4m3> ? codes && !g.out_e5m2 : !codes && g.out_type == kNumber<Out>;
+  return typed && reads<A>(g.a_e5m2) && reads<B>(g.b_e5m2) && g.n % kAlign == 0 && g.k > 0 &&
+         aligned(g.a, 16) && aligned(g.b, 16) && aligned(g.out, 16) &&
+         (g.bias == nullptr || (g.bias_type == kNumber<Bias> && aligned(g.bias, 16)));
+}
+
+inline bool scaled_outside(const Gemm& g) { return !g.a_scale.inside() && !g.b_scale.inside(); }
+inline bool scaled_inside(const Gemm& g, int rows_b) {
+  return g.a_scale.inside() && g.a_scale.shift == 0 && g.b_scale.inside() &&
+         g.b_scale.shift == (rows_b == 128 ? 7 : 0);
+}
+
+// Runs the chosen tile if it is among those compiled for these types.
+template <class A, class B, class Out, int kScaleRowsB, class... Configs>
+bool answer(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
+  if (!fits<A, B, Out>(g)) return false;
+  const auto run = [&]<class Config>() {
+    if (Config::kTile != choice.tile) return false;
+    Kernel<Config, A, B, Out, kScaleRowsB>::run(g, choice.swizzle, device, allocator);
     return true;
   };
-  if (!g.a_scale.inside() && !g.b_scale.inside()) return pick(std::integral_constant<int, 0>{});
-  if (!g.a_scale.inside() || !g.b_scale.inside() || g.a_scale.shift != 0) return false;
-  if (g.b_scale.shift == 7) return pick(std::integral_constant<int, kScaleBlock>{});
-  return pick(std::integral_constant<int, 1>{});
+  return (run.template operator()<Configs>() || ...);
 }
 
 }  // namespace fp8serve::cutlass_gemm
-
-// Defines gemm_<arch>_<a>_<b>_<out> for the operands this object was compiled for (CMakeLists.txt sets them).
-#define FP8SERVE_JOIN(arch, a, b, out) gemm_##arch##_##a##_##b##_##out
-#define FP8SERVE_NAME(arch, a, b, out) FP8SERVE_JOIN(arch, a, b, out)
-#define FP8SERVE_DEFINE_GEMM(arch, Large, Small)                                             \
-  bool fp8serve::FP8SERVE_NAME(arch, FP8SERVE_A, FP8SERVE_B, FP8SERVE_OUT)(                  \
-      const Gemm& g, const OnDevice& device, const Tensor& allocator) {                      \
-    using namespace fp8serve::cutlass_gemm;                                                  \
-    return answer<Large, Small, FP8SERVE_A, FP8SERVE_B, FP8SERVE_OUT>(g, device, allocator); \
-  }

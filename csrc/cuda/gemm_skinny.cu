@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int e = 0; e < 4; ++e) sums[warp][j * 8 + lane % 4 * 2 + e % 2][lane / 4 + e / 2 * 8] = total[j][e];
   }
   __syncthreads();
+  float seen = 0.0f;
   for (int i = static_cast<int>(threadIdx.x); i < 8 * kGroups * kRows; i += kThreads) {
     const int token = i / kRows, column = n0 + i % kRows;
     if (token >= g.m || column >= g.n) continue;
@@ -106,21 +107,25 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += sums[w][token][i % kRows];
     if (split.partial == nullptr) {
-      put(g, static_cast<int64_t>(token) * g.n + column, finished(g, sum, token, column));
+      seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, sum, token, column), seen);
     } else {
       split.partial[(static_cast<int64_t>(blockIdx.y) * g.m + token) * g.n + column] = sum;
     }
   }
+  if (split.partial == nullptr) raise_amax(g, seen);
 }
 
 __global__ void __launch_bounds__(kThreads)
     add_splits(const __grid_constant__ Gemm g, const __grid_constant__ Split split) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t count = static_cast<int64_t>(g.m) * g.n;
-  if (at >= count) return;
-  float sum = 0.0f;
-  for (int i = 0; i < split.count; ++i) sum += split.partial[i * count + at];
-  put(g, at, finished(g, sum, static_cast<int>(at / g.n), static_cast<int>(at % g.n)));
+  float seen = 0.0f;
+  if (at < count) {
+    float sum = 0.0f;
+    for (int i = 0; i < split.count; ++i) sum += split.partial[i * count + at];
+    seen = put(g, at, finished(g, sum, static_cast<int>(at / g.n), static_cast<int>(at % g.n)), seen);
+  }
+  raise_amax(g, seen);
 }
 
 template <Codes kCodes, bool kInside>

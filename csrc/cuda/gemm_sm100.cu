@@ -1,4 +1,5 @@
 // Blackwell data centre chips: tcgen05, two blocks to a multiplication (SASS: UTCQMMA). Sums are full FP32.
+// The formats of the operands are fields of the instruction's descriptor: one kernel serves every mix.
 #include "cuda/gemm_cutlass.h"
 
 namespace {
@@ -6,6 +7,7 @@ namespace {
 using namespace cute;
 
 struct Large {
+  static constexpr auto kTile = fp8serve::Tile::large;
   using Arch = cutlass::arch::Sm100;
   using Tile = Shape<_256, _128, _128>;
   using CtaTile = Shape<_128, _128, _128>;
@@ -16,6 +18,7 @@ struct Large {
 };
 
 struct Small {
+  static constexpr auto kTile = fp8serve::Tile::small;
   using Arch = cutlass::arch::Sm100;
   using Tile = Shape<_128, _128, _128>;
   using CtaTile = Tile;
@@ -27,4 +30,26 @@ struct Small {
 
 }  // namespace
 
-FP8SERVE_DEFINE_GEMM(sm100, Large, Small)
+namespace fp8serve {
+using namespace cutlass_gemm;
+
+#ifdef FP8SERVE_OUTSIDE
+bool gemm_sm100_outside(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
+  if (!scaled_outside(g)) return false;
+  return answer<either, either, bf16, 0, Large, Small>(g, choice, device, allocator) ||
+         answer<either, either, fp32, 0, Large, Small>(g, choice, device, allocator) ||
+         answer<either, either, e4m3, 0, Large>(g, choice, device, allocator);
+}
+#else
+bool gemm_sm100_inside(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
+  if (scaled_inside(g, 128)) {
+    return answer<either, either, bf16, 128, Large, Small>(g, choice, device, allocator) ||
+           answer<either, either, fp32, 128, Large>(g, choice, device, allocator);
+  }
+  if (!scaled_inside(g, 1)) return false;
+  return answer<either, either, bf16, 1, Large>(g, choice, device, allocator) ||
+         answer<either, either, fp32, 1, Large>(g, choice, device, allocator);
+}
+#endif
+
+}  // namespace fp8serve

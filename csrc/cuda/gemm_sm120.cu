@@ -1,4 +1,6 @@
-// Blackwell workstation chips: warp-level mma fed by TMA (SASS: QMMA.16832.F32). No clusters there.
+// Blackwell workstation chips: warp-level mma fed by TMA (SASS: QMMA.16832.F32). No clusters there. The mma
+// kernel (gemm_sm89.cu) has the same instruction, so what is rare is left to it: E4M3 x E5M2, FP32 with block
+// scales.
 #include "cuda/gemm_cutlass.h"
 
 namespace {
@@ -6,6 +8,7 @@ namespace {
 using namespace cute;
 
 struct Large {
+  static constexpr auto kTile = fp8serve::Tile::large;
   using Arch = cutlass::arch::Sm120;
   using Tile = Shape<_128, _128, _128>;
   using CtaTile = Tile;
@@ -16,6 +19,7 @@ struct Large {
 };
 
 struct Small : Large {
+  static constexpr auto kTile = fp8serve::Tile::small;
   using Tile = Shape<_64, _128, _128>;
   using CtaTile = Tile;
   using Schedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
@@ -24,4 +28,26 @@ struct Small : Large {
 
 }  // namespace
 
-FP8SERVE_DEFINE_GEMM(sm120, Large, Small)
+namespace fp8serve {
+using namespace cutlass_gemm;
+
+#ifdef FP8SERVE_OUTSIDE
+bool gemm_sm120_outside(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
+  if (!scaled_outside(g)) return false;
+  return answer<e4m3, e4m3, bf16, 0, Large, Small>(g, choice, device, allocator) ||
+         answer<e4m3, e4m3, fp32, 0, Large>(g, choice, device, allocator) ||
+         answer<e5m2, e4m3, bf16, 0, Large>(g, choice, device, allocator) ||
+         answer<e5m2, e4m3, fp32, 0, Large>(g, choice, device, allocator) ||
+         answer<e4m3, e4m3, e4m3, 0, Large>(g, choice, device, allocator);
+}
+#else
+bool gemm_sm120_inside(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
+  if (scaled_inside(g, 128)) {
+    return answer<e4m3, e4m3, bf16, 128, Large>(g, choice, device, allocator) ||
+           answer<e5m2, e4m3, bf16, 128, Large>(g, choice, device, allocator);
+  }
+  return scaled_inside(g, 1) && answer<e4m3, e4m3, bf16, 1, Large>(g, choice, device, allocator);
+}
+#endif
+
+}  // namespace fp8serve

@@ -122,19 +122,25 @@ __device__ __forceinline__ void promote(Sums& total, const Sums& part, const Gem
   }
 }
 
-// Two neighbouring values, as one access where the row allows it.
-__device__ __forceinline__ void put_pair(const Gemm& g, int row, int column, float low, float high) {
+// Two neighbouring values, as one access where the row allows it; returns the largest magnitude seen so far.
+__device__ __forceinline__ float put_pair(const Gemm& g, int row, int column, float low, float high,
+                                          float seen) {
   const int64_t at = static_cast<int64_t>(row) * g.n + column;
-  if (g.n % 2 == 0 && g.out_type == Number::bf16) {
+  if (g.n % 2 != 0 || (g.out_scale == nullptr && g.out_type != Number::bf16)) {
+    seen = put(g, at, low, seen);
+    return column + 1 < g.n ? put(g, at + 1, high, seen) : seen;
+  }
+  if (g.out_scale == nullptr) {
     static_cast<uint32_t*>(g.out)[at / 2] =
         float_to_bfloat(low) | static_cast<uint32_t>(float_to_bfloat(high)) << 16;
   } else {
-    put(g, at, low);
-    if (column + 1 < g.n) put(g, at + 1, high);
+    static_cast<uint16_t*>(g.out)[at / 2] = codes_of(g, low * *g.out_scale, high * *g.out_scale);
   }
+  return fmaxf(seen, fmaxf(fabsf(low), fabsf(high)));
 }
 
 __device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const Place& p) {
+  float seen = 0.0f;
 #pragma unroll
   for (int j = 0; j < kFragsN; ++j) {
     const int column = column_of(p, j);
@@ -150,10 +156,12 @@ __device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const P
         if (row >= g.m) continue;
         const float by_row = g.a_scale.outer(row);
         const float* sum = total[i][j] + 2 * half;
-        put_pair(g, row, column, sum[0] * by_row * scale[0] + bias[0], sum[1] * by_row * scale[1] + bias[1]);
+        seen = put_pair(g, row, column, sum[0] * by_row * scale[0] + bias[0],
+                        sum[1] * by_row * scale[1] + bias[1], seen);
       }
     }
   }
+  raise_amax(g, seen);
 }
 
 template <Codes kA, Codes kB, bool kInside>

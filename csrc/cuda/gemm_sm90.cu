@@ -2,16 +2,16 @@
 //
 // Hopper's tensor cores keep about 14 bits of an FP8 sum. These kernels move partial sums to FP32 registers
 // every 128 of K ("accurate"), always: the second set of accumulators is why a consumer warpgroup takes no
-// more than 64 x 128. A fast mode (larger tiles, sums left in the tensor core) is a known 5-10 % for forward
-// passes and was left out: an op that gradients and inference share must not need to be told which of them
-// calls.
+// more than 64 x 192. A fast mode (larger tiles, sums left in the tensor core) is a known 5-10 % for forward
+// passes and was left out: every sum is an FP32 sum (docs/cuda.md, Choices).
 #include "cuda/gemm_cutlass.h"
 
 namespace {
 
 using namespace cute;
 
-struct Large {  // two consumer warpgroups share a tile; two tiles share the columns of b
+struct Medium {  // two consumer warpgroups share a tile; two tiles share the columns of b
+  static constexpr auto kTile = fp8serve::Tile::medium;
   using Arch = cutlass::arch::Sm90;
   using Tile = Shape<_128, _128, _128>;
   using CtaTile = Tile;
@@ -21,7 +21,14 @@ struct Large {  // two consumer warpgroups share a tile; two tiles share the col
   using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecializedCooperative;
 };
 
+struct Large : Medium {  // more products per byte read from shared memory
+  static constexpr auto kTile = fp8serve::Tile::large;
+  using Tile = Shape<_128, _192, _128>;
+  using CtaTile = Tile;
+};
+
 struct Small {  // each consumer warpgroup has a tile of its own and hides the other's epilogue
+  static constexpr auto kTile = fp8serve::Tile::small;
   using Arch = cutlass::arch::Sm90;
   using Tile = Shape<_64, _128, _128>;
   using CtaTile = Tile;
@@ -33,4 +40,33 @@ struct Small {  // each consumer warpgroup has a tile of its own and hides the o
 
 }  // namespace
 
-FP8SERVE_DEFINE_GEMM(sm90, Large, Small)
+namespace fp8serve {
+using namespace cutlass_gemm;
+
+#ifdef FP8SERVE_OUTSIDE
+bool gemm_sm90_outside(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
+  if (!scaled_outside(g)) return false;
+  return answer<e4m3, e4m3, bf16, 0, Large, Medium, Small>(g, choice, device, allocator) ||
+         answer<e5m2, e4m3, bf16, 0, Large, Medium, Small>(g, choice, device, allocator) ||
+         answer<e4m3, e4m3, fp32, 0, Medium>(g, choice, device, allocator) ||
+         answer<e5m2, e4m3, fp32, 0, Large, Medium, Small>(g, choice, device, allocator) ||
+         answer<e4m3, e5m2, bf16, 0, Medium>(g, choice, device, allocator) ||
+         answer<e4m3, e5m2, fp32, 0, Medium>(g, choice, device, allocator) ||
+         answer<e4m3, e4m3, e4m3, 0, Medium, Small>(g, choice, device, allocator);
+}
+#else
+bool gemm_sm90_inside(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
+  if (scaled_inside(g, 128)) {
+    return answer<e4m3, e4m3, bf16, 128, Medium, Small>(g, choice, device, allocator) ||
+           answer<e5m2, e4m3, bf16, 128, Medium>(g, choice, device, allocator) ||
+           answer<e4m3, e4m3, fp32, 128, Medium>(g, choice, device, allocator);
+  }
+  if (!scaled_inside(g, 1)) return false;
+  return answer<e4m3, e4m3, bf16, 1, Medium>(g, choice, device, allocator) ||
+         answer<e4m3, e4m3, fp32, 1, Medium>(g, choice, device, allocator) ||
+         answer<e5m2, e4m3, bf16, 1, Medium>(g, choice, device, allocator) ||
+         answer<e5m2, e4m3, fp32, 1, Medium>(g, choice, device, allocator);
+}
+#endif
+
+}  // namespace fp8serve

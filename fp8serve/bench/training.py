@@ -5,26 +5,32 @@ rows, order, learning rates, FP32 master weights and moments. The product's own 
 Each run leaves a checkpoint half-way; one of them is afterwards continued in a directory of its own, and its last
 checkpoint must have the bytes of the uninterrupted run.
 
-Compared are the training loss over the last steps (its mean, because one step's batch is small) and the loss on text
-that was held out. A study that was stopped goes on where it was: finished runs are read from their curve file.
+Compared are three losses. The *final loss* is that of the final weights on 1,024 of the training rows, the same ones
+for every recipe. The *running loss* is the mean over the last steps of each step's own batch, taken while the weights
+still move: a twentieth of the steps sees few rows. The *held-out loss* is that of the final weights on other text.
+A study that was stopped goes on where it was: finished runs are read from their curve file.
 """
 
 import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fp8serve.bench.corpus import corpus, digest
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import NAMES
+from fp8serve.train import checkpoint, state
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.evaluate import evaluate
 from fp8serve.train.scratch import write_random_model, write_texts
+from fp8serve.train.setup import prepare
 from fp8serve.train.trainer import Trainer
 
 Tell = Callable[[str, int, int], None]  # (recipe, step, steps)
+FINAL_ROWS = 1024  # of the training data, on which final weights are compared
 
 
 @dataclass(frozen=True)
@@ -75,11 +81,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Curve:
-    """One run: the training loss of every step, (step, loss) on held-out text, and tokens per second of the median."""
+    """One run: the training loss of every step, (step, loss) on held-out text, and tokens per second of the median.
+
+    final: the loss of the final weights on FINAL_ROWS training rows; NaN where nobody has asked for it.
+    """
 
     train: list[float]
     valid: list[tuple[int, float]]
     tokens_per_second: float
+    final: float = math.nan
 
 
 def study(out: Path, plan: Plan, tell: Tell) -> dict[str, Any]:
@@ -158,7 +168,21 @@ def _curve(out: Path, plan: Plan, recipe: str, tell: Tell) -> Curve:
                     tell(recipe, event["step"], event["total_steps"])
 
             Trainer(_config(out, plan, recipe, recipe)).run(follow)
-    return read_curve(file, plan.steps)
+    return replace(read_curve(file, plan.steps), final=_final_loss(out, plan, recipe))
+
+
+def _final_loss(out: Path, plan: Plan, recipe: str) -> float:
+    """The loss of a finished run's last checkpoint under its recipe, scales frozen; found once and kept beside it."""
+    kept = out / f"{recipe}-final.json"
+    if not kept.exists():
+        config, source = _config(out, plan, recipe, recipe), out / recipe / "checkpoints" / f"step-{plan.steps}"
+        setup = prepare(config, source, lambda event: None)
+        state.restore(setup.decoder, setup.forward.recipe, setup.optimizer, checkpoint.read_checkpoint(source))
+        rows = setup.rows[:: max(1, len(setup.rows) // FINAL_ROWS)][:FINAL_ROWS]  # from everywhere in the text
+        found = evaluate(setup.forward, rows, plan.batch_size, config.device)
+        tokens = sum(row.trainable for row in rows)
+        kept.write_text(json.dumps({"rows": len(rows), "tokens": tokens, "loss": found["valid_loss"]}))
+    return float(json.loads(kept.read_text())["loss"])
 
 
 def read_curve(file: Path, steps: int) -> Curve:
@@ -177,16 +201,15 @@ def _number(value: float | None) -> float:
 
 
 def _figures(curve: Curve, baseline: Curve, plan: Plan) -> dict[str, float]:
-    """Final losses in nats per token, and their distance from the first recipe's in percent."""
-    train, base = _tail(curve, plan), _tail(baseline, plan)
-    valid, base_valid = curve.valid[-1][1], baseline.valid[-1][1]
-    return {
-        "final_train_loss": train,
-        "train_difference_percent": 100 * (train / base - 1),
-        "final_valid_loss": valid,
-        "valid_difference_percent": 100 * (valid / base_valid - 1),
-        "tokens_per_second": curve.tokens_per_second,
+    """The three losses in nats per token, and their distance from the first recipe's in percent."""
+    losses = {
+        "final": (curve.final, baseline.final),
+        "running": (_tail(curve, plan), _tail(baseline, plan)),
+        "valid": (curve.valid[-1][1], baseline.valid[-1][1]),
     }
+    found = {f"{name}_loss": loss for name, (loss, _) in losses.items()}
+    apart = {f"{name}_difference_percent": 100 * (loss / base - 1) for name, (loss, base) in losses.items()}
+    return {**found, **apart, "tokens_per_second": curve.tokens_per_second}
 
 
 def _tail(curve: Curve, plan: Plan) -> float:

@@ -229,11 +229,50 @@ def _print_training(result: Mapping[str, Any]) -> None:
         f"seed {plan['seed']}; {result['text']['source']}, {result['text']['characters']:,} characters\n"
     )
     rows = [
-        (name, f"{r['final_train_loss']:.4f}", f"{r['train_difference_percent']:+.2f} %",
-         f"{r['final_valid_loss']:.4f}", f"{r['valid_difference_percent']:+.2f} %", f"{r['tokens_per_second']:.0f}")
+        (name, *(cell for kind in _LOSSES for cell in (f"{r[kind + '_loss']:.4f}", _apart(r, kind))),
+         f"{r['tokens_per_second']:.0f}")
         for name, r in result["runs"].items()
     ]  # fmt: skip
-    print_table(("recipe", "final loss", "apart", "held-out loss", "apart", "tokens/s"), rows)
+    heading = (column for title in _LOSSES.values() for column in (title, "apart"))
+    print_table(("recipe", *heading, "tokens/s"), rows)
     if resumed:
         bytes_ = "the same bytes" if resumed["identical"] else f"other bytes in {', '.join(resumed['differing_files'])}"
         print(f"\n{resumed['recipe']} resumed from step {resumed['from_step']}: {bytes_} at the end")
+
+
+_LOSSES = {"final": "final loss", "running": "running loss", "valid": "held-out loss"}
+
+
+def _apart(run: Mapping[str, Any], kind: str) -> str:
+    return f"{run[kind + '_difference_percent']:+.2f} %"
+
+
+@app.command("seeds")
+def seeds(
+    results: Annotated[list[Path], typer.Argument(help="training.json files that bench training wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Directory for seeds.json and the plot.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Put training studies of several seeds together: how far each recipe ends from BF16, and the scatter of that.
+
+    \b
+    Examples:
+      fp8serve bench seeds seed-0/training.json seed-1/training.json --out figures
+    """
+    from fp8serve.bench import seeds as bench
+
+    found = bench.read(results)
+    result = _result("seeds", bench.combine(found))
+    if out is not None:
+        _write(out, "seeds", result, {"curves": bench.chart(found)})
+    print_json(result) if json else _print_seeds(result)
+
+
+def _print_seeds(result: Mapping[str, Any]) -> None:
+    rows = [
+        (name, _LOSSES[kind], *(f"{apart:+.2f} %" for apart in f["apart"]), f"{f['mean']:+.2f} %",
+         f"{f['deviation']:.2f} %", f"{f['error']:.2f} %")
+        for name, kinds in result["recipes"].items() for kind, f in kinds.items()
+    ]  # fmt: skip
+    heading = ("recipe", "loss", *(f"seed {s}" for s in result["seeds"]), "mean", "deviation", "error of the mean")
+    print_table(heading, rows)

@@ -17,7 +17,7 @@ Prompt = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 New = Annotated[int, typer.Option(min=2, help="Tokens of each answer.")]
 
 
-def _shown(json: bool, result: Mapping[str, Any]) -> bool:
+def shown(json: bool, result: Mapping[str, Any]) -> bool:
     """Prints the result as JSON where that was asked for, else the heading of a report."""
     from fp8serve.bench.provenance import one_line
 
@@ -29,6 +29,7 @@ def ops(
     only: Annotated[
         str | None, typer.Option(help="Ops whose names contain this.", show_default="all", metavar="TEXT")
     ] = None,
+    goals: Annotated[bool, typer.Option("--goals", help="Only what a goal is set for.")] = False,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time for each op and size.")] = 0.5,
     out: Out = None,
     json: AsJson = False,
@@ -39,22 +40,24 @@ def ops(
     Examples:
       fp8serve bench ops
       fp8serve bench ops --only scaled_mm --json
+      fp8serve bench ops --goals --seconds 3
     """
     from fp8serve.bench import ops as bench
 
     with progress("Ops") as advance:
-        figures = bench.measure(seconds, lambda name, done, total: advance(done, total, name), only)
+        figures = bench.measure(seconds, lambda name, done, total: advance(done, total, name), only, goals)
     result = publish("ops", figures, out)
-    if _shown(json, result):
+    if shown(json, result):
         return
     peaks = result["peaks"]
     print(f"measured peaks: {peaks['gb_per_s']:.0f} GB/s read, {peaks['gflop_per_s']:.0f} GFLOP/s (torch BF16)\n")
     rows = [
         (r["op"], r["size"], f"{r['us']:.1f}", f"{r['gb_per_s']:.1f}", f"{r['gflop_per_s']:.0f}",
-         f"{100 * r['share_of_peak']:.0f} %", "" if r["times_torch_bf16"] is None else f"{r['times_torch_bf16']:.2f}")
+         f"{100 * r['share_of_peak']:.0f} %", "" if r["times_torch_bf16"] is None else f"{r['times_torch_bf16']:.2f}",
+         "" if r["goal"] is None else f"{r['goal']:g} {'reached' if r['reached'] else 'not reached'}")
         for r in result["ops"]
     ]  # fmt: skip
-    print_table(("op", "size", "us", "GB/s", "GFLOP/s", "of peak", "x torch BF16"), rows)
+    print_table(("op", "size", "us", "GB/s", "GFLOP/s", "of peak", "x torch BF16", "goal"), rows)
 
 
 def engine(
@@ -88,7 +91,7 @@ def engine(
             batches=batch or (1, 4, 8, 16), prompt=prompt, new=new, recipe=recipe, kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
     result = publish("engine", figures, out)
-    if not _shown(json, result):
+    if not shown(json, result):
         _print_engine(result)
 
 
@@ -141,7 +144,7 @@ def serve(
         figures = bench.measure(place, load, lambda name, done, total: advance(done, total, name))
     shown = {"requests": requests, "concurrency": concurrency, "prompt": prompt, "new": new}
     result = publish("serve", {"load": shown, **figures}, out)
-    if not _shown(json, result):
+    if not shown(json, result):
         _print_serve(result)
 
 

@@ -50,9 +50,18 @@ def _print(report: dict[str, Any]) -> None:
     print(f"memory   {size(memory['available'])} free of {size(memory['total'])}")
     print(f"disk     {size(disk['free'])} free at {disk['path']}")
     print(f"C++      {tools['c++'] or 'none: csrc/ cannot be compiled here'}")
-    print(f"nvcc     {tools['nvcc'] or 'none: CUDA kernels cannot be compiled here'}\n")
+    print(f"nvcc     {tools['nvcc'] or 'none: CUDA kernels cannot be compiled here'}")
+    library = report["cuda_library"]
+    print(f"CUDA     kernels {library['state']}{_for(library['architectures'])}\n")
     print_table(("operation", "served by"), sorted(report["kernels"].items()))
+    if report["cuda_kernels"]:
+        print()
+        print_table(("operation on a GPU", "served by"), sorted(report["cuda_kernels"].items()))
     print()
     print_table(("recipe", "runs", "why"), [(name, r["runs"], r["why"]) for name, r in report["recipes"].items()])
     for problem in report["problems"]:
         print(f"\nproblem: {problem}")
+
+
+def _for(architectures: list[str]) -> str:
+    return f", for {' '.join(architectures)}" if architectures else ""

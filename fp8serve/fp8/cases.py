@@ -196,6 +196,13 @@ def _add_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     return *args[:5], _normal(rows, 11, dtype)
 
 
+def _codes_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    """For FP8 output: a row of zeros, and sums on both sides of the largest code."""
+    *args, _ = _mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
+    args[0][:1] = 0
+    return *args, torch.tensor(0.03), torch.float8_e4m3fn
+
+
 def _rotary_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     dim = cols // 2 * 2
     q, k, v = (_normal(rows, heads * dim, dtype, heads).view(rows, heads, dim) for heads in (4, 2, 2))
@@ -243,6 +250,24 @@ def _silu_cases() -> list[Case]:
     return [Case(f"{d} {s} {fp8}", partial(_silu_case, d, s, fp8)) for d, s, fp8 in grid]
 
 
+def _sample_case(rows: int, vocab: int, filters: bool) -> tuple[Any, ...]:
+    """Logits with ties and with tokens that are forbidden; every row with other filters, when there are any."""
+    noise = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, vocab, generator=noise).mul(3).bfloat16().float()
+    logits[:, 3::7] = -torch.inf
+    turn = torch.arange(rows)
+    temperature, uniform = torch.rand(2, rows, dtype=torch.float64, generator=noise)
+    top_k = turn % 4 * 5 if filters else torch.zeros_like(turn)
+    top_p = 1 - turn % 3 * 0.3 if filters else torch.ones(rows)
+    min_p = turn % 2 * 0.05 if filters else torch.zeros(rows)
+    return logits, 0.5 + temperature, top_k, top_p.double(), min_p.double(), uniform
+
+
+def _sample_cases() -> list[Case]:
+    grid = product((1, 12), (1, 37, 3000), (False, True))
+    return [Case(f"{r} x {v}, filters {f}", partial(_sample_case, r, v, f)) for r, v, f in grid]
+
+
 def _watch_case(rows: int, cols: int, amax: float, live: int | None) -> tuple[Any, ...]:
     counters = torch.tensor(3.0), torch.tensor(5)
     return (
@@ -278,6 +303,7 @@ CASES: dict[str, list[Case]] = {
     "quantize_rowwise": _cast_cases((False,), (True,)),
     "quantize_block": _cast_cases((1, False), (128, False), (1, True)),
     "scaled_mm": _mm_cases(),
+    "scaled_mm_quantize": _fused_rows(_codes_case),
     "delayed_update": _update_cases(),
     "paged_attention": _paged_cases(),
     "write_kv": _write_cases(),
@@ -289,6 +315,7 @@ CASES: dict[str, list[Case]] = {
     "silu_mul": _fused_rows(_plain_silu_case),
     "silu_mul_backward": _upstream(_plain_silu_case),
     "rotary": _fused_rows(_turn_case),
+    "sample": _sample_cases(),
     "count_saturated": _watch_cases(),
     "transpose_codes": _turned_cases(),
 }

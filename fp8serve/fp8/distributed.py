@@ -48,7 +48,7 @@ class Attendance:
         """Take in the maximum of the headers; on a GPU without waiting for it, so it is looked at later."""
         self._told = header.to("cpu", non_blocking=True)
         if header.is_cuda:
-            self._here = torch.cuda.Event()
+            self._here = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._here.record()
         else:
             self.deferred()

@@ -12,7 +12,7 @@ weight, so the gathered codes are those that one process would have made, bit fo
 * delayed: the scale is known beforehand and equal on all ranks, because the amaxes are reduced over the group of the
   `autocast`; it must span the ranks that share the weight. The shard's own amax is staged in the same read.
 * current: the scale needs the amax of the whole weight. The first gather of a step takes the amax of every shard of the
-  model and reduces them with one MAX, not one for each weight.
+  model and reduces them with one MAX, not one for each weight (and one more over a tensor-parallel group).
 
 The codes are kept with the shard (1 / ranks bytes an element) for the backward pass's second all-gather, which must
 send what the forward pass computed with although the scale has moved on by then, and while gradients accumulate, when a
@@ -76,13 +76,19 @@ class Peers:
         shards = {id(w): w._local_tensor for w in over_mesh}  # a shared weight counts once
         return [s for s in shards.values() if isinstance(s, ShardedWeight)]
 
+    def _sharers(self) -> list[Any]:
+        """The tensor-parallel groups over which weights are cut before FSDP2 cuts them; the same ones on every rank."""
+        groups = {id(g): g for layer in (ref() for ref in self._layers) if (g := getattr(layer, "group", None))}
+        return list(groups.values())
+
     def whole_amax(self, shard: "ShardedWeight", mesh: DeviceMesh, group: dist.ProcessGroup) -> Tensor:
         """The amax of the shard's whole weight; the first to ask in a step finds those of all shards over `mesh`."""
         session = contexts.session()
         if shard.whole is None or shard.whole.session() is not session:
             shards = self._shards(mesh)
             amaxes = torch.stack([reference.amax(s.hp) for s in shards])
-            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+            for members in (group, *self._sharers()):
+                dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=members)
             for found, amax in zip(shards, amaxes.unbind(), strict=True):
                 found.whole = WholeAmax(amax, weakref.ref(session))
         return cast(WholeAmax, shard.whole).value
@@ -243,10 +249,12 @@ def _usable(mesh: DeviceMesh) -> contexts.autocast:
 def gather_in_fp8(module: nn.Module) -> nn.Module:
     """Let FSDP2 all-gather the weights of every `Linear` inside `module` in FP8; call before `fully_shard`.
 
+    Tensor-parallel layers are cut first (`parallelize`), and then sharded over the other dimension of the mesh.
+
     For delayed recipes and current ones with a scale per tensor; anything else is refused with RecipeError in the
     forward pass. Returns module.
     """
-    layers = [layer for layer in module.modules() if type(layer) is Linear]
+    layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
     peers = Peers(layers)
     shared: dict[int, nn.Parameter] = {}
     for layer in layers:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fp8serve
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import reference, reference_fused
+from fp8serve.fp8 import reference, reference_fused, reference_sampling
 from fp8serve.fp8.reference import BLOCK
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -27,6 +27,7 @@ GranularityName = Literal["tensor", "row", "block1x128", "block128x128"]
 _LIBRARY: Any = cast(Any, torch.library.Library)("fp8serve", "DEF")  # torch leaves the class untyped
 OPS: list[str] = []  # every op that has a kernel per device
 COMPOSED: list[str] = []  # fused ops that are put together from those until a device has a kernel for them
+MEASURED = ["scaled_mm_by"]  # CUDA only: the same work by a kernel that the caller names, to find out which is fastest
 
 
 def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], composed: bool = False) -> None:
@@ -108,6 +109,19 @@ def _fake_scaled_mm(a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out)
 
 
+def _fake_mm_quantize(
+    a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | None, out_scale: Tensor, out: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out), a.new_empty((), dtype=torch.float32)
+
+
+def _scaled_mm_quantize(
+    a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | None, out_scale: Tensor, out: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = torch.ops.fp8serve.scaled_mm(a, b, a_s, b_s, bias, torch.float32)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, out_scale, out))
+
+
 def _fake_nothing(*args: Any) -> None:
     return None
 
@@ -166,6 +180,17 @@ _define(
     " -> Tensor",
     reference.scaled_mm,
     _fake_scaled_mm,
+)
+_define(
+    "scaled_mm_quantize(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor out_scale,"
+    " ScalarType out_dtype) -> (Tensor q, Tensor amax)",
+    _scaled_mm_quantize,
+    _fake_mm_quantize,
+    composed=True,
+)
+_LIBRARY.define(
+    "scaled_mm_by(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype,"
+    " str kernel, int swizzle) -> Tensor"
 )
 _define(
     "delayed_update(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, Tensor(c!)[] nonfinite, Tensor(d!)[] steps,"
@@ -241,6 +266,11 @@ _define(
     lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
 )
 _define(
+    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
+    reference_sampling.sample,
+    lambda logits, *rest: logits.new_empty((logits.shape[0],), dtype=torch.int64),
+)
+_define(
     "transpose_codes(Tensor q) -> Tensor",
     lambda q: q.t().clone(memory_format=torch.contiguous_format),
     lambda q: q.new_empty((q.shape[1], q.shape[0])),
@@ -256,13 +286,17 @@ _define(
 _LIBRARY.define("cpu_isa(str cap) -> str")
 
 
+def library_path(stem: str) -> Path | None:
+    """Where a library of kernels lies, whether it can be loaded here or not."""
+    paths = (Path(folder) / f"lib{stem}.so" for folder in fp8serve.__path__)
+    return next((path for path in paths if path.exists()), None)
+
+
 def _load(stem: str) -> Path | None:
-    for folder in fp8serve.__path__:
-        path = Path(folder) / f"lib{stem}.so"
-        if path.exists():
-            cast(Any, torch.ops).load_library(str(path))
-            return path
-    return None
+    path = library_path(stem)
+    if path is not None:
+        cast(Any, torch.ops).load_library(str(path))
+    return path
 
 
 # A CUDA library cannot be loaded by a torch that was built without CUDA, so it is not even tried there.

@@ -158,6 +158,19 @@ def scaled_mm(
     return out.to(out_dtype)
 
 
+def scaled_mm_quantize(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_scale: Tensor,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`scaled_mm` in FP32, quantized by a given scale []: (q [M, N], amax before the scale). No rounding between."""
+    return quantize(scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.float32), out_scale, out_dtype)
+
+
 def _updated(
     scale: Tensor, history: Tensor, limit: Tensor, due: Tensor, algo: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.casting import Codes, Pair
@@ -210,8 +211,11 @@ def parallelize(
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Any) -> None:
-    """Sum, in one collective, the gradients of parameters that every rank holds but used on its own tokens only."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    """Sum, in one collective, the gradients of parameters that every rank holds but used on its own tokens only.
+
+    Of parameters that FSDP2 has sharded over other ranks, this rank's shards.
+    """
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
     if grads:
         flat = all_sum(torch.cat([g.flatten() for g in grads]), group)
         for grad, part in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):

@@ -34,7 +34,11 @@ def test_a_study_and_going_on_with_it(tmp_path: Path) -> None:
         ("delayed-resumed", 4),
     ]
     assert first["resumed"] == {"recipe": "delayed", "from_step": 2, "identical": True, "differing_files": []}
-    assert first["runs"]["bf16"]["train_difference_percent"] == 0
+    assert {first["runs"]["bf16"][f"{kind}_difference_percent"] for kind in ("final", "running", "valid")} == {0}
+    final = json.loads((tmp_path / "delayed-final.json").read_text())
+    assert 59 <= final["rows"] <= training.FINAL_ROWS
+    assert first["runs"]["delayed"]["final_loss"] == final["loss"] == first["curves"]["delayed"]["final"]
+    assert abs(final["loss"] / first["runs"]["delayed"]["valid_loss"] - 1) < 0.05  # the texts are all alike
     assert abs(first["runs"]["delayed"]["valid_difference_percent"]) < 1
     assert [len(c["train"]) for c in first["curves"].values()] == [4, 4]
     told.clear()

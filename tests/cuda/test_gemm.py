@@ -1,11 +1,13 @@
 """scaled_mm on the device, every granularity by every granularity, on every kernel that may answer."""
 
+from itertools import product as product_of
+
 import pytest
 import torch
 
 from fp8serve.fp8 import reference
 from fp8serve.fp8.cases import CASES
-from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, tame
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, tame
 from tests.csrc.test_gemm import E4M3, E5M2, GRANULARITIES, assert_as_good_as_naive, exact, quantized
 
 BF16 = torch.bfloat16
@@ -98,6 +100,89 @@ def test_output_and_bias_types(kernels, out, bias_dtype, m):
     found = kernels.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
     assert found.dtype == out
     assert_within_accumulation(found, a, b, a_scale, b_scale, bias)
+
+
+def whole_numbers(m, n, k, a_dtype=E4M3, b_dtype=E4M3):
+    """Operands and a bias whose product is exact in FP32, whatever the order of the sum."""
+    make = torch.Generator().manual_seed(m)
+    a, b = (torch.randint(-3, 4, size, generator=make).float() for size in ((m, k), (n, k)))
+    one = torch.tensor(1.0)
+    return a.to(a_dtype), b.to(b_dtype), one, one, torch.arange(n).float()
+
+
+# 5 and 20: skinny, and its sum over splits of K; 70: a ragged mma tile; 128: a whole one (CUTLASS on its chips).
+@pytest.mark.parametrize("shape", [(5, 40, 400), (20, 9, 77), (3, 64, 2304), (70, 33, 144), (128, 256, 256)])
+@pytest.mark.parametrize("out", FORMATS)
+@pytest.mark.parametrize("a_dtype", FORMATS)
+def test_codes_of_the_product_and_its_amax(kernels, shape, out, a_dtype):
+    args = whole_numbers(*shape, a_dtype)
+    product = args[0].float() @ args[1].float().t() + args[4]
+    for scale in (torch.tensor(0.25), torch.tensor(1000.0)):  # 1000: beyond both formats
+        q, amax = kernels.run("scaled_mm_quantize", *args, scale, out)
+        expected, largest = reference.quantize(product, scale, out)
+        assert_codes_equal(q, expected)
+        assert_bits_equal(amax, largest)
+
+
+@pytest.mark.parametrize("case", CASES["scaled_mm_quantize"], ids=lambda case: case.name)
+def test_codes_of_cases(kernels, case):
+    """The codes of what scaled_mm gives in FP32: the kernel that answers is the same, but for rounding on the edge."""
+    *args, scale, out = case.make()
+    q, amax = kernels.run("scaled_mm_quantize", *args, scale, out)
+    expected, largest = reference.quantize(kernels.run("scaled_mm", *args, torch.float32), scale, out)
+    assert_codes_equal(q, expected)
+    assert_bits_equal(amax, largest)
+
+
+def test_codes_of_nan_and_of_nothing(kernels):
+    for rows in (4, 70):
+        a, b, *rest = whole_numbers(rows, 16, 144)
+        a[2, 3] = torch.nan
+        q, amax = kernels.run("scaled_mm_quantize", a, b, *rest, torch.tensor(1.0), E4M3)
+        assert q[2].isnan().all()
+        assert not q[[0, 1, 3]].isnan().any()
+        assert amax.isfinite()  # NaN does not count
+        assert amax > 0
+    empty, none = kernels.run("scaled_mm_quantize", a[:0], b, *rest, torch.tensor(1.0), E4M3)
+    assert empty.shape == (0, 16)
+    assert none == 0
+    with pytest.raises(RuntimeError, match=r"out_dtype: is BFloat16, must be Float8_e4m3fn or Float8_e5m2"):
+        kernels.run("scaled_mm_quantize", a, b, *rest, torch.tensor(1.0), BF16)
+
+
+NAMED = ("skinny", "mma", "large", "medium", "small")
+
+
+@pytest.mark.parametrize("shape", [(24, 64, 256), (300, 136, 400)])
+def test_every_kernel_by_its_name(kernels, shape):
+    """Each one that multiplies here gives the exact product; the others say so."""
+    *args, _ = whole_numbers(*shape)
+    product, found = args[0].float() @ args[1].float().t(), {}
+    for name, swizzle in product_of(NAMED, (1, 4)):
+        try:
+            found[name, swizzle] = kernels.run("scaled_mm_by", *args, None, torch.float32, name, swizzle)
+        except RuntimeError as refused:
+            found[name, swizzle] = str(refused)
+    answered = {name for (name, _), answer in found.items() if not isinstance(answer, str)}
+    for (name, _), answer in found.items():
+        if name in answered:
+            assert torch.equal(answer, product), name
+        else:
+            assert f"kernel: is {name}, which does not multiply this here" in answer
+    assert "mma" in answered
+    assert ("skinny" in answered) == (shape[0] <= 64)
+    if kernels.device == "cpu":
+        assert answered <= {"skinny", "mma"}
+    elif torch.cuda.get_device_capability()[0] >= 9:
+        assert answered & {"large", "medium", "small"}, "CUTLASS was not built in"
+
+
+def test_a_kernel_nobody_has(kernels):
+    *args, bias = whole_numbers(4, 16, 32)
+    with pytest.raises(RuntimeError, match="kernel: is huge, which does not multiply this here"):
+        kernels.run("scaled_mm_by", *args, bias, torch.float32, "huge", 1)
+    with pytest.raises(RuntimeError, match="swizzle: is 0, must be 1 to 64"):
+        kernels.run("scaled_mm_by", *args, bias, torch.float32, "mma", 0)
 
 
 def test_nan_and_infinity_stay_in_their_row(kernels):

@@ -5,16 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fp8serve.fp8 import reference
 from tests.csrc.helpers import FORMATS, assert_codes_equal
 from tests.cuda.conftest import DEVICES, kernels_on
-from tests.cuda.record_vectors import CASTS, HIGH, NAMES, PATH
+from tests.cuda.record_vectors import CASTS, HIGH, NAMES, PATH, load
 from tests.cuda.test_gemm import assert_within_accumulation
 
 Run = Callable[..., Any]
-VECTORS = load_file(PATH)
+VECTORS = load()
 
 
 @pytest.fixture(params=["cpu", "reference", *DEVICES])

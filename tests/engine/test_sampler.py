@@ -150,7 +150,6 @@ class Watch(TorchFunctionMode):
 def test_a_step_reads_from_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every option in use. On a CPU the rows that are not numbers are looked for first; a GPU blanks them."""
     monkeypatch.setattr(sampler, "_is_cheap_to_read", lambda x: False)
-    monkeypatch.setattr(sampler, "_descending", lambda probs: probs.sort(-1, descending=True).values)
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"top_p": 0.8, "min_p": 0.01, "logprobs": 3},

@@ -1,0 +1,63 @@
+"""One decoding step of a 1.1-billion decoder with random FP8 weights, as the engine runs it, without its files.
+
+The sizes are those of TinyLlama 1.1B; weights in E4M3 with one scale a tensor, inputs with a stored scale, embedding
+and head in BF16 as they are served. No checkpoint and no tokenizer: a machine that is lent for minutes has neither.
+"""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fp8serve.engine.fused import fuse
+from fp8serve.engine.runner import Runner
+from fp8serve.engine.scheduler import Work
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.model.config import ModelConfig
+from fp8serve.model.decoder import Decoder
+
+CONTEXT, BLOCK = 512, 16
+
+
+def config(dry: bool) -> ModelConfig:
+    layers, hidden, inner, vocab = (2, 128, 256, 512) if dry else (22, 2048, 5632, 32000)
+    heads = hidden // 64
+    return ModelConfig(
+        architecture="LlamaForCausalLM", model_type="llama", vocab_size=vocab, hidden_size=hidden,
+        intermediate_size=inner, num_layers=layers, num_heads=heads, num_kv_heads=max(1, heads // 8), head_dim=64,
+        rms_norm_eps=1e-5, rope_theta=10000.0, rope_scaling=None, max_position_embeddings=2048,
+        tie_word_embeddings=False, attention_bias=False, attention_out_bias=False, mlp_bias=False, qk_norm=False,
+        layer_windows=(None,) * layers, bos_token_id=1, eos_token_ids=(2,), dtype="bfloat16",
+    )  # fmt: skip
+
+
+def frozen(decoder: Decoder) -> Decoder:
+    """Every linear of the layers in FP8, with scales that fit what it was initialised with."""
+    names = [name for name, module in decoder.model.named_modules() if isinstance(module, nn.Linear)]
+    for name in names:
+        linear = cast(nn.Linear, decoder.model.get_submodule(name))
+        weight_scale = 448.0 / linear.weight.detach().abs().max().float()
+        input_scale = torch.tensor(64.0, device=linear.weight.device)
+        layer = FrozenLinear.from_linear(linear, DelayedScaling(), input_scale, weight_scale, torch.bfloat16)
+        parent, _, last = name.rpartition(".")
+        setattr(decoder.model.get_submodule(parent), last, layer)
+    return decoder
+
+
+class DecodeStep:
+    """Call it to run the step; `bytes`: what it must read of weights; `how`: what runs it besides plain launches."""
+
+    @torch.inference_mode()
+    def __init__(self, device: str, dry: bool) -> None:
+        model = frozen(Decoder(config(dry), device))
+        layers = [module for module in model.model.modules() if isinstance(module, FrozenLinear)]
+        self.bytes = sum(layer.weight_q.nbytes for layer in layers) + model.lm_head.weight.nbytes
+        self.runner = Runner(model, CONTEXT // BLOCK + 1, BLOCK, torch.bfloat16, fused=fuse(model))
+        sequence = SimpleNamespace(token_ids=[5] * (CONTEXT + 1), block_table=list(range(CONTEXT // BLOCK + 1)))
+        self.work = [Work(cast(Any, sequence), CONTEXT, 1)]
+        self.how = ""
+
+    def __call__(self, _: int) -> torch.Tensor:
+        return self.runner.run(self.work)

@@ -1,0 +1,160 @@
+"""Which CUTLASS tile multiplies which shape: writes a chip's lines of csrc/cuda/gemm_tiles.h.
+
+    python benchmarks/gpu_measure.py --tune [OUT.h]     times every compiled tile on the GPU that is there
+    python benchmarks/gpu_tiles.py                      predicts the lines of chips that nobody has measured
+
+A prediction counts waves of tiles over the multiprocessors, each wave as long as a tile has products over the rate that
+a tile of that size keeps up. Lines whose shape gets the same answer without them are left out. The tiles themselves
+are in csrc/cuda/gemm_sm90.cu and its sisters; nothing here touches torch.
+"""
+
+import re
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+HEADER = Path(__file__).parents[1] / "csrc/cuda/gemm_tiles.h"
+BEGIN, END = "    // begin of the table\n", "    // end of the table\n"
+
+
+class Choice(NamedTuple):
+    tile: str
+    swizzle: int
+
+
+class Entry(NamedTuple):
+    inside: bool
+    m: int
+    n: int
+    k: int
+    choice: Choice
+
+
+class Chip(NamedTuple):
+    multiprocessors: int
+    tiles: dict[str, tuple[int, int, float]]  # rows, columns, share of the chip's rate (an estimate)
+    inside: tuple[str, ...]  # tiles that were compiled for block scales
+
+
+CHIPS = {
+    90: Chip(
+        132, {"large": (128, 192, 1.0), "medium": (128, 128, 0.92), "small": (64, 128, 0.75)}, ("medium", "small")
+    ),
+    100: Chip(148, {"large": (256, 128, 1.0), "small": (128, 128, 0.85)}, ("large", "small")),
+    120: Chip(188, {"large": (128, 128, 1.0), "small": (64, 128, 0.85)}, ("large",)),
+}
+# Tokens by the linears of Llama 8B (query, key and value as one; gate and up as one) and of wider models.
+SHAPES = [
+    (m, n, k)
+    for m, (n, k) in product(
+        (64, 256, 1024, 4096, 8192), ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
+    )
+]
+SWIZZLES = (1, 2, 4, 8)
+Measure = Callable[[bool, int, int, int, Choice], float]  # seconds; raises RuntimeError where the kernel says no
+
+
+def sixteenths(value: int) -> int:
+    """16 log2(value), between powers of two on a straight line: as in the header."""
+    octave = value.bit_length() - 1
+    return 16 * octave + (value * 16 >> octave) - 16
+
+
+def chosen(entries: list[Entry], inside: bool, m: int, n: int, k: int) -> Choice:
+    """What the kernels will look up: the nearest entry, the first of equals."""
+
+    def distance(entry: Entry) -> int:
+        apart = [abs(sixteenths(a) - sixteenths(b)) for a, b in ((m, entry.m), (n, entry.n), (k, entry.k))]
+        return 2 * apart[0] + 2 * apart[1] + apart[2]
+
+    return min((e for e in entries if e.inside == inside), key=distance, default=Entry(inside, 1, 1, 1, DEFAULT)).choice
+
+
+DEFAULT = Choice("large", 1)
+
+
+def predicted(chip: Chip) -> Measure:
+    """A time, in products of one multiprocessor, for every tile that was compiled."""
+
+    def cost(inside: bool, m: int, n: int, k: int, choice: Choice) -> float:
+        rows, columns, rate = chip.tiles[choice.tile]
+        tiles = -(-m // rows) * -(-n // columns)
+        waves = -(-tiles // chip.multiprocessors)
+        wanted = 4 if waves > 4 else 1  # many waves meet each other's operands again
+        return waves * rows * columns * k / rate * (1.0 if choice.swizzle == wanted else 1.01)
+
+    return cost
+
+
+def candidates(chip: Chip, inside: bool) -> list[Choice]:
+    tiles = chip.inside if inside else chip.tiles
+    return [Choice(tile, swizzle) for tile, swizzle in product(tiles, SWIZZLES)]
+
+
+def fastest(chip: Chip, measure: Measure, inside: bool, m: int, n: int, k: int) -> Entry:
+    """Raises RuntimeError if no tile answers."""
+    times: dict[Choice, float] = {}
+    refusal = "no tile"
+    for choice in candidates(chip, inside):
+        try:
+            times[choice] = measure(inside, m, n, k, choice)
+        except RuntimeError as refused:
+            refusal = str(refused)
+    if not times:
+        raise RuntimeError(f"No tile multiplies {m}x{n}x{k}: {refusal}")
+    return Entry(inside, m, n, k, min(times, key=lambda choice: times[choice]))
+
+
+def thinned(entries: list[Entry]) -> list[Entry]:
+    """Without the lines that say what the others say."""
+    kept = list(entries)
+    for entry in entries:
+        rest = [e for e in kept if e != entry]
+        if all(chosen(rest, *e[:4]) == e.choice for e in entries):
+            kept = rest
+    return kept
+
+
+def table(chip: Chip, measure: Measure) -> list[Entry]:
+    entries = [fastest(chip, measure, inside, *shape) for inside in (False, True) for shape in SHAPES]
+    return thinned(entries)
+
+
+def lines(number: int, entries: list[Entry], origin: str) -> list[str]:
+    """The lines of one chip, as they stand in the header."""
+    found = [f"    // sm_{number}: {origin}\n"]
+    for inside, m, n, k, (tile, swizzle) in entries:
+        found.append(f"    {{{number}, {str(inside).lower()}, {m}, {n}, {k}, {{Tile::{tile}, {swizzle}}}}},\n")
+    return found
+
+
+def parsed(text: str) -> dict[int, tuple[str, list[Entry]]]:
+    """Per chip the origin of its lines and what they say."""
+    found: dict[int, tuple[str, list[Entry]]] = {}
+    for chip, origin in re.findall(r"// sm_(\d+): (.*)", text):
+        found[int(chip)] = (origin, [])
+    for chip, inside, *shape, tile, swizzle in re.findall(
+        r"\{(\d+), (true|false), (\d+), (\d+), (\d+), \{Tile::(\w+), (\d+)\}\}", text
+    ):
+        m, n, k = map(int, shape)
+        found[int(chip)][1].append(Entry(inside == "true", m, n, k, Choice(tile, int(swizzle))))
+    return found
+
+
+def rewritten(text: str, tables: dict[int, tuple[str, list[Entry]]]) -> str:
+    """The header with these tables in the place of its own."""
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    body = [line for chip, (origin, entries) in sorted(tables.items()) for line in lines(chip, entries, origin)]
+    return text[:begin] + "".join(body) + text[end:]
+
+
+def main() -> None:
+    text = HEADER.read_text()
+    known = {chip: found for chip, found in parsed(text).items() if not found[0].startswith("predicted")}
+    guesses = {n: ("predicted by waves, not measured", table(chip, predicted(chip))) for n, chip in CHIPS.items()}
+    HEADER.write_text(rewritten(text, guesses | known))
+
+
+if __name__ == "__main__":
+    main()

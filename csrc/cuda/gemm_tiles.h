@@ -1,0 +1,106 @@
+// Which CUTLASS tile multiplies which shape: a table per chip and kind, looked up by the nearest shape.
+//
+// `python benchmarks/gpu_measure.py --tune` times every compiled tile on the GPU that is there and writes
+// that chip's lines anew ("measured" with its date); without a GPU the lines come from a model of waves
+// ("predicted"). What the tiles are is said in gemm_sm90.cu ...; a tile that was not compiled for a type is
+// passed over.
+#pragma once
+
+#include "cuda/tile_choice.h"
+
+namespace fp8serve {
+
+struct TileEntry {
+  int chip;     // 90, 100, 120
+  bool inside;  // block scales
+  int m, n, k;
+  TileChoice choice;
+};
+
+inline constexpr TileEntry kTileTable[] = {
+    // begin of the table
+    // sm_90: predicted by waves, not measured
+    {90, false, 64, 28672, 4096, {Tile::small, 1}},
+    {90, false, 64, 8192, 8192, {Tile::small, 1}},
+    {90, false, 256, 4096, 4096, {Tile::small, 1}},
+    {90, false, 256, 6144, 4096, {Tile::medium, 1}},
+    {90, false, 256, 28672, 4096, {Tile::medium, 1}},
+    {90, false, 1024, 4096, 4096, {Tile::medium, 1}},
+    {90, false, 1024, 6144, 4096, {Tile::large, 1}},
+    {90, false, 1024, 28672, 4096, {Tile::large, 4}},
+    {90, false, 1024, 8192, 8192, {Tile::medium, 1}},
+    {90, false, 4096, 4096, 4096, {Tile::medium, 4}},
+    {90, false, 4096, 6144, 4096, {Tile::large, 4}},
+    {90, false, 8192, 4096, 14336, {Tile::large, 4}},
+    {90, true, 64, 28672, 4096, {Tile::small, 1}},
+    {90, true, 64, 8192, 8192, {Tile::small, 1}},
+    {90, true, 256, 4096, 4096, {Tile::small, 1}},
+    {90, true, 256, 6144, 4096, {Tile::medium, 1}},
+    {90, true, 256, 28672, 4096, {Tile::medium, 1}},
+    {90, true, 1024, 28672, 4096, {Tile::medium, 4}},
+    {90, true, 1024, 8192, 8192, {Tile::medium, 1}},
+    {90, true, 8192, 8192, 8192, {Tile::medium, 4}},
+    // sm_100: predicted by waves, not measured
+    {100, false, 64, 28672, 4096, {Tile::small, 1}},
+    {100, false, 256, 28672, 4096, {Tile::large, 1}},
+    {100, false, 256, 8192, 8192, {Tile::small, 1}},
+    {100, false, 1024, 4096, 4096, {Tile::large, 1}},
+    {100, false, 1024, 6144, 4096, {Tile::small, 1}},
+    {100, false, 1024, 28672, 4096, {Tile::large, 4}},
+    {100, false, 1024, 8192, 8192, {Tile::large, 1}},
+    {100, false, 4096, 4096, 4096, {Tile::large, 1}},
+    {100, false, 4096, 6144, 4096, {Tile::large, 4}},
+    {100, false, 8192, 4096, 14336, {Tile::large, 4}},
+    {100, true, 64, 28672, 4096, {Tile::small, 1}},
+    {100, true, 256, 28672, 4096, {Tile::large, 1}},
+    {100, true, 256, 8192, 8192, {Tile::small, 1}},
+    {100, true, 1024, 4096, 4096, {Tile::large, 1}},
+    {100, true, 1024, 6144, 4096, {Tile::small, 1}},
+    {100, true, 1024, 28672, 4096, {Tile::large, 4}},
+    {100, true, 1024, 8192, 8192, {Tile::large, 1}},
+    {100, true, 4096, 4096, 4096, {Tile::large, 1}},
+    {100, true, 4096, 6144, 4096, {Tile::large, 4}},
+    {100, true, 8192, 4096, 14336, {Tile::large, 4}},
+    // sm_120: predicted by waves, not measured
+    {120, false, 64, 28672, 4096, {Tile::small, 1}},
+    {120, false, 64, 8192, 8192, {Tile::small, 1}},
+    {120, false, 256, 4096, 4096, {Tile::small, 1}},
+    {120, false, 256, 6144, 4096, {Tile::large, 1}},
+    {120, false, 256, 28672, 4096, {Tile::small, 4}},
+    {120, false, 1024, 4096, 4096, {Tile::small, 1}},
+    {120, false, 1024, 6144, 4096, {Tile::small, 4}},
+    {120, false, 1024, 28672, 4096, {Tile::large, 4}},
+    {120, false, 1024, 8192, 8192, {Tile::large, 1}},
+    {120, false, 8192, 6144, 4096, {Tile::large, 4}},
+    {120, false, 8192, 8192, 8192, {Tile::large, 4}},
+    {120, true, 256, 28672, 4096, {Tile::large, 1}},
+    {120, true, 1024, 28672, 4096, {Tile::large, 4}},
+    {120, true, 1024, 8192, 8192, {Tile::large, 1}},
+    {120, true, 8192, 8192, 8192, {Tile::large, 4}},
+    // end of the table
+};
+
+// 16 log2(value), between powers of two on a straight line.
+constexpr int sixteenths(int value) {
+  int octave = 0;
+  while (value >> octave > 1) ++octave;
+  return 16 * octave + static_cast<int>((static_cast<int64_t>(value) << 4 >> octave) - 16);
+}
+
+// The entry nearest to a shape, m and n counting twice as much as k: they make the tiles.
+constexpr TileChoice tile_for(int chip, bool inside, int m, int n, int k) {
+  TileChoice best{Tile::large, 1};
+  int nearest = 1 << 30;
+  const auto apart = [](int a, int b) {
+    const int difference = sixteenths(a) - sixteenths(b);
+    return difference < 0 ? -difference : difference;
+  };
+  for (const TileEntry& entry : kTileTable) {
+    if (entry.chip != chip || entry.inside != inside) continue;
+    const int distance = 2 * apart(m, entry.m) + 2 * apart(n, entry.n) + apart(k, entry.k);
+    if (distance < nearest) nearest = distance, best = entry.choice;
+  }
+  return best;
+}
+
+}  // namespace fp8serve

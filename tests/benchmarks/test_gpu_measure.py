@@ -1,0 +1,112 @@
+"""What will be measured on a GPU, tried on the CPU: every group runs to its end, and every promise has a row."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_measure, gpu_tiles
+from benchmarks.gpu_measure import Bench
+
+
+def rows_of(group: str, folder: Path) -> list[dict[str, Any]]:
+    gpu_measure.main([group, "--out", str(folder / "out.json"), "--dry-run"])
+    found: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())["rows"]
+    return found
+
+
+GOALS = {
+    "casts": ["quantize with amax 8192x8192, of copy bandwidth"],
+    "skinny": [f"gemm 16x{n}x{k} tensor, weight bytes over copy bandwidth" for n, k in ((28672, 8192), (8192, 28672))],
+    "attention": [],
+    "gemm": [
+        "gemm 4096x4096x4096 tensor, over cuBLASLt",
+        "gemm 8192x8192x8192 tensor, over cuBLASLt",
+        "gemm 8192x8192x8192 tensor, TFLOP/s",
+        "gemm 8192x8192x28672 tensor, over cuBLASLt",
+    ],
+    "linear": ["linears of Llama 8B, delayed over BF16", "linears of Llama 8B, delayed over current"],
+    "decode": ["decode 1.1B batch 1"],
+}
+
+
+@pytest.mark.parametrize("group", gpu.GROUPS)
+def test_a_group_runs_and_has_its_promises(group: str, tmp_path: Path) -> None:
+    rows = rows_of(group, tmp_path)
+    assert [row for row in rows if row["what"] == "failed"] == []
+    found = [row["what"] for row in rows if "goal" in row]
+    assert len(found) == len(GOALS[group])
+    assert all(name.startswith(wanted) for name, wanted in zip(found, GOALS[group], strict=True))
+    for row in rows:
+        values = [value for value in row.values() if isinstance(value, float)]
+        assert "refused" in row or (values and all(value > 0 for value in values)), row
+    if group == "gemm":  # torch has FP8 on the CPU, and nobody but a GPU has our tiles
+        assert not any("refused" in row for row in rows if row.get("by") in ("fp8serve", "cuBLASLt"))
+        assert any("refused" in row for row in rows if row.get("by") == "fp8serve large/4")
+
+
+def test_every_promise_is_in_the_table_of_the_documentation(tmp_path: Path) -> None:
+    rows = rows_of("linear", tmp_path)
+    table = gpu.goals_table(rows).splitlines()
+    assert table[0] == "| work | goal | predicted | measured | |"
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {goal}" for goal in GOALS["linear"]]
+    assert gpu.goals_table([gpu_measure.goal("x", 1.0, 0.5, 1.2)]).endswith("| x | 1 | 0.5 | 1.2 | reached |")
+    assert gpu.goals_table([gpu_measure.goal("x", 1.0, 0.5, 0.9)]).endswith("| short |")
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def updating(bench: Bench) -> Iterator[dict[str, Any]]:
+        yield {"what": "one", "us": 1.0}
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(gpu_measure, "updating", updating)
+    rows = rows_of("casts", tmp_path)
+    assert rows[-2:] == [{"what": "one", "us": 1.0}, {"what": "failed", "error": "ZeroDivisionError: division by zero"}]
+    assert rows[0]["what"] == "quantize given scale 8192x8192"
+
+
+def test_tiles_are_measured_into_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_tile(choice: gpu_tiles.Choice, a: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if choice != gpu_tiles.Choice("small", 2):
+            raise RuntimeError("not here")
+        return a
+
+    monkeypatch.setattr(gpu_measure, "by_tile", by_tile)
+    monkeypatch.setattr(gpu_tiles, "SHAPES", [(64, 4096, 4096)])
+    header = tmp_path / "tiles.h"
+    header.write_text(gpu_tiles.HEADER.read_text())
+    out = tmp_path / "out.json"
+    gpu_measure.main(["tiles", "--tune", "--out", str(out), "--dry-run", "--header", str(header)])
+    origin, entries = gpu_tiles.parsed(header.read_text())[90]
+    assert origin.startswith("measured on a dry run, 20")
+    assert [entry.choice for entry in entries] == [gpu_tiles.Choice("small", 2)] * 2
+    assert json.loads(out.read_text())["table"] == gpu_tiles.lines(90, entries, origin)
+
+
+def test_tune_and_tiles_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["casts", "--tune"], ["tiles"]):
+        with pytest.raises(SystemExit):
+            gpu_measure.main([*words, "--out", str(tmp_path / "x")])
+        assert "--tune and the group tiles belong together" in capsys.readouterr().err
+
+
+def test_events_give_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the GPU, with a GPU that says 2 ms every time."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 2.0
+
+    calls: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert Bench(dry=False).seconds(calls.append, sets=3, repeats=5) == pytest.approx(2e-3)
+    assert calls == [0, 1, 2, 0, 1, 2, 0, 1]

@@ -1,0 +1,91 @@
+"""The table of tiles: what Python writes is what the kernels look up."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_tiles
+from benchmarks.gpu_tiles import CHIPS, HEADER, SHAPES, Choice, Entry, chosen
+
+ODD = [(1, 1, 16), (65, 48, 64), (100, 5120, 2048), (777, 11008, 4096), (3000, 3000, 3000), (1 << 20, 128, 1 << 18)]
+
+LOOKUP = """
+#include "cuda/gemm_tiles.h"
+#include <cstdio>
+int main() {
+  const char* names[] = {"large", "medium", "small"};
+  int chip, inside, m, n, k;
+  while (scanf("%d %d %d %d %d", &chip, &inside, &m, &n, &k) == 5) {
+    const auto found = fp8serve::tile_for(chip, inside != 0, m, n, k);
+    printf("%s %d\\n", names[static_cast<int>(found.tile)], found.swizzle);
+  }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_the_kernels_look_up_what_python_does(tmp_path: Path) -> None:
+    (tmp_path / "lookup.cpp").write_text(LOOKUP)
+    command = ["c++", "-std=c++20", "-Werror", "-Wall", f"-I{HEADER.parents[1]}", "lookup.cpp", "-o", "lookup"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    tables = {number: entries for number, (_, entries) in gpu_tiles.parsed(HEADER.read_text()).items()}
+    asked = [(chip, inside, *shape) for chip in CHIPS for inside in (False, True) for shape in [*SHAPES, *ODD]]
+    words = "\n".join(" ".join(str(int(part)) for part in question) for question in asked)
+    answers = subprocess.run([tmp_path / "lookup"], input=words, capture_output=True, text=True, check=True).stdout
+    found = [Choice(tile, int(swizzle)) for tile, swizzle in map(str.split, answers.splitlines())]
+    assert found == [chosen(tables[chip], bool(inside), *shape) for chip, inside, *shape in asked]
+
+
+def test_every_chip_has_a_table_and_says_where_it_is_from() -> None:
+    tables = gpu_tiles.parsed(HEADER.read_text())
+    assert set(tables) == set(CHIPS)
+    for number, (origin, entries) in tables.items():
+        if origin.startswith("predicted"):
+            assert entries == gpu_tiles.table(CHIPS[number], gpu_tiles.predicted(CHIPS[number]))
+        else:
+            assert origin.startswith("measured on ")
+        assert {entry.inside for entry in entries} == {False, True}
+        for entry in entries:
+            assert entry.choice in gpu_tiles.candidates(CHIPS[number], entry.inside)
+
+
+def test_tiles_are_those_of_the_kernels() -> None:
+    for number, chip in CHIPS.items():
+        source = (HEADER.parent / f"gemm_sm{number}.cu").read_text()
+        assert {name for name in ("large", "medium", "small") if f"Tile::{name};" in source} == set(chip.tiles)
+        for rows, columns, _ in chip.tiles.values():
+            assert f"using Tile = Shape<_{rows}, _{columns}, _128>;" in source
+
+
+def test_a_line_that_changes_no_answer_is_left_out() -> None:
+    same = [Entry(False, m, 4096, 4096, Choice("large", 1)) for m in (64, 256, 1024)]
+    other = Entry(False, 4096, 4096, 4096, Choice("small", 4))
+    assert gpu_tiles.thinned([*same, other]) == [same[-1], other]
+
+
+def test_the_fastest_tile_wins_and_refusals_do_not_count() -> None:
+    def measure(inside: bool, m: int, n: int, k: int, choice: Choice) -> float:
+        if choice.tile == "large":
+            raise RuntimeError("kernel: is large, which does not multiply this here")
+        return {"medium": 2.0, "small": 1.0}[choice.tile] + abs(choice.swizzle - 2)
+
+    assert gpu_tiles.fastest(CHIPS[90], measure, False, 64, 64, 64).choice == Choice("small", 2)
+
+
+def test_when_nothing_answers_it_says_why() -> None:
+    def measure(*_: object) -> float:
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="No tile multiplies 64x64x64: no such kernel"):
+        gpu_tiles.fastest(CHIPS[90], measure, False, 64, 64, 64)
+
+
+def test_a_table_is_written_in_its_place_and_read_back() -> None:
+    text = HEADER.read_text()
+    measured = [Entry(True, 64, 128, 256, Choice("medium", 8)), Entry(False, 1, 2, 3, Choice("small", 1))]
+    tables = gpu_tiles.parsed(text) | {90: ("measured on a GPU, 2026-11-21", measured)}
+    written = gpu_tiles.rewritten(text, tables)
+    assert gpu_tiles.parsed(written) == tables
+    assert gpu_tiles.rewritten(written, gpu_tiles.parsed(text)) == text

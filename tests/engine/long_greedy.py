@@ -1,0 +1,59 @@
+"""256 greedy tokens of a model that is sure of them, and the same from the reference ops: run this file.
+
+The model has learnt a text by heart, so that its best token is best by more than what FP8 and the order of a sum do.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.request import Request, SamplingParams
+from fp8serve.fp8.recipe import DelayedScaling
+
+TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
+NEW, CONTEXT = 256, 384
+_PLACES = ((0, 14), (30, 40), (60, 25), (5, 64), (0, 24), (33, 30), (50, 60), (13, 50))  # each once in the text
+PROMPTS = [tuple(TEXT[at : at + size]) for at, size in _PLACES]
+MODES: dict[str, dict[str, Any]] = {
+    "bf16": {"recipe": "bf16"},
+    "delayed": {"recipe": DelayedScaling()},
+    "delayed, fp8 cache": {"recipe": DelayedScaling(), "kv_cache_dtype": "fp8"},
+    "current": {"recipe": "current"},
+    "rowwise": {"recipe": "rowwise"},
+    "block": {"recipe": "block"},
+}
+
+
+def engine(model: Path, mode: str, **options: Any) -> Engine:
+    """Prompts in chunks of 8; `model` has scales for every linear and for the cache at `made-up`."""
+    chosen = dict(MODES[mode])
+    if isinstance(chosen["recipe"], DelayedScaling):
+        chosen["scales"] = model / "made-up"
+    return Engine(model, **chosen, max_prefill_tokens=8, max_batch_tokens=40, **options)
+
+
+def tokens(runner: Engine, prompts: list[tuple[int, ...]], tenant: str = "") -> list[list[int]]:
+    """What the engine says after each, all of them in one batch. A tenant shares no cached prefix with another."""
+    params = SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True)
+    said: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    for name, prompt in zip(said, prompts, strict=True):
+        runner.add_request(Request(name, prompt, params, tenant=tenant))
+    while runner.has_work():
+        for output in runner.step():
+            said[output.request_id] += output.token_ids
+    return list(said.values())
+
+
+def main(model: Path) -> None:
+    """The reference's tokens for every mode, as JSON."""
+    from fp8serve.fp8 import ops
+
+    if "cpu kernel" in " ".join(ops.backends().values()):
+        raise SystemExit("The kernels are loaded: this would not be the reference.")
+    json.dump({mode: tokens(engine(model, mode), PROMPTS) for mode in MODES}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""FSDP2 over one dimension of a mesh and tensor parallelism over the other, against one process: 2 x 2 ranks.
+
+The rows of the mesh have batches of their own, its columns share each layer's weight; the weights are gathered in FP8.
+Sums have another order than in one process, so what test_tensor_parallel.py says of its bound `RUN` holds here.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fp8serve import Linear, autocast
+from fp8serve.fp8.fsdp import GatheredWeight, gather_in_fp8
+from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.tensor_parallel import ParallelLinear, parallelize, sum_gradients
+
+from .ranks import on_ranks
+from .runs import RECIPES, states
+from .test_tensor_parallel import RUN, blocks
+
+STEPS = 4
+LAYOUT: Any = {"*.up": "column", "*.down": "row"}
+
+
+def batch(step: int, row: int) -> Tensor:
+    """[8, 32]; the rows of the mesh see values of different sizes."""
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + row)) * (1 + row)
+
+
+def loss_of(model: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
+    return (model(x) - wanted).square().sum() / (32 * 8)
+
+
+def alone(recipe: Recipe) -> tuple[list[list[float]], list[Any]]:
+    """Losses of every step for both rows, and all scales."""
+    model = blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        with autocast(recipe=recipe):
+            found = [loss_of(model, x, x.sin()) for x in (batch(step, row) for row in range(2))]
+        torch.stack(found).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = (
+                None if parameter.grad is None else parameter.grad / 2
+            )  # FSDP2 takes the mean over the rows
+        losses.append([loss.item() for loss in found])
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [states(m) for m in model.modules() if isinstance(m, Linear)]
+
+
+def on_a_mesh(rank: int, name: str, sequence_parallel: bool) -> Any:
+    """This rank's row, its losses, all scales, and whether every layer saw a weight that was gathered in FP8."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    row, column, tensor = mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank(), mesh["tensor"].get_group()
+    model = gather_in_fp8(parallelize(blocks(), LAYOUT, tensor, sequence_parallel))
+    for block in model.children():
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    seen: list[bool] = []
+    for layer in (m for m in model.modules() if isinstance(m, ParallelLinear)):
+        layer.register_forward_hook(lambda m, args, y: seen.append(isinstance(m.weight, GatheredWeight)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        x = batch(step, row)
+        if sequence_parallel:
+            x = x.chunk(2)[column]
+        with autocast(recipe=RECIPES[name], amax_reduction_group=dist.group.WORLD):
+            loss = loss_of(model, x, x.sin())
+        loss.backward()
+        if sequence_parallel:
+            sum_gradients([p for n, p in model.named_parameters() if "norm" in n], tensor)
+            dist.all_reduce(loss.detach(), group=tensor)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    scales = [states(m) for m in model.modules() if isinstance(m, Linear)]
+    return row, losses, scales, all(seen) and len(seen) == 4 * STEPS
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_two_by_two_ranks_are_one_process(name: str, sequence_parallel: bool) -> None:
+    losses, scales = alone(RECIPES[name])
+    for row, found, found_scales, in_fp8 in on_ranks(4, on_a_mesh, name, sequence_parallel):
+        assert in_fp8
+        assert found == pytest.approx([both[row] for both in losses], rel=RUN)
+        for here, there in zip(found_scales, scales, strict=True):
+            assert here.keys() == there.keys()
+            for tensor in there:
+                assert here[tensor][0] == pytest.approx(there[tensor][0], rel=RUN)
+                assert here[tensor][1] == pytest.approx(there[tensor][1], rel=RUN)
+                assert here[tensor][2:] == there[tensor][2:]
