@@ -79,13 +79,17 @@ def options(
     """
 
 
+TRAINING = ("finetune", "serve", "demo", "training", "step", "monitor")  # commands that train, or start what trains
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     # Threads that wait for work sleep: when the engine and a trainer share cores, spinning ones slow both tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Large temporaries of torch in pages of 2 MB, also in child processes: a training step faults a tenth as often.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     args = list(sys.argv[1:] if argv is None else argv)
+    if any(name in args for name in TRAINING):
+        # Large temporaries of torch in pages of 2 MB, also in child processes: a training step faults a tenth as often.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     debug = "--debug" in args
     try:
         app(["--debug"] * debug + [a for a in args if a != "--debug"], prog_name="fp8serve")

@@ -1,8 +1,7 @@
 """What `bench ops` measures: every op at the sizes of a Llama of 1.1 billion parameters and of the linears that FP8
 kernels are usually compared on, with torch's own way of doing the same in BF16.
 
-Weights of a linear take turns, more of them than caches hold, because a decoder reads each once in a step. Every maker
-frees its tensors before the next one runs.
+Every maker frees its tensors before the next one runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +31,8 @@ LINEAR = {  # rows, out, in -> times torch's BF16 that we want to be
     (512, 4096, 4096): 1.0,
     (512, 14336, 4096): 1.0,
 }
-TURNS = 4  # weights
+MEMORY_BOUND = 8  # rows up to which reading a weight takes longer than multiplying by it
+TURNS = 4  # weights, more than caches hold
 BLOCK = 16  # tokens in a block of the paged cache
 
 
@@ -77,6 +77,10 @@ def _torch_cast_transpose(x: Tensor) -> object:
     return x.abs().amax(), (x * 1.5).to(E4M3).t().contiguous()
 
 
+def _torch_transpose(q: Tensor) -> object:
+    return q.t().contiguous()
+
+
 def casts() -> Iterator[Entry]:
     """A 4096 x 4096 matrix; torch: abs-max, scale and cast. The goal is set against it without the scale, too."""
     x, scale = _noise(4096, 4096), torch.tensor(1.5)
@@ -92,6 +96,11 @@ def casts() -> Iterator[Entry]:
         yield Entry("quantize_block", f"{size}, {rows} x 128", call, plain, moved)
     both = partial(OPS.quantize_transpose, x, scale, E4M3)
     yield Entry("quantize_transpose", size, both, partial(_torch_cast_transpose, x), moved + x.numel())
+    q, seen, saturated = x.to(E4M3), torch.zeros(()), torch.zeros((), dtype=torch.int64)
+    turned = partial(_torch_transpose, q)
+    yield Entry("transpose_codes", size, partial(OPS.transpose_codes, q), turned, 2.0 * q.numel())
+    watch = partial(OPS.count_saturated, q, torch.ones(()), seen, saturated, 464.0, None)
+    yield Entry("count_saturated", size, watch, None, float(q.numel()))
 
 
 def _fp8_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> object:
@@ -99,15 +108,26 @@ def _fp8_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, 
 
 
 def linears() -> Iterator[Entry]:
-    """BF16 in, quantized, multiplied, BF16 out; torch: its BF16 linear."""
+    """BF16 in, quantized, multiplied, BF16 out; torch: its BF16 linear.
+
+    With one weight, which caches may hold, as linears are usually compared and as goals are set; with few rows also
+    with weights in turn, as a decoder reads them: from memory FP8 can only be as much faster as it is smaller.
+    """
     for (m, n, k), goal in LINEAR.items():
-        x, scale = _noise(m, k), torch.tensor(64.0)
-        weights = [_noise(n, k) for _ in range(TURNS)]
-        cast = [OPS.quantize_current(w, E4M3, False) for w in weights]
-        ours = _in_turn([partial(_fp8_linear, x, scale, q, (scale.reciprocal(), s)) for q, s in cast])
-        theirs = _in_turn([partial(F.linear, x, w) for w in weights])
-        moved = n * k + 2.0 * m * (n + k)
-        yield Entry("quantize + scaled_mm", f"{m} x {n} x {k}", ours, theirs, moved, 2.0 * m * n * k, goal)
+        size = f"{m} x {n} x {k}"
+        yield _linear(m, n, k, 1, size, goal)
+        if m <= MEMORY_BOUND:
+            yield _linear(m, n, k, TURNS, f"{size}, {TURNS} in turn", None)
+
+
+def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -> Entry:
+    x, scale = _noise(m, k), torch.tensor(64.0)
+    weights = [_noise(n, k) for _ in range(count)]
+    cast = [OPS.quantize_current(w, E4M3, False) for w in weights]
+    ours = _in_turn([partial(_fp8_linear, x, scale, q, (scale.reciprocal(), s)) for q, s in cast])
+    theirs = _in_turn([partial(F.linear, x, w) for w in weights])
+    moved = n * k + 2.0 * m * (n + k)
+    return Entry("quantize + scaled_mm", size, ours, theirs, moved, 2.0 * m * n * k, goal)
 
 
 def products() -> Iterator[Entry]:
