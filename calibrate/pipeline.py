@@ -197,7 +197,7 @@ def _checkpoint(
 def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
     """As it is stored: the cache's scales have no history, nor has anything with a history of the staging slot only."""
     keep = not name.endswith((".k", ".v")) and bool(state.amax_history.any())
-    return TensorScale(state.scale, state.amax_history if keep else None)
+    return TensorScale(state.scale.cpu(), state.amax_history.cpu() if keep else None)
 
 
 def _tensor_reports(observer: Observer, kept: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:

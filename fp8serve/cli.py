@@ -14,7 +14,19 @@ from typing import Annotated
 import typer
 
 from fp8serve import __version__
-from fp8serve.commands import bench, bench_speed, calibrate, demo, doctor, evaluate, finetune, generate, inspect, serve
+from fp8serve.commands import (
+    bench,
+    bench_speed,
+    bench_step,
+    calibrate,
+    demo,
+    doctor,
+    evaluate,
+    finetune,
+    generate,
+    inspect,
+    serve,
+)  # fmt: skip
 from fp8serve.errors import Fp8ServeError
 
 app = typer.Typer(
@@ -34,9 +46,10 @@ app.command("inspect")(inspect.command)
 app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
 bench.app.command("ops")(bench_speed.ops)
-bench.app.command("monitor")(bench_speed.monitor)
 bench.app.command("engine")(bench_speed.engine)
 bench.app.command("serve")(bench_speed.serve)
+bench.app.command("step")(bench_step.step)
+bench.app.command("monitor")(bench_step.monitor)
 app.add_typer(bench.app, name="bench")
 
 
@@ -66,13 +79,17 @@ def options(
     """
 
 
+TRAINING = ("finetune", "serve", "demo", "training", "step", "monitor")  # commands that train, or start what trains
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     # Threads that wait for work sleep: when the engine and a trainer share cores, spinning ones slow both tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Large temporaries of torch in pages of 2 MB, also in child processes: a training step faults a tenth as often.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     args = list(sys.argv[1:] if argv is None else argv)
+    if any(name in args for name in TRAINING):
+        # Large temporaries of torch in pages of 2 MB, also in child processes: a training step faults a tenth as often.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     debug = "--debug" in args
     try:
         app(["--debug"] * debug + [a for a in args if a != "--debug"], prog_name="fp8serve")

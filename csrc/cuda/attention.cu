@@ -9,12 +9,14 @@
 // operations happen in the same order. So a row's result depends, to the last bit, on its own query and
 // context alone: not on the batch, not on how a prompt was cut.
 //
-// FP32 arithmetic without tensor cores: decoding is bound by memory and does not miss them; long prefills do.
+// FP32 arithmetic without tensor cores, for every type and width. What BF16 models do goes to
+// attention_mma.cu.
 #include <torch/csrc/stable/library.h>
 
-#include "cuda/cast.h"
+#include "cuda/attention.h"
 
 namespace fp8serve {
+namespace attention {
 namespace {
 
 constexpr int kThreads = 256;
@@ -35,58 +37,6 @@ template <class C>
 struct alignas(sizeof(C) == 1 ? 8 : 16) Eight {
   C element[kChunk];
 };
-
-struct Work {
-  const void *q, *k, *v;
-  void* out;
-  Number query;
-  const int *tables, *lengths, *starts;
-  const float *k_scale, *v_scale;  // null for 1
-  float softmax_scale;
-  bool whole;  // heads begin on 16 bytes and are eights of elements
-  int sequences, max_blocks, block_size, heads, kv_heads, dim, segments;
-  float *maxima = nullptr, *sums = nullptr,
-        *values =
-            nullptr;  // [segments][rows], [segments][rows], [segments][rows][dim]; null: one block does all
-};
-
-__device__ __forceinline__ float factor(const float* scale) { return scale == nullptr ? 1.0f : *scale; }
-
-// --- which rows
-// ---------------------------------------------------------------------------------------------------
-
-struct Rows {
-  int sequence, first,
-      count;  // rows [first, first + count) of the sequence's tokens x group; count 0: nothing to do
-  int start, tokens, length;  // of the sequence: its first token in q, its new tokens, its context
-};
-
-// Sequence s begins at tile starts[s] * group / 16 + s: room enough for its rows, found by bisection, and
-// known without asking the device how many tokens each sequence has.
-__device__ __forceinline__ int tile_of(const Work& w, int s) {
-  return static_cast<int>(static_cast<int64_t>(w.starts[s]) * (w.heads / w.kv_heads) / kRows) + s;
-}
-__device__ __forceinline__ Rows rows_of(const Work& w) {
-  const int tile = static_cast<int>(blockIdx.x);
-  int low = 0, high = w.sequences;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (tile_of(w, middle) <= tile ? low : high) = middle;
-  }
-  const int tokens = w.starts[low + 1] - w.starts[low], first = (tile - tile_of(w, low)) * kRows;
-  const int count = min(kRows, tokens * (w.heads / w.kv_heads) - first);
-  return {low, first, max(count, 0), w.starts[low], tokens, w.lengths[low]};
-}
-
-// Where row r of the tile lies in q and out, in heads.
-__device__ __forceinline__ int64_t head_of(const Work& w, const Rows& rows, int r) {
-  const int group = w.heads / w.kv_heads, row = rows.first + r;
-  return static_cast<int64_t>(rows.start + row / group) * w.heads + blockIdx.y * group + row % group;
-}
-// The last key that row r may see.
-__device__ __forceinline__ int position_of(const Work& w, const Rows& rows, int r) {
-  return rows.length - rows.tokens + (rows.first + r) / (w.heads / w.kv_heads);
-}
 
 // --- shared memory
 // ------------------------------------------------------------------------------------------------
@@ -310,21 +260,21 @@ __device__ __forceinline__ void walk_all(const Work& w, const Rows& rows, Shared
   }
   const float scale = factor(w.v_scale);
   for_sums<kWide>(w, rows, [&](int row, int r, int d, int i) {
-    store(total[i][r] / sum[r] * scale, w.out, head_of(w, rows, row) * w.dim + d, w.query);
+    store(quotient(total[i][r], sum[r]) * scale, w.out, head_of(w, rows, row) * w.dim + d, w.query);
   });
 }
 
 template <class C, int kWide>
 __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Work w) {
   auto& shared = *reinterpret_cast<Shared<kWide>*>(dynamic_shared());
-  const Rows rows = rows_of(w);
+  const Rows rows = rows_of<kRows>(w);
   if (rows.count == 0) return;
   const int end = position_of(w, rows, rows.count - 1) + 1;  // keys that the last row sees
   load_queries(w, rows, shared);
   if (w.values == nullptr) return walk_all<C>(w, rows, shared, end);
   const int segment = static_cast<int>(blockIdx.z), begin = segment * kSegment;
   if (begin >= end) return;
-  const int64_t all = static_cast<int64_t>(w.starts[w.sequences]) * w.heads, base = segment * all;
+  const int64_t base = segment * rows_in_all(w);
   Sums<kWide> sums;
   walk_segment<C>(w, rows, shared, sums, begin, min(end, begin + kSegment));
   for_sums<kWide>(w, rows, [&](int row, int r, int d, int i) {
@@ -337,13 +287,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Wo
 // A block merges the segments of one token of one head, in order.
 __global__ void __launch_bounds__(kColumns) merge_segments(const __grid_constant__ Work w) {
   const int token = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
-  int low = 0, high = w.sequences;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (w.starts[middle] <= token ? low : high) = middle;
-  }
-  const int end = w.lengths[low] - (w.starts[low + 1] - token) + 1;
-  const int64_t all = static_cast<int64_t>(w.starts[w.sequences]) * w.heads;
+  const int end = keys_of(w, token);
+  const int64_t all = rows_in_all(w);
   const int64_t row = static_cast<int64_t>(token) * w.heads + head;
   const float scale = factor(w.v_scale);
   for (int d = static_cast<int>(threadIdx.x); d < w.dim; d += kColumns) {
@@ -355,7 +300,7 @@ __global__ void __launch_bounds__(kColumns) merge_segments(const __grid_constant
       sum = merged(m, sum, w.sums[at]);
       value = merged(m, value, w.values[at * w.dim + d]);
     }
-    store(value / sum * scale, w.out, row * w.dim + d, w.query);
+    store(quotient(value, sum) * scale, w.out, row * w.dim + d, w.query);
   }
 }
 
@@ -381,23 +326,23 @@ bool spread(const Work& w, int64_t tiles, const OnDevice& device) {
   return w.segments > 1 && tiles * w.kv_heads < 2 * device.multiprocessors();
 }
 
-void run(Work w, int64_t tokens, ScalarType cache, const OnDevice& device, const Tensor& q) {
-  const int64_t tiles = tokens * (w.heads / w.kv_heads) / kRows + w.sequences;
+void run(const Call& call, const OnDevice& device, const Tensor& allocator) {
+  Work w = call.work;
+  const int64_t tiles = tiles_of(w, call.tokens, kRows);
   const bool apart = spread(w, tiles, device);
-  const int64_t rows = apart ? w.segments * tokens * w.heads : 0;
-  const Tensor parts = empty(q, {rows * (w.dim + 2)}, ScalarType::Float);
-  if (apart) w.maxima = data<float>(parts), w.sums = w.maxima + rows, w.values = w.sums + rows;
+  std::optional<Tensor> parts;
+  if (apart) parts = make_parts(w, call.tokens, allocator);
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(w.kv_heads),
                   apart ? static_cast<unsigned>(w.segments) : 1);
-  with_cache(cache, [&](auto element) {
+  with_cache(call.cache, [&](auto element) {
     with_width(w.dim, [&](auto wide) {
       launch(attend<typename decltype(element)::type, wide.value>, grid, kThreads,
              static_cast<int>(sizeof(Shared<wide.value>)), device.stream(), w);
     });
   });
   if (!apart) return;
-  launch(merge_segments, dim3(static_cast<unsigned>(tokens), static_cast<unsigned>(w.heads)), kColumns, 0,
-         device.stream(), w);
+  launch(merge_segments, dim3(static_cast<unsigned>(call.tokens), static_cast<unsigned>(w.heads)), kColumns,
+         0, device.stream(), w);
 }
 
 const float* scale_of(const DeviceContract& check, const char* name, const std::optional<Tensor>& scale) {
@@ -434,32 +379,35 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   const Tensor tables = dense(block_tables), lengths = dense(context_lens), starts = dense(query_starts);
   Tensor out = empty(q, {t.value(), heads.value(), dim.value()}, q.scalar_type());
   if (out.numel() == 0) return out;
-  run({.q = q.data_ptr(),
-       .k = k.data_ptr(),
-       .v = v.data_ptr(),
-       .out = out.data_ptr(),
-       .query = number_of(q.scalar_type()),
-       .tables = data<const int>(tables),
-       .lengths = data<const int>(lengths),
-       .starts = data<const int>(starts),
-       .k_scale = scale_of(check, "k_scale_inv", k_scale_inv),
-       .v_scale = scale_of(check, "v_scale_inv", v_scale_inv),
-       .softmax_scale = static_cast<float>(softmax_scale),
-       .whole = dim.value() % kChunk == 0 && aligned(k.data_ptr(), 16) && aligned(v.data_ptr(), 16),
-       .sequences = static_cast<int>(sequences.value()),
-       .max_blocks = static_cast<int>(block_tables.size(1)),
-       .block_size = static_cast<int>(size.value()),
-       .heads = static_cast<int>(heads.value()),
-       .kv_heads = static_cast<int>(kv_heads.value()),
-       .dim = static_cast<int>(dim.value()),
-       .segments = static_cast<int>(ceil_over(block_tables.size(1) * size.value(), kSegment))},
-      t.value(), k_cache.scalar_type(), device, q);
+  const Work work{
+      .q = q.data_ptr(),
+      .k = k.data_ptr(),
+      .v = v.data_ptr(),
+      .out = out.data_ptr(),
+      .query = number_of(q.scalar_type()),
+      .tables = data<const int>(tables),
+      .lengths = data<const int>(lengths),
+      .starts = data<const int>(starts),
+      .k_scale = scale_of(check, "k_scale_inv", k_scale_inv),
+      .v_scale = scale_of(check, "v_scale_inv", v_scale_inv),
+      .softmax_scale = static_cast<float>(softmax_scale),
+      .whole = dim.value() % kChunk == 0 && aligned(k.data_ptr(), 16) && aligned(v.data_ptr(), 16),
+      .sequences = static_cast<int>(sequences.value()),
+      .max_blocks = static_cast<int>(block_tables.size(1)),
+      .block_size = static_cast<int>(size.value()),
+      .heads = static_cast<int>(heads.value()),
+      .kv_heads = static_cast<int>(kv_heads.value()),
+      .dim = static_cast<int>(dim.value()),
+      .segments = static_cast<int>(ceil_over(block_tables.size(1) * size.value(), kSegment))};
+  const Call call{work, t.value(), k_cache.scalar_type()};
+  if (!attend_on_tensor_cores(call, device, q)) run(call, device, q);
   return out;
 }
 
 }  // namespace
+}  // namespace attention
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
-  m.impl("paged_attention", TORCH_BOX(&fp8serve::paged_attention));
+  m.impl("paged_attention", TORCH_BOX(&fp8serve::attention::paged_attention));
 }

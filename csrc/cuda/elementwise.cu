@@ -1,5 +1,6 @@
 // What stands between two GEMMs of a decoder layer, each in one read and one write: rms_norm_quantize,
-// silu_mul_quantize, rotary_write_kv, and quantize_transpose for the GEMMs that contract the other dimension.
+// layer_norm_quantize, silu_mul_quantize, rotary_write_kv, and quantize_transpose for the GEMMs that contract
+// the other dimension.
 //
 // They round where the separate ops round (an intermediate of a BF16 model is BF16), so that a layer gives
 // the same numbers fused or not; the mean of squares and the exponential may differ by their last bit
@@ -8,7 +9,7 @@
 
 #include <tuple>
 
-#include "cuda/cast.h"
+#include "cuda/rows.h"
 
 namespace fp8serve {
 namespace {
@@ -17,50 +18,63 @@ using Pair = std::tuple<Tensor, Tensor>;
 
 constexpr int kThreads = 256;
 
-// A matrix whose rows are contiguous: [count, width] with `stride` elements from row to row.
-struct Rows {
-  Tensor held;
-  int64_t count, width, stride;
-};
-
-Rows rows_of(const Tensor& x) {
-  const bool usable = x.is_contiguous() || (x.stride(1) == 1 && x.stride(0) >= x.size(1));
-  const Tensor held = usable ? x : dense(x);
-  return {held, held.size(0), held.size(1), std::max<int64_t>(held.stride(0), held.size(1))};
-}
-bool fast_rows(const Rows& r) {
-  return r.width % kChunk == 0 && r.stride % kChunk == 0 && aligned(r.held.data_ptr(), 16);
-}
-
 // --- norm
 // -----------------------------------------------------------------------------------------------------------
 
 // A block per row, which it reads twice, the second time from the first-level cache.
 template <class F, class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kRowThreads)
     norm_row(const T* x, int64_t stride, const T* weight, uint8_t* q, int64_t n, float eps,
              const float* scale_in, float* amax) {
   __shared__ float memory[2][32];
   const T* from = x + blockIdx.x * stride;
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk, step = kThreads * kChunk;
-  float sum = 0.0f;
-  for (int64_t at = first; at < n; at += step) {
-    const Chunk chunk = load_chunk<kAligned>(from, at, n);
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) sum = fmaf(chunk.value[i], chunk.value[i], sum);
-  }
-  const float factor = 1.0f / sqrtf(block_sum(sum, memory[0]) / static_cast<float>(n) + eps);
-  const float scale = *scale_in;
+  const float factor = row_factor<kAligned>(from, n, eps, memory[0]), scale = *scale_in;
   float seen = 0.0f;
-  for (int64_t at = first; at < n; at += step) {
-    Chunk y = load_chunk<kAligned>(from, at, n);
-    const Chunk w = load_chunk<kAligned>(weight, at, n);
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) y.value[i] = rounded<T>(w.value[i] * rounded<T>(y.value[i] * factor));
+  for_chunks(n, [&](int64_t at) {
+    const Chunk y = normed<T>(load_chunk<kAligned>(from, at, n), load_chunk<kAligned>(weight, at, n), factor);
     seen = amax_of(y, seen);
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
-  }
+  });
   seen = block_max(seen, memory[1]);
+  if (threadIdx.x == 0) raise(amax, seen);
+}
+
+// LayerNorm, as torch computes it: mean, then the deviations' mean square, in FP32 and rounded once.
+template <class F, class T, bool kAligned>
+__global__ void __launch_bounds__(kRowThreads)
+    layer_norm_row(const T* x, int64_t stride, const T* weight, const T* bias, uint8_t* q, int64_t n,
+                   float eps, const float* scale_in, float* amax) {
+  __shared__ float memory[3][32];
+  const T* from = x + blockIdx.x * stride;
+  float sum = 0.0f, squares = 0.0f, seen = 0.0f;
+  for_chunks(n, [&](int64_t at) {
+    const Chunk chunk = load_chunk<kAligned>(from, at, n);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) sum += chunk.value[i];
+  });
+  const float mean = block_sum(sum, memory[0]) / static_cast<float>(n);
+  for_chunks(n, [&](int64_t at) {
+    const Chunk chunk = load_chunk<kAligned>(from, at, n);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const float off = at + i < n ? chunk.value[i] - mean : 0.0f;
+      squares = fmaf(off, off, squares);
+    }
+  });
+  const float factor = norm_factor(block_sum(squares, memory[1]), n, eps), scale = *scale_in;
+  for_chunks(n, [&](int64_t at) {
+    Chunk y = load_chunk<kAligned>(from, at, n);
+    const Chunk w = load_chunk<kAligned>(weight, at, n);
+    const Chunk b = bias == nullptr ? Chunk{} : load_chunk<kAligned>(bias, at, n);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const float value = fmaf((y.value[i] - mean) * factor, w.value[i], b.value[i]);
+      y.value[i] = at + i < n ? rounded<T>(value) : 0.0f;
+    }
+    seen = amax_of(y, seen);
+    store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
+  });
+  seen = block_max(seen, memory[2]);
   if (threadIdx.x == 0) raise(amax, seen);
 }
 
@@ -78,12 +92,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < chunks;
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t row = i / per_row, at = i % per_row * kChunk;
-    Chunk y = load_chunk<kAligned>(gate + row * gate_stride, at, n);
-    const Chunk u = load_chunk<kAligned>(up + row * up_stride, at, n);
-#pragma unroll
-    for (int j = 0; j < kChunk; ++j) {
-      y.value[j] = rounded<T>(rounded<T>(y.value[j] / (1.0f + expf(-y.value[j]))) * u.value[j]);
-    }
+    const Chunk y = gated<T>(load_chunk<kAligned>(gate + row * gate_stride, at, n),
+                             load_chunk<kAligned>(up + row * up_stride, at, n));
     seen = amax_of(y, seen);
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + row * n, at, n);
   }
@@ -142,12 +152,6 @@ __global__ void __launch_bounds__(kThreads) cast_transpose(const T* x, uint8_t* 
 // --- rotary embedding and cache
 // -----------------------------------------------------------------------------------------
 
-struct Heads {
-  const void* from;
-  int64_t token_stride;
-  int count;
-};
-
 struct Rotary {
   Heads q, k, v;
   const void *cos, *sin;  // [tokens, dim]
@@ -157,14 +161,6 @@ struct Rotary {
   int64_t capacity;
   int dim;
 };
-
-// One value of a rotated head, rounded where x * cos + rotate(x) * sin rounds.
-template <class T>
-__device__ __forceinline__ float turned(const T* head, const T* cos, const T* sin, int d, int dim) {
-  const int half = dim / 2, other = d < half ? d + half : d - half;
-  const float across = d < half ? -load(head[other]) : load(head[other]);
-  return rounded<T>(rounded<T>(load(head[d]) * load(cos[d])) + rounded<T>(across * load(sin[d])));
-}
 
 template <class U, bool kFp8>
 __device__ __forceinline__ void write_cache(void* cache, int64_t at, float value, const float* scale) {
@@ -247,8 +243,34 @@ Pair rms_norm_quantize(const Tensor& x, const Tensor& weight_in, double eps, con
   with_types(dtype, x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
     launch(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
-           kThreads, 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight), data<uint8_t>(q),
-           rows.width, static_cast<float>(eps), data<float>(scale), data<float>(amax));
+           row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight),
+           data<uint8_t>(q), rows.width, static_cast<float>(eps), data<float>(scale), data<float>(amax));
+  });
+  return {q, amax};
+}
+
+Pair layer_norm_quantize(const Tensor& x, const Tensor& weight_in, const std::optional<Tensor>& bias_in,
+                         double eps, const Tensor& scale, ScalarType dtype) {
+  const DeviceContract check("layer_norm_quantize", x);
+  check.rank("x", x, 2);
+  const Size t{"T", x.size(0)}, hidden{"hidden", x.size(1)};
+  check.tensor("x", x, kHigh, {t, hidden});
+  check.tensor("weight", weight_in, {x.scalar_type()}, {hidden});
+  if (bias_in) check.tensor("bias", *bias_in, {x.scalar_type()}, {hidden});
+  check.tensor("scale", scale, {ScalarType::Float}, {});
+  check_fp8(check, dtype);
+  const OnDevice device(x);
+  const Tensor weight = dense(weight_in), bias = dense(bias_in ? *bias_in : weight_in);
+  const Tensor q = empty(x, {t.value(), hidden.value()}, dtype), amax = zero_amax(x, device);
+  if (x.numel() == 0) return {q, amax};
+  const Rows rows = rows_of(x);
+  const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16) && aligned(bias.data_ptr(), 16);
+  with_types(dtype, x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    launch(layer_norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
+           row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight),
+           bias_in ? data<T>(bias) : nullptr, data<uint8_t>(q), rows.width, static_cast<float>(eps),
+           data<float>(scale), data<float>(amax));
   });
   return {q, amax};
 }
@@ -298,16 +320,6 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   });
   return {q, q_t, amax};
 }
-
-// [tokens, heads, dim] whose heads are contiguous; a slice of a fused projection's output qualifies.
-struct HeadsOf {
-  Tensor held;
-  Heads heads;
-  explicit HeadsOf(const Tensor& x) : held(usable(x) ? x : dense(x)) {
-    heads = {held.data_ptr(), held.stride(0), static_cast<int>(held.size(1))};
-  }
-  static bool usable(const Tensor& x) { return x.stride(2) == 1 && x.stride(1) == x.size(2); }
-};
 
 const float* scale_of(const DeviceContract& check, const char* name, const std::optional<Tensor>& scale) {
   if (!scale) return nullptr;
@@ -381,6 +393,7 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("rms_norm_quantize", TORCH_BOX(&fp8serve::rms_norm_quantize));
+  m.impl("layer_norm_quantize", TORCH_BOX(&fp8serve::layer_norm_quantize));
   m.impl("silu_mul_quantize", TORCH_BOX(&fp8serve::silu_mul_quantize));
   m.impl("quantize_transpose", TORCH_BOX(&fp8serve::quantize_transpose));
   m.impl("rotary_write_kv", TORCH_BOX(&fp8serve::rotary_write_kv));

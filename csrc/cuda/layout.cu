@@ -1,5 +1,7 @@
 // Transposing and padding FP8 codes, one byte an element. Memory-bound: every byte is read once and written
 // once.
+#include <torch/csrc/stable/library.h>
+
 #include "cuda/layout.h"
 
 namespace fp8serve {
@@ -55,6 +57,40 @@ __global__ void __launch_bounds__(kThreads) gather(const uint8_t* from, int64_t 
   to[at] = column < k ? from[row * row_stride + column * k_stride] : static_cast<uint8_t>(0);
 }
 
+// codes [k, rows] with contiguous rows -> to [rows, padded], k at most padded.
+void launch_transpose(const Tensor& codes, const Tensor& to, int64_t rows, int64_t k, int64_t pitch,
+                      const OnDevice& device) {
+  const int64_t padded = to.size(1);
+  const bool fast = aligned(codes.data_ptr(), 16) && pitch % 16 == 0 && rows % 16 == 0;
+  const dim3 grid(static_cast<unsigned>(ceil_over(padded, kTile)),
+                  static_cast<unsigned>(ceil_over(rows, kTile)));
+  launch(fast ? transpose<true> : transpose<false>, grid, kThreads, 0, device.stream(), data<uint8_t>(codes),
+         pitch, data<uint8_t>(to), rows, k, padded);
+}
+
+// Any two strides.
+void launch_gather(const void* from, int64_t row_stride, int64_t k_stride, const Tensor& to, int64_t k,
+                   const OnDevice& device) {
+  launch(gather, static_cast<unsigned>(ceil_over(to.numel(), kThreads)), kThreads, 0, device.stream(),
+         static_cast<const uint8_t*>(from), row_stride, k_stride, data<uint8_t>(to), to.numel(), k,
+         to.size(1));
+}
+
+Tensor transpose_codes(const Tensor& q_in) {
+  const DeviceContract check("transpose_codes", q_in);
+  check.rank("q", q_in, 2);
+  check.tensor("q", q_in, kFp8, {{"M", q_in.size(0)}, {"K", q_in.size(1)}});
+  const OnDevice device(q_in);
+  const Tensor q = dense(q_in), out = empty(q, {q.size(1), q.size(0)}, q.scalar_type());
+  if (out.numel() == 0) return out;
+  if (q.size(0) % 16 == 0) {
+    launch_transpose(q, out, q.size(1), q.size(0), q.size(1), device);
+  } else {
+    launch_gather(q.data_ptr(), 1, q.size(1), out, q.size(0), device);
+  }
+  return out;
+}
+
 }  // namespace
 
 Tensor k_contiguous(const Tensor& codes, const OnDevice& device) {
@@ -64,14 +100,9 @@ Tensor k_contiguous(const Tensor& codes, const OnDevice& device) {
   if (out.numel() == 0) return out;
   const int64_t row_stride = codes.stride(0), k_stride = codes.stride(1);
   if (row_stride == 1 && k_stride >= rows) {
-    const bool fast = aligned(codes.data_ptr(), 16) && k_stride % 16 == 0 && rows % 16 == 0;
-    const dim3 grid(static_cast<unsigned>(ceil_over(padded, kTile)),
-                    static_cast<unsigned>(ceil_over(rows, kTile)));
-    launch(fast ? transpose<true> : transpose<false>, grid, kThreads, 0, device.stream(),
-           data<uint8_t>(codes), k_stride, data<uint8_t>(out), rows, k, padded);
+    launch_transpose(codes, out, rows, k, k_stride, device);
   } else {
-    launch(gather, static_cast<unsigned>(ceil_over(out.numel(), kThreads)), kThreads, 0, device.stream(),
-           data<uint8_t>(codes), row_stride, k_stride, data<uint8_t>(out), out.numel(), k, padded);
+    launch_gather(codes.data_ptr(), row_stride, k_stride, out, k, device);
   }
   return out;
 }
@@ -82,9 +113,12 @@ Tensor k_contiguous_bf16(const Tensor& matrix, const OnDevice& device) {
   if (padded == bytes && aligned(rows.data_ptr(), 16)) return rows;
   Tensor out = empty(rows, {rows.size(0), padded}, ScalarType::Byte);
   if (out.numel() == 0) return out;
-  launch(gather, static_cast<unsigned>(ceil_over(out.numel(), kThreads)), kThreads, 0, device.stream(),
-         data<uint8_t>(rows), bytes, int64_t{1}, data<uint8_t>(out), out.numel(), bytes, padded);
+  launch_gather(rows.data_ptr(), bytes, 1, out, bytes, device);
   return out;
 }
 
 }  // namespace fp8serve
+
+STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
+  m.impl("transpose_codes", TORCH_BOX(&fp8serve::transpose_codes));
+}

@@ -1,8 +1,7 @@
 """What `bench ops` measures: every op at the sizes of a Llama of 1.1 billion parameters and of the linears that FP8
 kernels are usually compared on, with torch's own way of doing the same in BF16.
 
-Weights of a linear take turns, more of them than caches hold, because a decoder reads each once in a step. Every maker
-frees its tensors before the next one runs.
+Every maker frees its tensors before the next one runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,20 +16,32 @@ from torch import Tensor
 
 from fp8serve.bench.clock import Call
 from fp8serve.fp8 import ops as ops  # registers the ops called below
-from fp8serve.fp8 import reference_fused
+from fp8serve.fp8 import reference_fused, reference_sampling
 from fp8serve.fp8.reference import rms_norm, silu_mul
 
 OPS = torch.ops.fp8serve
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 2048, 5632, 32000, 32, 4, 64
-LINEAR = [(1, 4096, 4096), (1, 14336, 4096), (8, 4096, 4096), (8, 14336, 4096), (64, 4096, 4096), (512, 4096, 4096)]
-TURNS = 4  # weights
+LINEAR = {  # rows, out, in -> times torch's BF16 that we want to be
+    (1, 4096, 4096): 4.0,
+    (1, 14336, 4096): 3.0,
+    (8, 4096, 4096): 2.0,
+    (8, 14336, 4096): 2.0,
+    (64, 4096, 4096): None,
+    (512, 4096, 4096): 1.0,
+    (512, 14336, 4096): 1.0,
+}
+MEMORY_BOUND = 8  # rows up to which reading a weight takes longer than multiplying by it
+TURNS = 4  # weights, more than caches hold
 BLOCK = 16  # tokens in a block of the paged cache
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One op at one size. `torch_bf16` does the same in BF16, or is None where torch has nothing like it."""
+    """One op at one size. `torch_bf16` does the same in BF16, or is None where torch has nothing like it.
+
+    `goal`: how many times as fast as that we want to be, where somebody said so.
+    """
 
     op: str
     size: str
@@ -38,6 +49,7 @@ class Entry:
     torch_bf16: Call | None
     num_bytes: float
     flops: float = 0.0
+    goal: float | None = None
 
 
 def _noise(*shape: int) -> Tensor:
@@ -57,15 +69,26 @@ def _torch_cast(x: Tensor) -> object:
     return x.abs().amax(), (x * 1.5).to(E4M3)
 
 
+def _torch_unscaled_cast(x: Tensor) -> object:
+    return x.abs().amax(), x.to(E4M3)
+
+
 def _torch_cast_transpose(x: Tensor) -> object:
     return x.abs().amax(), (x * 1.5).to(E4M3).t().contiguous()
 
 
+def _torch_transpose(q: Tensor) -> object:
+    return q.t().contiguous()
+
+
 def casts() -> Iterator[Entry]:
-    """A 4096 x 4096 matrix; torch: abs-max, scale and cast."""
+    """A 4096 x 4096 matrix; torch: abs-max, scale and cast. The goal is set against it without the scale, too."""
     x, scale = _noise(4096, 4096), torch.tensor(1.5)
     size, plain, moved = "4096 x 4096", partial(_torch_cast, x), 3.0 * x.numel()
     yield Entry("quantize", size, partial(OPS.quantize, x, scale, E4M3), plain, moved)
+    unscaled = partial(_torch_unscaled_cast, x)
+    call = partial(OPS.quantize, x, scale, E4M3)
+    yield Entry("quantize", f"{size}, torch: no scale", call, unscaled, moved, goal=10.0)
     yield Entry("quantize_current", size, partial(OPS.quantize_current, x, E4M3, False), plain, moved)
     yield Entry("quantize_rowwise", size, partial(OPS.quantize_rowwise, x, E4M3, False), plain, moved)
     for rows in (1, 128):
@@ -73,6 +96,11 @@ def casts() -> Iterator[Entry]:
         yield Entry("quantize_block", f"{size}, {rows} x 128", call, plain, moved)
     both = partial(OPS.quantize_transpose, x, scale, E4M3)
     yield Entry("quantize_transpose", size, both, partial(_torch_cast_transpose, x), moved + x.numel())
+    q, seen, saturated = x.to(E4M3), torch.zeros(()), torch.zeros((), dtype=torch.int64)
+    turned = partial(_torch_transpose, q)
+    yield Entry("transpose_codes", size, partial(OPS.transpose_codes, q), turned, 2.0 * q.numel())
+    watch = partial(OPS.count_saturated, q, torch.ones(()), seen, saturated, 464.0, None)
+    yield Entry("count_saturated", size, watch, None, float(q.numel()))
 
 
 def _fp8_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> object:
@@ -80,15 +108,26 @@ def _fp8_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, 
 
 
 def linears() -> Iterator[Entry]:
-    """BF16 in, quantized, multiplied, BF16 out; torch: its BF16 linear."""
-    for m, n, k in LINEAR:
-        x, scale = _noise(m, k), torch.tensor(64.0)
-        weights = [_noise(n, k) for _ in range(TURNS)]
-        cast = [OPS.quantize_current(w, E4M3, False) for w in weights]
-        ours = _in_turn([partial(_fp8_linear, x, scale, q, (scale.reciprocal(), s)) for q, s in cast])
-        theirs = _in_turn([partial(F.linear, x, w) for w in weights])
-        moved = n * k + 2.0 * m * (n + k)
-        yield Entry("quantize + scaled_mm", f"{m} x {n} x {k}", ours, theirs, moved, 2.0 * m * n * k)
+    """BF16 in, quantized, multiplied, BF16 out; torch: its BF16 linear.
+
+    With one weight, which caches may hold, as linears are usually compared and as goals are set; with few rows also
+    with weights in turn, as a decoder reads them: from memory FP8 can only be as much faster as it is smaller.
+    """
+    for (m, n, k), goal in LINEAR.items():
+        size = f"{m} x {n} x {k}"
+        yield _linear(m, n, k, 1, size, goal)
+        if m <= MEMORY_BOUND:
+            yield _linear(m, n, k, TURNS, f"{size}, {TURNS} in turn", None)
+
+
+def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -> Entry:
+    x, scale = _noise(m, k), torch.tensor(64.0)
+    weights = [_noise(n, k) for _ in range(count)]
+    cast = [OPS.quantize_current(w, E4M3, False) for w in weights]
+    ours = _in_turn([partial(_fp8_linear, x, scale, q, (scale.reciprocal(), s)) for q, s in cast])
+    theirs = _in_turn([partial(F.linear, x, w) for w in weights])
+    moved = n * k + 2.0 * m * (n + k)
+    return Entry("quantize + scaled_mm", size, ours, theirs, moved, 2.0 * m * n * k, goal)
 
 
 def products() -> Iterator[Entry]:
@@ -195,6 +234,18 @@ def attention() -> Iterator[Entry]:
             yield Entry("paged_attention", f"{tokens} over {context}, {name} cache", call, plain, moved, flops)
 
 
+def draws() -> Iterator[Entry]:
+    """A token for each of 8 rows, without filters and with all of them; torch: the reference, which sorts."""
+    rows = 8
+    for vocab in (VOCAB, 4 * VOCAB):
+        logits, one = 3 * torch.randn(rows, vocab), torch.ones(rows, dtype=torch.float64)
+        plain = logits, 0.8 * one, 0 * one.long(), one, 0 * one, 0.5 * one
+        filters = logits, 0.8 * one, 50 * one.long(), 0.9 * one, 0.02 * one, 0.5 * one
+        for name, args in {"temperature": plain, "top_k, top_p, min_p": filters}.items():
+            call, sorting = partial(OPS.sample, *args), partial(reference_sampling.sample, *args)
+            yield Entry("sample", f"{rows} x {vocab}, {name}", call, sorting, 4.0 * logits.numel())
+
+
 def updates() -> Iterator[Entry]:
     """The scales of 400 tensors with histories of 1024: a training step's book-keeping. Torch has nothing like it."""
     count, length = 400, 1024
@@ -204,4 +255,4 @@ def updates() -> Iterator[Entry]:
     yield Entry("delayed_update", f"{count} histories of {length}", call, None, 8.0 * count * length)
 
 
-MAKERS = (casts, linears, products, heads, between, positions, attention, updates)
+MAKERS = (casts, linears, products, heads, between, positions, attention, draws, updates)

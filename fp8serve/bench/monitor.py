@@ -1,8 +1,8 @@
 """What a `Monitor` that is left on costs: training steps with and without it, taking turns in one process.
 
 A step is a forward and a backward pass of a decoder under the delayed recipe, without an optimizer, which would only
-make the monitor's share smaller. A round is `every` steps, so that each round with the monitor has one in which it counts
-codes, and `every` calls of `step()`, which read all states. Rounds with and without alternate. Other work on the
+make the monitor's share smaller. A round is `every` steps, so that each round with the monitor has one in which it
+counts codes, and `every` calls of `step()`, which read all states. Rounds with and without alternate. Other work on the
 machine only ever makes a round slower, so the fastest rounds are compared; and, because a fastest round is one number,
 the median of the differences between neighbouring rounds too.
 """
@@ -12,14 +12,11 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-import torch
-
 from fp8serve.bench.training import Shape
-from fp8serve.fp8.linear import convert
+from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.monitor import Monitor
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.config import parse_config
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.decoder import linear_names
 from fp8serve.train.batch import Batch
 from fp8serve.train.forward import Forward, summed_loss
 
@@ -31,7 +28,8 @@ def measure(tell: Tell, *, shape: Shape, rows: int = 4, seq_len: int = 128, ever
 
     rows: sequences of `seq_len` tokens in a step. every: the monitor counts codes at every `every`-th step.
     """
-    forward, batch = _model(shape, seq_len), _batch(shape, rows, seq_len)
+    decoder, batch = random_decoder(shape, seq_len), random_batch(shape, rows, seq_len)
+    forward = Forward(decoder, DelayedScaling(), linear_names(decoder))
     _round(forward, batch, every)  # scales settle, memory is taken
     times: dict[str, list[float]] = {"without": [], "with": []}
     for i in range(rounds):
@@ -39,8 +37,8 @@ def measure(tell: Tell, *, shape: Shape, rows: int = 4, seq_len: int = 128, ever
         with Monitor(forward.network, every=every) as monitor:
             times["with"].append(_round(forward, batch, every, monitor))
         tell("rounds", i + 1, rounds)
-    counted = {"tokens": rows * seq_len, "linears": len(linear_names(forward.network)), "every": every}
-    return {**counted, "parameters": _parameters(forward), "rounds": rounds, **summary(times)}
+    counted = {"tokens": rows * seq_len, "linears": len(linear_names(decoder)), "every": every}
+    return {**counted, "parameters": parameters(decoder), "rounds": rounds, **summary(times)}
 
 
 def summary(times: Mapping[str, list[float]]) -> dict[str, float]:
@@ -67,27 +65,3 @@ def _round(forward: Forward, batch: Batch, every: int, monitor: Monitor | None =
         if monitor is not None:
             monitor.step()
     return (time.perf_counter() - began) / every
-
-
-def _model(shape: Shape, context: int) -> Forward:
-    torch.manual_seed(0)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
-        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "num_hidden_layers": shape.layers,
-        "intermediate_size": shape.intermediate_size, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "max_position_embeddings": context, "tie_word_embeddings": True,
-    }  # fmt: skip
-    decoder = Decoder(parse_config(config), dtype=torch.float32)
-    convert(decoder)
-    return Forward(decoder, DelayedScaling(), linear_names(decoder))
-
-
-def _parameters(forward: Forward) -> int:
-    return sum(p.numel() for p in forward.network.parameters())
-
-
-def _batch(shape: Shape, rows: int, seq_len: int) -> Batch:
-    """Random tokens; every one predicts the next."""
-    tokens = torch.randint(shape.vocab_size, (rows * seq_len,), generator=torch.Generator().manual_seed(0))
-    every = torch.arange(rows * seq_len)
-    return Batch(tokens, every % seq_len, [seq_len] * rows, every, tokens.roll(-1))

@@ -33,12 +33,17 @@ def measure_peaks(seconds: float) -> Peaks:
     return Peaks(large.nbytes / found["read"], 2 * 2048**3 / found["product"])
 
 
-def measure(seconds: float, tell: Callable[[str, int, int], None], only: str | None = None) -> dict[str, Any]:
-    """Figures of every entry, about `seconds` each; `only`: of the ops whose name contains it."""
+def measure(
+    seconds: float, tell: Callable[[str, int, int], None], only: str | None = None, goals: bool = False
+) -> dict[str, Any]:
+    """Figures of every entry, about `seconds` each.
+
+    `only`: of the ops whose name contains it; `goals`: of what has a goal.
+    """
     before, rows = measure_peaks(max(seconds, 0.5)), []
     for index, maker in enumerate(MAKERS):
         tell(maker.__name__, index, len(MAKERS))
-        rows += [_figures(entry, seconds) for entry in maker() if only is None or only in entry.op]
+        rows += [_figures(entry, seconds) for entry in maker() if _wanted(entry, only, goals)]
     peaks = _larger(before, measure_peaks(max(seconds, 0.5)))  # the machine may have been busier at one of the two
     for row in rows:
         row["share_of_peak"] = _share(row, peaks)
@@ -47,6 +52,10 @@ def measure(seconds: float, tell: Callable[[str, int, int], None], only: str | N
         "backends": ops.backends(),
         "ops": rows,
     }
+
+
+def _wanted(entry: Entry, only: str | None, goals: bool) -> bool:
+    return (only is None or only in entry.op) and (entry.goal is not None or not goals)
 
 
 def _larger(a: Peaks, b: Peaks) -> Peaks:
@@ -70,4 +79,6 @@ def _figures(entry: Entry, seconds: float) -> dict[str, Any]:
         "gflop_per_s": entry.flops / ours / 1e9,
         "torch_bf16_us": None if theirs is None else 1e6 * theirs,
         "times_torch_bf16": None if theirs is None else theirs / ours,
+        "goal": entry.goal,
+        "reached": None if theirs is None or entry.goal is None else theirs / ours >= entry.goal,
     }

@@ -56,7 +56,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and for how long. A step reads `batch_size` rows of at most `seq_len` tokens, packed."""
+    """What is trained, and for how long. A step reads `batch_size` rows of at most `seq_len` tokens, packed.
+
+    lr: the peak, reached after `warmup_steps` (None: 3 % of all) and falling along a cosine to `final_lr` of it.
+    """
 
     recipes: tuple[str, ...] = ("bf16", "delayed", "current", "rowwise", "block")
     resumed: str = "delayed"
@@ -64,6 +67,8 @@ class Plan:
     batch_size: int = 4
     seq_len: int = 128
     lr: float = 1e-3
+    warmup_steps: int | None = None
+    final_lr: float = 0.1
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
 
@@ -113,10 +118,14 @@ def study(out: Path, plan: Plan, tell: Tell) -> dict[str, Any]:
 
 def _same_plan(path: Path, plan: Plan) -> None:
     """Which recipes are run may differ from call to call; so two calls can share the work."""
-    text = json.dumps({k: v for k, v in asdict(plan).items() if k not in ("recipes", "resumed")}, indent=2)
-    if path.exists() and path.read_text() != text:
+    here = _shared(asdict(plan))
+    if path.exists() and _shared(asdict(Plan()) | json.loads(path.read_text())) != here:
         raise JobError(f"{path.parent} holds a study with other settings; use another directory.")
-    path.write_text(text)
+    path.write_text(json.dumps(here, indent=2))
+
+
+def _shared(plan: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in plan.items() if k not in ("recipes", "resumed")}
 
 
 def _write_text(out: Path, plan: Plan) -> dict[str, Any]:
@@ -147,7 +156,8 @@ def _config(out: Path, plan: Plan, recipe: str, run: str) -> TrainConfig:
         seq_len=plan.seq_len,
         packing="tokens",
         lr=plan.lr,
-        min_lr_ratio=0.1,
+        warmup_steps=plan.warmup_steps,
+        min_lr_ratio=plan.final_lr,
         weight_decay=0.1,
         seed=plan.seed,
         save_every=plan.steps // 2,

@@ -193,6 +193,10 @@ def training(
     hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 384,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 6,
     lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1e-3,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps in which it rises to that.", show_default="3 % of all")
+    ] = None,
+    final_lr: Annotated[float, typer.Option(min=0, max=1, help="Where it ends, as a part of the peak.")] = 0.1,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the order of rows.")] = 0,
     json: AsJson = False,
 ) -> None:
@@ -210,6 +214,7 @@ def training(
     plan = bench.Plan(
         recipes=tuple(recipe) if recipe else bench.Plan.recipes,
         steps=steps, batch_size=batch_size, seq_len=seq_len, lr=lr, seed=seed,
+        warmup_steps=warmup_steps, final_lr=final_lr,
         shape=bench.Shape.of(hidden_size, layers),
     )  # fmt: skip
     with progress("Training") as advance:

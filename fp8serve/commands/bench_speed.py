@@ -1,4 +1,4 @@
-"""`fp8serve bench ops | engine | serve | monitor`: speed, printed with the machine, the versions and the commit."""
+"""`fp8serve bench ops | engine | serve`: speed, printed with the machine, the versions and the commit."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,7 +17,7 @@ Prompt = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 New = Annotated[int, typer.Option(min=2, help="Tokens of each answer.")]
 
 
-def _shown(json: bool, result: Mapping[str, Any]) -> bool:
+def shown(json: bool, result: Mapping[str, Any]) -> bool:
     """Prints the result as JSON where that was asked for, else the heading of a report."""
     from fp8serve.bench.provenance import one_line
 
@@ -29,6 +29,7 @@ def ops(
     only: Annotated[
         str | None, typer.Option(help="Ops whose names contain this.", show_default="all", metavar="TEXT")
     ] = None,
+    goals: Annotated[bool, typer.Option("--goals", help="Only what a goal is set for.")] = False,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time for each op and size.")] = 0.5,
     out: Out = None,
     json: AsJson = False,
@@ -39,22 +40,24 @@ def ops(
     Examples:
       fp8serve bench ops
       fp8serve bench ops --only scaled_mm --json
+      fp8serve bench ops --goals --seconds 3
     """
     from fp8serve.bench import ops as bench
 
     with progress("Ops") as advance:
-        figures = bench.measure(seconds, lambda name, done, total: advance(done, total, name), only)
+        figures = bench.measure(seconds, lambda name, done, total: advance(done, total, name), only, goals)
     result = publish("ops", figures, out)
-    if _shown(json, result):
+    if shown(json, result):
         return
     peaks = result["peaks"]
     print(f"measured peaks: {peaks['gb_per_s']:.0f} GB/s read, {peaks['gflop_per_s']:.0f} GFLOP/s (torch BF16)\n")
     rows = [
         (r["op"], r["size"], f"{r['us']:.1f}", f"{r['gb_per_s']:.1f}", f"{r['gflop_per_s']:.0f}",
-         f"{100 * r['share_of_peak']:.0f} %", "" if r["times_torch_bf16"] is None else f"{r['times_torch_bf16']:.2f}")
+         f"{100 * r['share_of_peak']:.0f} %", "" if r["times_torch_bf16"] is None else f"{r['times_torch_bf16']:.2f}",
+         "" if r["goal"] is None else f"{r['goal']:g} {'reached' if r['reached'] else 'not reached'}")
         for r in result["ops"]
     ]  # fmt: skip
-    print_table(("op", "size", "us", "GB/s", "GFLOP/s", "of peak", "x torch BF16"), rows)
+    print_table(("op", "size", "us", "GB/s", "GFLOP/s", "of peak", "x torch BF16", "goal"), rows)
 
 
 def engine(
@@ -88,7 +91,7 @@ def engine(
             batches=batch or (1, 4, 8, 16), prompt=prompt, new=new, recipe=recipe, kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
     result = publish("engine", figures, out)
-    if not _shown(json, result):
+    if not shown(json, result):
         _print_engine(result)
 
 
@@ -139,9 +142,9 @@ def serve(
     load = bench.Load(requests, concurrency, prompt, new, api_key=api_key)
     with nullcontext(url) if url is not None else _started(str(model)) as place, progress("Serve") as advance:
         figures = bench.measure(place, load, lambda name, done, total: advance(done, total, name))
-    shown = {"requests": requests, "concurrency": concurrency, "prompt": prompt, "new": new}
-    result = publish("serve", {"load": shown, **figures}, out)
-    if not _shown(json, result):
+    asked = {"requests": requests, "concurrency": concurrency, "prompt": prompt, "new": new}
+    result = publish("serve", {"load": asked, **figures}, out)
+    if not shown(json, result):
         _print_serve(result)
 
 
@@ -166,42 +169,3 @@ def _print_serve(result: Mapping[str, Any]) -> None:
     names = {"first token": "time_to_first_token", "between tokens": "between_tokens", "whole answer": "whole_answer"}
     rows = [(name, *(f"{result[key][p]:.1f}" for p in _STEP[1:])) for name, key in names.items()]
     print_table(("ms", "p50", "p90", "p99"), rows)
-
-
-def monitor(
-    hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 384,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 6,
-    rows: Annotated[int, typer.Option(min=1, help="Sequences of 128 tokens in a step.")] = 4,
-    every: Annotated[int, typer.Option(min=1, help="Steps from one count of the codes to the next.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of that many steps, with and without.")] = 10,
-    out: Out = None,
-    json: AsJson = False,
-) -> None:
-    """A training step with and without the monitor, in turns: what it costs to leave it on.
-
-    \b
-    Examples:
-      fp8serve bench monitor
-      fp8serve bench monitor --rounds 30 --out figures
-    """
-    from fp8serve.bench import monitor as bench
-    from fp8serve.bench.training import Shape
-
-    with progress("Monitor") as advance:
-        figures = bench.measure(
-            lambda name, done, total: advance(done, total, name),
-            shape=Shape.of(hidden_size, layers), rows=rows, every=every, rounds=rounds,
-        )  # fmt: skip
-    result = publish("monitor", figures, out)
-    if _shown(json, result):
-        return
-    print(
-        f"{result['parameters']:,} parameters, {result['linears']} FP8 linears, {result['tokens']} tokens a step; "
-        f"codes counted every {result['every']} steps, {result['rounds']} rounds\n"
-    )
-    table = [
-        (kind, f"{result[f'{kind}_without_ms']:.2f}", f"{result[f'{kind}_with_ms']:.2f}",
-         f"{result[f'{kind}_share_percent']:+.2f} %")
-        for kind in ("fastest", "median")
-    ]  # fmt: skip
-    print_table(("round", "without, ms a step", "with", "monitor"), table)

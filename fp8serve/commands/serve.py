@@ -33,6 +33,14 @@ def command(
         int | None, typer.Option(min=2, help="Tokens of prompt and answer.", show_default="the model's")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of a GPU's memory that may be used.", show_default="0.9"),
+    ] = None,
+    cuda_graphs: Annotated[
+        bool | None,
+        typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay decoding steps.", show_default="on a GPU"),
+    ] = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(help="Where jobs, uploads and checkpoints are kept.", show_default="one for each model"),
@@ -75,6 +83,8 @@ def command(
         allow_unauthenticated=allow_unauthenticated,
         served_model_name=served_model_name,
         device=device,
+        gpu_memory=gpu_memory,
+        cuda_graphs=cuda_graphs,
         kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,

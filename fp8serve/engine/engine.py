@@ -4,7 +4,8 @@
 
 It is single-threaded and owns no process and no socket (`worker.py` does); `generate` drives it in-process. An answer
 depends on the request alone: scheduling, neighbours, cached prefixes and preemption do not change a bit of it on a CPU
-(`invariant.py`, `sampler.py` and the attention op each keep their part of that promise).
+(`invariant.py`, `sampler.py` and the attention op each keep their part of that promise). On a GPU the sampler and the
+attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
 """
 
 import itertools
@@ -47,6 +48,8 @@ class Engine:
         num_blocks: int | None = None,
         max_batch_tokens: int = 512,
         max_prefill_tokens: int = 128,
+        gpu_memory: float | None = None,
+        cuda_graphs: bool | None = None,
     ) -> None:
         started = time.monotonic()
         self.options = EngineOptions(
@@ -60,6 +63,8 @@ class Engine:
             num_blocks,
             max_batch_tokens,
             max_prefill_tokens,
+            gpu_memory,
+            cuda_graphs,
         )
         self.loaded = loading.load(Path(model_dir), self.options)
         self.tokenizer = self.loaded.tokenizer

@@ -11,13 +11,20 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from fp8serve.engine.accelerator import (
+    GraphReport,
+    capture_decoding,
+    check_device,
+    forget_trial_runs,
+    plan_on_gpu,
+)
 from fp8serve.engine.fused import FusedDecoder, fuse
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
-from fp8serve.engine.memory import Plan, plan
+from fp8serve.engine.memory import Plan, check_length, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import KvScale, Runner
-from fp8serve.errors import MachineError, ScalesError
+from fp8serve.errors import ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.checkpoint import kv_scales, load_servable
@@ -41,6 +48,7 @@ class Loaded:
     runner: Runner
     frozen: dict[str, FrozenLinear]  # FP8 layers, by their names in the checkpoint
     tiles: dict[str, tuple[int, ...]]  # heights in which a layer runs; see invariant.py
+    graphs: GraphReport
 
     def info(self) -> dict[str, Any]:
         """JSON: the model, its numbers and its limits."""
@@ -64,6 +72,7 @@ class Loaded:
             "vocab_size": config.vocab_size,
             "eos_token_ids": list(config.eos_token_ids),
             "kernels": ops.backends(torch.device(options.device).type),
+            "cuda_graphs": self.graphs.text(),
             "tiled_layers": sorted(name for name, heights in self.tiles.items() if heights),
         }
 
@@ -74,17 +83,21 @@ class Loaded:
 
 def load(model_dir: Path, options: EngineOptions) -> Loaded:
     """See `Engine` for what is raised."""
-    _check_device(options.device)
+    on_gpu = check_device(options.device).type == "cuda"
     config = read_config(model_dir)
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
-    sizes = plan(config, options, cache_dtype)  # before the weights: it is the cheaper refusal
+    sizes = None if on_gpu else plan(config, options, cache_dtype)  # before the weights: it is the cheaper refusal
+    check_length(config, options)
     model = load_servable(model_dir, parse_recipe(options.recipe), _path(options.scales), options.device)
     frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
     fused, tiles = _separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
+    sizes = sizes or plan_on_gpu(model, fused, config, options, cache_dtype)
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales, fused)
+    graphs = capture_decoding(runner, options, sizes.max_model_len)
+    forget_trial_runs(list(frozen.values()))
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
-    return Loaded(model_dir, options, config, _tokenizer(model_dir), grammars, sizes, runner, frozen, tiles)
+    return Loaded(model_dir, options, config, _tokenizer(model_dir), grammars, sizes, runner, frozen, tiles, graphs)
 
 
 def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
@@ -93,15 +106,6 @@ def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
         return cast(Literal["stored", "bf16"], text)
     found = recipe.from_json(text) if text.lstrip().startswith("{") else recipe.from_name(text)
     return "bf16" if found is None else found
-
-
-def _check_device(device: str) -> None:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise MachineError(f"There is no device {device!r}; use cpu or cuda.") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise MachineError("The device cuda was asked for, but PyTorch finds no GPU here; use --device cpu.")
 
 
 def _path(text: str | None) -> Path | None:
@@ -117,11 +121,14 @@ def _separate_rows(
 ) -> tuple[FusedDecoder | None, dict[str, tuple[int, ...]]]:
     """Makes every linear's rows independent of each other: (the model with fused ops, the heights of tiles).
 
-    Our CPU kernels are written to be and tested for it. Other products are measured, and tiled where that is needed.
+    Our CPU kernels are written to be and tested for it. Other products of a CPU are measured, and tiled where that is
+    needed. On a GPU products choose their kernel by the number of rows, and tiles would cost most of its speed.
     """
     for layer in frozen.values():
         if layer.input_scale is None and layer.granularity == "tensor":
             layer.granularity = "row"
+    if torch.device(options.device).type == "cuda":
+        return fuse(model), {}
     if own_products(options.device):
         use_own_products(model)
         return fuse(model), {}
@@ -137,8 +144,6 @@ def _measured_rows(
     dtype = model.lm_head.weight.dtype
     tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.max_batch_tokens)
     tiles |= make_row_independent(model, {"lm_head": model.lm_head}, dtype, options.max_num_seqs)
-    for layer in frozen.values():
-        layer.reset_counters()  # they counted the measurement
     return tiles
 
 

@@ -1,6 +1,13 @@
-"""How long a sequence may be and how many cache blocks there are, from the model, the options and the free memory."""
+"""How long a sequence may be and how many cache blocks there are, from the model, the options and the free memory.
+
+On a CPU this is known before the weights are read: they are mapped, and need room to stay in memory. On a GPU it is
+measured when they lie there: what is free, less what must stay free for others (`gpu_memory` is the share of all its
+memory that this process may use), less what the largest step takes, which is run once to see. Graphs keep memory of
+their own, of no more than such a step, and so count as another. What is left becomes the cache.
+"""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +18,8 @@ from fp8serve.errors import MachineError, RequestError
 from fp8serve.model.config import ModelConfig
 
 CPU_SHARE = 4  # the cache takes at most a quarter of free memory: weights are mapped, and need room to stay there
-CUDA_SHARE = 0.85
+GPU_SHARE = 0.9
+ATTENTION_PARTS = 128 << 20  # csrc/cuda/attention_mma.cu: bytes it takes at most beside its output
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +31,28 @@ class Plan:
     block_bytes: int  # of one block, in all layers
 
 
-def plan(config: ModelConfig, options: EngineOptions, cache_dtype: torch.dtype) -> Plan:
-    """RequestError when the options ask for more than the model can do, MachineError for more than fits in memory."""
+def plan(config: ModelConfig, options: EngineOptions, cache_dtype: torch.dtype, memory: int | None = None) -> Plan:
+    """Sizes for a cache of at most `memory` bytes; None: what this machine has free for it.
+
+    RequestError when the options ask for more than the model can do, MachineError for more than fits in memory.
+    """
+    longest = check_length(config, options)
+    block_bytes = _block_bytes(config, options.block_size, cache_dtype)
+    wanted = options.max_model_len or longest
+    allowed = cache_memory(options.device) if memory is None else memory
+    blocks = options.num_blocks or _fitting(options, _blocks(wanted, options), block_bytes, allowed)
+    return Plan(options.max_model_len or min(longest, blocks * options.block_size), blocks, block_bytes)
+
+
+def check_length(config: ModelConfig, options: EngineOptions) -> int:
+    """The longest sequence of the model; RequestError when the options ask for a longer one."""
     longest = config.max_full_attention_len
     if options.max_model_len is not None and options.max_model_len > longest:
         raise RequestError(
             f"max_model_len {options.max_model_len} is beyond the {longest} tokens on which this model is exact here "
             "(its trained context, or its attention window); ask for less."
         )
-    block_bytes = _block_bytes(config, options.block_size, cache_dtype)
-    wanted = options.max_model_len or longest
-    blocks = options.num_blocks or _fitting(options, _blocks(wanted, options), block_bytes)
-    return Plan(options.max_model_len or min(longest, blocks * options.block_size), blocks, block_bytes)
+    return longest
 
 
 def _block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -45,9 +63,9 @@ def _blocks(tokens: int, options: EngineOptions) -> int:
     return -(-tokens // options.block_size)
 
 
-def _fitting(options: EngineOptions, per_sequence: int, block_bytes: int) -> int:
+def _fitting(options: EngineOptions, per_sequence: int, block_bytes: int, memory: int) -> int:
     """Blocks for all sequences at full length, or as many as memory allows, but for one at the length asked for."""
-    allowed = cache_memory(options.device) // block_bytes
+    allowed = memory // block_bytes
     least = per_sequence if options.max_model_len else 1
     if allowed < least:
         raise MachineError(
@@ -58,10 +76,41 @@ def _fitting(options: EngineOptions, per_sequence: int, block_bytes: int) -> int
 
 
 def cache_memory(device: str) -> int:
-    """Bytes that the cache may take."""
-    if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    """Bytes that the cache may take on a CPU."""
     return _free_memory() // CPU_SHARE
+
+
+def gpu_cache_memory(device: torch.device, options: EngineOptions, step_bytes: int) -> int:
+    """Bytes that the cache may take on a GPU where the weights lie, and the largest step takes `step_bytes` more.
+
+    MachineError when nothing is left.
+    """
+    free, total = gpu_memory_info(device)
+    share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
+    working = ATTENTION_PARTS + step_bytes * (1 if options.cuda_graphs is False else 2)
+    left = free - int(total * (1 - share)) - working
+    if left <= 0:
+        raise MachineError(
+            f"Nothing is left for the cache on {device}: of its {total:,} bytes {free:,} are free with the weights "
+            f"loaded, {1 - share:.0%} of all stay free for others, and a step takes {working:,}; use a higher "
+            "gpu_memory, a lower max_batch_tokens, or a larger GPU."
+        )
+    return left
+
+
+def gpu_memory_info(device: torch.device) -> tuple[int, int]:
+    """(free, all) bytes of a GPU; what torch has cached and does not use counts as free."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
+
+
+def gpu_bytes_of(run: Callable[[], object], device: torch.device) -> int:
+    """The most memory that `run` holds at a time, beyond what is held before."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _free_memory() -> int:

@@ -25,6 +25,8 @@ class EngineOptions:
     num_blocks: int | None = None
     max_batch_tokens: int = 512  # tokens computed in one step
     max_prefill_tokens: int = 128  # of these, prompt tokens while other requests are decoding
+    gpu_memory: float | None = None  # share of a GPU's memory that this process may use; None: 0.9
+    cuda_graphs: bool | None = None  # replay decoding steps; None: on a GPU, where it can be done
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in ("bf16", "fp8"):
@@ -45,6 +47,18 @@ class EngineOptions:
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), "
                 "or a step could not give every running request a token."
             )
+
+        self._check_gpu()
+
+    def _check_gpu(self) -> None:
+        share = self.gpu_memory
+        if share is not None and not (type(share) in (int, float) and 0 < share <= 1):
+            raise RequestError(f"gpu_memory must be a share of the GPU's memory, above 0 and at most 1, not {share!r}.")
+        if self.cuda_graphs not in (None, True, False):
+            raise RequestError(f"cuda_graphs must be true, false or left out, not {self.cuda_graphs!r}.")
+        if not self.device.startswith("cuda") and (share is not None or self.cuda_graphs):
+            name = "gpu_memory" if share is not None else "cuda_graphs"
+            raise RequestError(f"{name} is for a GPU, and the device is {self.device!r}; leave it out or use a GPU.")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

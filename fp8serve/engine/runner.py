@@ -1,8 +1,4 @@
-"""One step's work becomes tensors, goes through the model, and comes back as logits.
-
-All sequences of a step are flattened into one row of tokens: the model sees `[tokens]`, the paged attention op is told
-where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
-keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
+"""A step's tensors (step.py) go through the model and come back as logits; decoding steps by CUDA graphs (graphs.py).
 
 Where `fused` could make a FusedDecoder of the model that one runs, else the decoder itself: same logits, fewer ops.
 
@@ -11,6 +7,8 @@ own type or in E4M3 with one scale each per layer.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,8 +17,11 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.fused import FusedDecoder
+from fp8serve.engine.graphs import Buffers, Capture, GraphedDecode
 from fp8serve.engine.scheduler import Work
+from fp8serve.engine.step import StepTensors, flatten
 from fp8serve.fp8 import attention
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.decoder import Decoder
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
@@ -36,49 +37,6 @@ class KvScale:
     v: Tensor
     k_inv: Tensor
     v_inv: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """A step as the ops want it; integers, on the model's device."""
-
-    token_ids: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T]: block * block_size + offset
-    query_starts: Tensor  # int32 [S + 1]
-    context_lens: Tensor  # int32 [S]
-    block_tables: Tensor  # int32 [S, most blocks], rows filled up with 0
-    last: Tensor  # int64 [samples]: rows whose logits are wanted
-
-
-def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTensors:
-    """The tensors of one step."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts, last = [0], []
-    for item in work:
-        span = range(item.start, item.start + item.count)
-        table = item.seq.block_table
-        token_ids += item.seq.token_ids[item.start : item.start + item.count]
-        positions += span
-        slots += [table[i // block_size] * block_size + i % block_size for i in span]
-        starts.append(len(token_ids))
-        if item.samples:
-            last.append(len(token_ids) - 1)
-    most = max(len(item.seq.block_table) for item in work)
-    tables = [item.seq.block_table + [0] * (most - len(item.seq.block_table)) for item in work]
-    lengths = [item.start + item.count for item in work]
-
-    def wide(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
-
-    def narrow(values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return StepTensors(
-        wide(token_ids), wide(positions), wide(slots), narrow(starts), narrow(lengths), narrow(tables), wide(last)
-    )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -110,12 +68,39 @@ class Runner:
         self.fused = fused
         self._caches = list(zip(self.k_cache, self.v_cache, strict=True))  # of each layer
         self._scales = scales
+        self.graphs: GraphedDecode | None = None
 
     @torch.inference_mode()
     def run(self, work: list[Work]) -> Tensor:
-        """Writes the keys and values of `work`; FP32 logits [samples, vocab] for the work that samples, in order."""
-        step = flatten(work, self.block_size, self.device)
+        """Writes the keys and values of `work`; FP32 logits [samples, vocab] for the work that samples, in order.
 
+        They may lie in a buffer that the next step overwrites.
+        """
+        if self.graphs is not None and self.graphs.takes(work):
+            return self.graphs.run(work)
+        return self._compute(flatten(work, self.block_size, self.device))
+
+    @torch.inference_mode()
+    def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
+        """From now on decoding steps are replayed. What `capture` raises is raised, and nothing has changed."""
+        buffers = Buffers(max_num_seqs, -(-max_model_len // self.block_size), self.device)
+        with self._counting(buffers.live_rows):
+            self.graphs = GraphedDecode(self._compute, capture, buffers, self.block_size)
+
+    @contextmanager
+    def _counting(self, live_rows: Tensor) -> Iterator[None]:
+        """FP8 layers count the first `live_rows` rows of their inputs only."""
+        layers = [*self.model.modules(), *(self.fused.joined().values() if self.fused else ())]
+        frozen = [layer for layer in layers if isinstance(layer, FrozenLinear)]
+        for layer in frozen:
+            layer.live_rows = live_rows
+        try:
+            yield
+        finally:
+            for layer in frozen:
+                layer.live_rows = None
+
+    def _compute(self, step: StepTensors) -> Tensor:
         if self.fused is not None:
             hidden = self.fused(step.token_ids, step.positions, step.last, partial(self._rotate_and_attend, step))
         else:

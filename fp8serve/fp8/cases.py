@@ -250,6 +250,49 @@ def _silu_cases() -> list[Case]:
     return [Case(f"{d} {s} {fp8}", partial(_silu_case, d, s, fp8)) for d, s, fp8 in grid]
 
 
+def _sample_case(rows: int, vocab: int, filters: bool) -> tuple[Any, ...]:
+    """Logits with ties and with tokens that are forbidden; every row with other filters, when there are any."""
+    noise = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, vocab, generator=noise).mul(3).bfloat16().float()
+    logits[:, 3::7] = -torch.inf
+    turn = torch.arange(rows)
+    temperature, uniform = torch.rand(2, rows, dtype=torch.float64, generator=noise)
+    top_k = turn % 4 * 5 if filters else torch.zeros_like(turn)
+    top_p = 1 - turn % 3 * 0.3 if filters else torch.ones(rows)
+    min_p = turn % 2 * 0.05 if filters else torch.zeros(rows)
+    return logits, 0.5 + temperature, top_k, top_p.double(), min_p.double(), uniform
+
+
+def _sample_cases() -> list[Case]:
+    grid = product((1, 12), (1, 37, 3000), (False, True))
+    return [Case(f"{r} x {v}, filters {f}", partial(_sample_case, r, v, f)) for r, v, f in grid]
+
+
+def _watch_case(rows: int, cols: int, amax: float, live: int | None) -> tuple[Any, ...]:
+    counters = torch.tensor(3.0), torch.tensor(5)
+    return (
+        _codes(rows, cols, torch.float8_e4m3fn, 1),
+        torch.tensor(amax),
+        *counters,
+        2.5,
+        None if live is None else torch.tensor(live),
+    )
+
+
+def _watch_cases() -> list[Case]:
+    grid = product(((3, 64), (70, 130), (0, 16)), (1.0, 7.0), (None, 2))
+    return [Case(f"{s} amax {a} rows {n}", partial(_watch_case, *s, a, n)) for s, a, n in grid]
+
+
+def _turned_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return (_codes(rows, cols, dtype, 1),)
+
+
+def _turned_cases() -> list[Case]:
+    shapes = ((128, 256), (144, 48), (17, 33), (16, 7), (0, 8), (3, 0))
+    return [Case(f"{s} {d}", partial(_turned_case, *s, d)) for s, d in product(shapes, FP8_MAX)]
+
+
 CASES: dict[str, list[Case]] = {
     "quantize": _given_scale_cases(),
     "quantize_transpose": _given_scale_cases(),
@@ -272,4 +315,7 @@ CASES: dict[str, list[Case]] = {
     "silu_mul": _fused_rows(_plain_silu_case),
     "silu_mul_backward": _upstream(_plain_silu_case),
     "rotary": _fused_rows(_turn_case),
+    "sample": _sample_cases(),
+    "count_saturated": _watch_cases(),
+    "transpose_codes": _turned_cases(),
 }

@@ -34,8 +34,10 @@ class Pair(NamedTuple):
 
 def _turned(codes: Codes) -> Codes:
     """The codes of the transposed matrix: a view where the device reads any layout, else a copy."""
-    q, scale_inv = codes.q.t(), codes.scale_inv.t()
-    return Codes(q, scale_inv) if layout_of(q.device) == "any" else Codes(q.contiguous(), scale_inv.contiguous())
+    scale_inv = codes.scale_inv.t()
+    if layout_of(codes.q.device) == "any":
+        return Codes(codes.q.t(), scale_inv)
+    return Codes(torch.ops.fp8serve.transpose_codes(codes.q), scale_inv.contiguous())
 
 
 def _both(codes: Codes, cols: bool) -> Pair:

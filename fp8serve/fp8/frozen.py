@@ -3,7 +3,7 @@
 It calls the same ops as the forward pass of `Linear`, in the same order: with the scales that training ended with, it
 gives the same bits. It also watches its input: `amax` is the largest magnitude since `reset_counters`, `saturated` how
 many elements were cut off at +-448. Watching costs a comparison per call, and a pass over the codes only in the
-rare call that saturates (a GPU, where looking would mean waiting, makes the pass always).
+rare call that saturates; on a GPU, where looking would mean waiting, a kernel compares and decides.
 """
 
 from typing import Literal, cast
@@ -96,6 +96,7 @@ class FrozenLinear(nn.Module):
         self.register_buffer("input_scale_inv", None if scale is None else scale.reciprocal(), persistent=False)
         self.register_buffer("amax", torch.zeros((), device=weight_q.device), persistent=False)
         self.register_buffer("saturated", torch.zeros((), dtype=torch.int64, device=weight_q.device), persistent=False)
+        self.live_rows: Tensor | None = None  # int64 []: how many rows of the input are not padding; None: all
         self.limit = torch.inf if scale is None else FP8_MAX[E4M3] / float(scale)  # of inputs that do not saturate
 
     @classmethod
@@ -156,8 +157,8 @@ class FrozenLinear(nn.Module):
     def watch(self, q: Tensor, amax: Tensor) -> None:
         """Count an input that another op has cast by `input_scale` to the codes q; amax FP32 []."""
         if q.is_cuda:
-            torch.maximum(self.amax, amax, out=self.amax)
-            return self.count_saturated(q)
+            counters = self.amax, self.saturated, self.limit, self.live_rows
+            return cast(None, torch.ops.fp8serve.count_saturated(q, amax, *counters))
         seen = amax.item()
         if seen > self.amax.item():
             self.amax.fill_(seen)

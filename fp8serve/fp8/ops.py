@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fp8serve
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import reference, reference_fused
+from fp8serve.fp8 import reference, reference_fused, reference_sampling
 from fp8serve.fp8.reference import BLOCK
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -264,6 +264,23 @@ _define(
     " Tensor slots, Tensor? k_scale, Tensor? v_scale) -> Tensor",
     reference_fused.rotary_write_kv,
     lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
+)
+_define(
+    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
+    reference_sampling.sample,
+    lambda logits, *rest: logits.new_empty((logits.shape[0],), dtype=torch.int64),
+)
+_define(
+    "transpose_codes(Tensor q) -> Tensor",
+    lambda q: q.t().clone(memory_format=torch.contiguous_format),
+    lambda q: q.new_empty((q.shape[1], q.shape[0])),
+    composed=True,
+)
+_define(
+    "count_saturated(Tensor q, Tensor amax, Tensor(a!) seen, Tensor(b!) saturated, float limit, Tensor? rows) -> ()",
+    reference_fused.count_saturated,
+    _fake_nothing,
+    composed=True,
 )
 # The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.
 _LIBRARY.define("cpu_isa(str cap) -> str")

@@ -62,3 +62,16 @@ def rotary_write_kv(
     """q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, 1, D]; k and v written; returns the turned q."""
     reference.write_kv(rotary(k, cos, sin), v, k_cache, v_cache, slots, k_scale, v_scale)
     return rotary(q, cos, sin)
+
+
+def count_saturated(
+    q: Tensor, amax: Tensor, seen: Tensor, saturated: Tensor, limit: float, rows: Tensor | None
+) -> None:
+    """Watch an input that was cast to q [T, K]: seen FP32 [] rises to its amax []; where that is beyond `limit`, the
+    largest input that is not cut off, saturated int64 [] counts the codes at the format's end (E4M3) among the first
+    `rows` int64 [], None for all."""
+    torch.maximum(seen, amax, out=seen)
+    cut = (q.view(torch.uint8) & 0x7F).eq(0x7E)
+    if rows is not None:
+        cut = cut & (torch.arange(q.shape[0], device=q.device) < rows).unsqueeze(1)
+    saturated += cut.sum() * (amax > limit)

@@ -170,6 +170,8 @@ class House:
             max_num_seqs=s.max_num_seqs,
             max_model_len=s.max_model_len,
             max_batch_tokens=max(512, s.max_num_seqs),
+            gpu_memory=s.gpu_memory,
+            cuda_graphs=s.cuda_graphs,
         )
 
     async def activate(self, key: str) -> Served:

@@ -76,6 +76,8 @@ class Settings:
     kv_cache_dtype: Literal["bf16", "fp8"] = "bf16"
     max_num_seqs: int = 16
     max_model_len: int | None = None
+    gpu_memory: float | None = None
+    cuda_graphs: bool | None = None
     data_dir: Path | None = None
     train_on: TrainOn = "refuse"
     train_device: str | None = None

@@ -107,7 +107,7 @@ class Optimizer:
         moments: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             name, _, kind = key.rpartition(".")
-            moments.setdefault(name, {})[kind] = value.clone()
+            moments.setdefault(name, {})[kind] = value.to(self.masters[name].device, copy=True)
         for name, entry in moments.items():
             self._adam.state[self.masters[name]] = entry
 

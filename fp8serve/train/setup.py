@@ -115,5 +115,5 @@ def environment(config: TrainConfig) -> dict[str, Any]:
         "fp8serve": __version__,
         "threads": torch.get_num_threads(),
         "device": config.device,
-        "kernels": backends(),
+        "kernels": backends(torch.device(config.device).type),
     }

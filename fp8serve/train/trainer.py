@@ -202,18 +202,19 @@ class _Run:
         """Accumulate the gradients of all microbatches; returns (mean loss, token accuracy, input tokens)."""
         microbatches = [[self.setup.rows[i] for i in rows] for rows in step]
         targets = sum(row.trainable for rows in microbatches for row in rows)
-        loss, hits = torch.zeros((), dtype=torch.float64), 0
+        # FP64 where the model is: reading each microbatch would wait for a GPU, once for all is soon enough
+        sums = torch.zeros(2, dtype=torch.float64, device=self.config.device)
         for rows in microbatches:
-            batch_loss, batch_hits = self._microbatch(rows, targets)
-            loss, hits = loss + batch_loss.double().cpu(), hits + int(batch_hits)
-        return float(loss) / targets, hits / targets, sum(row.tokens for rows in microbatches for row in rows)
+            sums += torch.stack(self._microbatch(rows, targets))
+        loss, hits = sums.tolist()
+        return loss / targets, hits / targets, sum(row.tokens for rows in microbatches for row in rows)
 
     def _microbatch(self, rows: list[Row], targets: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch = collate(rows, self.config.device)
         loss, hits = summed_loss(self.setup.forward.logits(batch), batch.targets)
         (loss / targets).backward()  # type: ignore[no-untyped-call]
         self.setup.optimizer.collect()
-        return loss.detach(), hits
+        return loss.detach().double(), hits.double()
 
     def _skipped(self, norm: float) -> None:
         self.progress.skipped += 1

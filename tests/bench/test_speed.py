@@ -2,15 +2,18 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fp8serve.bench import clock, engine, monitor, ops, serve
-from fp8serve.bench.entries import MAKERS
+from fp8serve.bench import clock, engine, monitor, ops, serve, step
+from fp8serve.bench.entries import MAKERS, Entry
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
 from tests.engine.tiny import write_model
@@ -80,6 +83,51 @@ def test_the_monitor_is_on_in_every_other_round(
     assert main(["bench", "monitor", "--hidden-size", "64", "--layers", "1", "--every", "2", "--rounds", "2"]) == 0
     assert counted == [7 * 3] * 4  # input, weight and gradient of seven linears; counted in the first of two steps
     assert "fastest" in capsys.readouterr().out
+
+
+def test_steps_against_bf16() -> None:
+    found = step.summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
+    assert found["bf16"]["fastest_x_bf16"] == found["bf16"]["median_x_bf16"] == 1.0
+    assert found["delayed"]["fastest_x_bf16"] == pytest.approx(2.0)
+    assert found["delayed"]["median_x_bf16"] == pytest.approx(1.0)  # of 2, 1 and 0.8
+    assert found["delayed"]["median_ms"] == pytest.approx(300.0)
+
+
+def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes: list[Any] = []
+    losses: list[float] = []
+
+    class Seen(step.Forward):
+        def logits(self, batch: Any) -> Any:
+            logits = super().logits(batch)
+            recipes.append(self.recipe)
+            losses.append(float(torch.nn.functional.cross_entropy(logits.detach(), batch.targets)))
+            return logits
+
+    monkeypatch.setattr(step, "Forward", Seen)
+    arguments = ["--hidden-size", "64", "--layers", "1", "--vocab-size", "256", "--rows", "1", "--rounds", "2"]
+    assert main(["bench", "step", "--recipe", "delayed", "--recipe", "block", *arguments]) == 0
+    assert [type(r).__name__ for r in recipes] == ["NoneType", "DelayedScaling", "Float8BlockScaling"] * 3
+    assert losses[-1] < losses[0]
+
+
+def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def maker() -> Iterator[Entry]:
+        slow, fast = partial(time.sleep, 0.004), partial(time.sleep, 0.001)
+        for name, ours, theirs, goal in (("a", fast, slow, 2.0), ("b", fast, slow, 9.0), ("c", fast, slow, None)):
+            yield Entry(name, "1", ours, theirs, 1.0, goal=goal)
+
+    monkeypatch.setattr(ops, "MAKERS", (maker,))
+    reached = {row["op"]: row["reached"] for row in ops.measure(0.01, ignore)["ops"]}
+    assert reached == {"a": True, "b": False, "c": None}
+    assert [row["op"] for row in ops.measure(0.01, ignore, goals=True)["ops"]] == ["a", "b"]
+
+
+def test_the_goals_of_the_speed_table_are_set() -> None:
+    from fp8serve.bench.entries import LINEAR, casts
+
+    assert [goal for goal in LINEAR.values() if goal] == [4.0, 3.0, 2.0, 2.0, 1.0, 1.0]
+    assert [(entry.op, entry.goal) for entry in casts() if entry.goal] == [("quantize", 10.0)]
 
 
 def test_figures_of_the_engine(tmp_path: Path) -> None:

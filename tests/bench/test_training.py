@@ -54,6 +54,15 @@ def test_a_directory_of_another_study_is_refused(tmp_path: Path) -> None:
         training.study(tmp_path, replace(PLAN, lr=2e-3), quiet)
 
 
+def test_a_plan_that_knows_fewer_settings_is_the_plan_with_their_defaults(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"steps": 4, "seed": 1}))
+    training._same_plan(tmp_path / "plan.json", training.Plan(steps=4, seed=1))
+    with pytest.raises(JobError, match="other settings"):
+        training._same_plan(tmp_path / "plan.json", training.Plan(steps=4, seed=1, final_lr=0.0))
+    config = training._config(tmp_path, training.Plan(steps=4, final_lr=0.0, warmup_steps=2), "bf16", "bf16")
+    assert (config.min_lr_ratio, config.warmup_steps) == (0.0, 2)
+
+
 def test_other_bytes_would_be_noticed(tmp_path: Path) -> None:
     for name, content in (("a", b"1"), ("b", b"2")):
         (tmp_path / name).mkdir()

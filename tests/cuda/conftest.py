@@ -53,3 +53,14 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 def gpu() -> Kernels:
     """For tests that an emulated GPU would take too long for."""
     return kernels_on("cuda")
+
+
+# For tests of whole parts of the product: on a GPU, and on the CPU, where they prove themselves.
+on_both = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"], indirect=True)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return str(request.param)

@@ -32,6 +32,7 @@ class Paged:
         self.tables = order.view(len(lengths), self.width).int()
         shape = (len(order), 16, kv_heads, dim)
         self.k, self.v = (torch.randn(shape, generator=self.noise).to(dtype) for _ in range(2))
+        self.kv_scale = torch.tensor(0.5) if dtype.itemsize == 1 else None
         self.lengths, self.scale = lengths, dim**-0.5
         self.queries = [torch.randn(n, heads, dim, generator=self.noise).bfloat16() for n in lengths]
 
@@ -41,25 +42,33 @@ class Paged:
         starts = torch.tensor([0] + [len(q) for q in chosen]).cumsum(0).int()
         tables = torch.stack([self.tables[s] for s, _, _ in parts])
         lens = torch.tensor([last for _, _, last in parts]).int()
-        args = (torch.cat(chosen), self.k, self.v, tables, lens, starts, None, None, self.scale)
+        args = (torch.cat(chosen), self.k, self.v, tables, lens, starts, self.kv_scale, self.kv_scale, self.scale)
         expected = reference.paged_attention(*args)
         found = kernels.run("paged_attention", *args)
         assert_close(found, expected)
         return list(found.split([len(q) for q in chosen]))
 
 
-def test_a_sequence_does_not_depend_on_its_batch(kernels):
-    """Alone, its segments of keys go to blocks of their own; among many, one block walks them all."""
-    paged = Paged([1100, 40, 700, 513, 16, 90])
+CACHES = [torch.bfloat16, E4M3, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_sequence_does_not_depend_on_its_batch(kernels, cache):
+    """Alone, its segments of keys go to blocks of their own; among many, one block walks them all; beside prompts, a
+    block has four warps."""
+    paged = Paged([1100, 40, 700, 513, 16, 90], dtype=cache)
     alone = paged.attend(kernels, [(0, 1099, 1100)])[0]
     together = paged.attend(kernels, [(s, n - 1, n) for s, n in enumerate(paged.lengths)])
     mixed = paged.attend(kernels, [(1, 0, 40), (2, 690, 700), (0, 1099, 1100), (5, 0, 90)])
+    prompt = paged.attend(kernels, [(0, 1080, 1100)])[0]
+    assert_bits_equal(prompt[-1:], alone)
     assert_bits_equal(together[0], alone)
     assert_bits_equal(mixed[2], alone)
 
 
-def test_a_prompt_may_be_cut_anywhere(kernels):
-    paged = Paged([560], heads=3, kv_heads=1, dim=16)
+@pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
+def test_a_prompt_may_be_cut_anywhere(kernels, cache):
+    paged = Paged([560], heads=3, kv_heads=1, dim=16, dtype=cache)
     whole = paged.attend(kernels, [(0, 500, 560)])[0]
     for cut in (501, 512, 513, 559):
         first = paged.attend(kernels, [(0, 500, cut)])[0]
@@ -67,10 +76,37 @@ def test_a_prompt_may_be_cut_anywhere(kernels):
         assert_bits_equal(torch.cat([first, second]), whole)
 
 
-@pytest.mark.parametrize("dim", [20, 128, 130, 256, 300])
-def test_every_width_of_head(kernels, dim):
-    paged = Paged([70, 3], heads=6, kv_heads=2, dim=dim)
+@pytest.mark.parametrize("dim", [20, 48, 64, 80, 128, 130, 256, 300])
+@pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
+def test_every_width_of_head(kernels, dim, cache):
+    paged = Paged([70, 3], heads=6, kv_heads=2, dim=dim, dtype=cache)
     paged.attend(kernels, [(0, 60, 70), (1, 0, 3)])
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (5, 5), (24, 1), (40, 2)])
+def test_every_size_of_group(kernels, heads):
+    """A decoding token fills a part of a tile, a tile, or more than one."""
+    paged = Paged([45, 300], heads=heads[0], kv_heads=heads[1], dim=32)
+    decoded = paged.attend(kernels, [(0, 44, 45), (1, 299, 300)])
+    chunk = paged.attend(kernels, [(1, 290, 300)])[0]
+    assert_bits_equal(decoded[1], chunk[-1:])
+
+
+def test_more_segments_than_are_merged_at_once(kernels):
+    """A context of 130 segments of 256 keys."""
+    paged = Paged([33_200], heads=1, kv_heads=1, dim=16)
+    paged.attend(kernels, [(0, 33_199, 33_200)])
+
+
+@pytest.mark.parametrize("dim", [32, 20])
+def test_a_row_without_context_is_zero(kernels, dim):
+    """A sequence of padding: no keys, and nothing but zeros comes out."""
+    paged = Paged([20, 1], dim=dim)
+    tables, lens, starts = paged.tables, torch.tensor([20, 0]).int(), torch.tensor([0, 1, 2]).int()
+    q = torch.cat([paged.queries[0][:1], paged.queries[1]])
+    found = kernels.run("paged_attention", q, paged.k, paged.v, tables, lens, starts, None, None, 0.2)
+    assert_bits_equal(found[1], torch.zeros_like(found[1]))
+    assert bool(found[0].isfinite().all())
 
 
 def test_what_lies_behind_a_query_does_not_reach_it(kernels):

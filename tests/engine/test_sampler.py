@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from fp8serve.engine import sampler
 from fp8serve.engine.request import Request, SamplingParams, Sequence
@@ -124,3 +125,45 @@ def test_a_row_does_not_know_its_neighbours(options: list[dict[str, Any]], seed:
     together = sample(logits.clone(), seqs, (0,))
     alone = [sample(logits[i : i + 1].clone(), [seq], (0,))[0] for i, seq in enumerate(seqs)]
     assert together == alone
+
+
+class Watch(TorchFunctionMode):
+    """Counts the calls that would wait for a device."""
+
+    WAITING = frozenset({"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.WAITING or (name in ("__getitem__", "__setitem__") and self._has_list(args[1])):
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def _has_list(self, index: Any) -> bool:
+        """Python numbers in the place of a tensor: torch would copy them there, and wait."""
+        return any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
+
+
+def test_a_step_reads_from_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every option in use. On a CPU the rows that are not numbers are looked for first; a GPU blanks them."""
+    monkeypatch.setattr(sampler, "_is_cheap_to_read", lambda x: False)
+    options: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"top_p": 0.8, "min_p": 0.01, "logprobs": 3},
+        {"top_k": 5, "repetition_penalty": 1.2},
+        {"min_tokens": 3, "stop_token_ids": (4,), "logprobs": 0},
+        {"temperature": 0.7, "presence_penalty": 0.5},
+    ]
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
+    logits[4, 3] = torch.nan
+    seqs = [sequence([1, 2], (3,), **option) for option in options]
+    with Watch() as watch:
+        found = sample(logits.clone(), seqs, (0,))
+    assert watch.waits[0] == "cpu"  # what comes behind it reads what has arrived
+    assert watch.waits.count("cpu") == 1
+    monkeypatch.undo()
+    assert found == sample(logits.clone(), seqs, (0,))
+    assert found[4].token_id is None

@@ -226,6 +226,12 @@ inline int atomicMax(int* at, int value) {
   return before;
 }
 
+inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
+  const unsigned long long before = *at;
+  *at += value;
+  return before;
+}
+
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }

@@ -1,0 +1,320 @@
+// rms_norm, silu_mul and rotary without a cast behind them, and their gradients: what training runs between
+// its GEMMs. The CPU's counterpart is cpu/activations.cpp: forward they round as the separate ops of a BF16
+// model would, backward they compute in FP32 from one read and round once.
+//
+// The gradient of a norm's weight is summed over rows in FP32: a block sums a chunk of consecutive rows into
+// columns that each belong to one thread, a second kernel adds the chunks in order. No atomics, and the
+// number of chunks follows from the number of rows alone: the sum is the same on every run and every GPU.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "cuda/rows.h"
+
+namespace fp8serve {
+namespace {
+
+using Pair = std::tuple<Tensor, Tensor>;
+
+constexpr int kThreads = kRowThreads;
+constexpr int kChunks = 256;                  // partial sums of a weight's gradient, at most
+constexpr int kSharedFloats = 96 * 1024 / 4;  // columns whose partial sums fit in a block's shared memory
+constexpr int kColumns = 32, kGroups = 8;     // of the block that adds the chunks
+
+// --- norm
+// -----------------------------------------------------------------------------------------------------------
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    norm_row(const T* x, int64_t stride, const T* weight, T* y, int64_t n, float eps) {
+  __shared__ float memory[32];
+  const T* from = x + blockIdx.x * stride;
+  const float factor = row_factor<kAligned>(from, n, eps, memory);
+  for_chunks(n, [&](int64_t at) {
+    const Chunk out =
+        normed<T>(load_chunk<kAligned>(from, at, n), load_chunk<kAligned>(weight, at, n), factor);
+    store_high<kAligned>(out, y + blockIdx.x * n, at, n);
+  });
+}
+
+template <class T>
+struct NormBackward {
+  const T *grad, *x, *weight;
+  int64_t grad_stride, x_stride;
+  T* dx;
+  float* partial;  // [chunks][n]
+  int64_t rows, per_chunk, n;
+  float eps;
+  bool shared;  // sums are kept in shared memory until the chunk is done
+};
+
+// With h = x * factor and g = grad * weight: dx = factor * (g - h * mean(g * h)), dw += grad * h.
+template <class T, bool kAligned>
+__device__ __forceinline__ void backward_row(const NormBackward<T>& b, int64_t row, float* dw,
+                                             float (*memory)[32]) {
+  const T *grad = b.grad + row * b.grad_stride, *x = b.x + row * b.x_stride;
+  float squares = 0.0f, products = 0.0f;
+  for_chunks(b.n, [&](int64_t at) {
+    const Chunk g = load_chunk<kAligned>(grad, at, b.n), w = load_chunk<kAligned>(b.weight, at, b.n),
+                h = load_chunk<kAligned>(x, at, b.n);
+    squares = sum_of_squares(h, squares);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) products = fmaf(g.value[i] * w.value[i], h.value[i], products);
+  });
+  const float factor = norm_factor(block_sum(squares, memory[0]), b.n, b.eps);
+  const float mean = block_sum(products, memory[1]) * factor / static_cast<float>(b.n);
+  for_chunks(b.n, [&](int64_t at) {
+    const Chunk g = load_chunk<kAligned>(grad, at, b.n), w = load_chunk<kAligned>(b.weight, at, b.n),
+                h = load_chunk<kAligned>(x, at, b.n);
+    Chunk dx;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const float normal = h.value[i] * factor;
+      dx.value[i] = factor * (g.value[i] * w.value[i] - normal * mean);
+      if (at + i < b.n) dw[at + i] += g.value[i] * rounded<T>(normal);
+    }
+    store_high<kAligned>(dx, b.dx + row * b.n, at, b.n);
+  });
+}
+
+// A block per chunk of rows. A column of dw is touched by one thread only.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads) norm_backward(const __grid_constant__ NormBackward<T> b) {
+  __shared__ float memory[2][32];
+  float* out = b.partial + blockIdx.x * b.n;
+  float* dw = b.shared ? reinterpret_cast<float*>(dynamic_shared()) : out;
+  for_chunks(b.n, [&](int64_t at) {
+    for (int i = 0; i < kChunk && at + i < b.n; ++i) dw[at + i] = 0.0f;
+  });
+  const int64_t first = blockIdx.x * b.per_chunk, last = min(b.rows, first + b.per_chunk);
+  for (int64_t row = first; row < last; ++row) backward_row<T, kAligned>(b, row, dw, memory);
+  if (!b.shared) return;
+  for_chunks(b.n, [&](int64_t at) {
+    for (int i = 0; i < kChunk && at + i < b.n; ++i) out[at + i] = dw[at + i];
+  });
+}
+
+// out[column] = the sum of partial [chunks][n] over chunks: eight groups of consecutive chunks side by side,
+// then the groups in order.
+template <class T>
+__global__ void __launch_bounds__(kColumns* kGroups)
+    add_chunks(const float* partial, int64_t chunks, int64_t n, T* out) {
+  __shared__ float sums[kGroups][kColumns];
+  const int lane = static_cast<int>(threadIdx.x) % kColumns, group = static_cast<int>(threadIdx.x) / kColumns;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + lane;
+  const int64_t each = (chunks + kGroups - 1) / kGroups, last = min(chunks, (group + 1) * each);
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int64_t c = group * each; c < last; ++c) sum += column < n ? partial[c * n + column] : 0.0f;
+  sums[group][lane] = sum;
+  __syncthreads();
+  if (group != 0 || column >= n) return;
+  for (int g = 1; g < kGroups; ++g) sum += sums[g][lane];
+  store(sum, out + column);
+}
+
+// --- gated activation
+// -----------------------------------------------------------------------------------------------
+
+template <class T>
+struct Matrix {
+  const T* at;
+  int64_t stride;
+};
+
+// f(row, first element of the chunk) over the chunks of a [rows, n] matrix, by all blocks.
+template <class F>
+__device__ __forceinline__ void for_all_chunks(int64_t rows, int64_t n, const F& f) {
+  const int64_t per_row = (n + kChunk - 1) / kChunk, chunks = rows * per_row;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < chunks;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    f(i / per_row, i % per_row * kChunk);
+  }
+}
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    silu_mul_rows(Matrix<T> gate, Matrix<T> up, T* y, int64_t rows, int64_t n) {
+  for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
+    const Chunk out = gated<T>(load_chunk<kAligned>(gate.at + row * gate.stride, at, n),
+                               load_chunk<kAligned>(up.at + row * up.stride, at, n));
+    store_high<kAligned>(out, y + row * n, at, n);
+  });
+}
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads) silu_mul_gradients(Matrix<T> grad, Matrix<T> gate, Matrix<T> up,
+                                                               T* d_gate, T* d_up, int64_t rows, int64_t n) {
+  for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
+    const Chunk dy = load_chunk<kAligned>(grad.at + row * grad.stride, at, n),
+                x = load_chunk<kAligned>(gate.at + row * gate.stride, at, n),
+                u = load_chunk<kAligned>(up.at + row * up.stride, at, n);
+    Chunk to_gate, to_up;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const float sigmoid = 1.0f / (1.0f + expf(-x.value[i]));
+      to_up.value[i] = dy.value[i] * rounded<T>(x.value[i] * sigmoid);
+      to_gate.value[i] = dy.value[i] * u.value[i] * (sigmoid * (1.0f + x.value[i] * (1.0f - sigmoid)));
+    }
+    store_high<kAligned>(to_up, d_up + row * n, at, n);
+    store_high<kAligned>(to_gate, d_gate + row * n, at, n);
+  });
+}
+
+// --- rotary embedding
+// -----------------------------------------------------------------------------------------------
+
+// A block per token; its threads go over the heads' dimensions.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    rotate(const T* x, int64_t token_stride, const T* cos, const T* sin, T* out, int heads, int dim) {
+  const int64_t token = blockIdx.x;
+  const T* from = x + token * token_stride;
+  T* to = out + token * heads * dim;
+  cos += token * dim, sin += token * dim;
+  for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += kThreads) {
+    const int d = i % dim;
+    store(turned(from + (i - d), cos, sin, d, dim), to + i);
+  }
+}
+
+// --- ops
+// ------------------------------------------------------------------------------------------------------------
+
+// Calls f(Type<Element>, bool_constant).
+template <class F>
+void with_types(ScalarType element, bool fast, const F& f) {
+  with_element(element, [&](auto elem) { fast ? f(elem, std::true_type{}) : f(elem, std::false_type{}); });
+}
+
+void check_rows(const DeviceContract& check, const Tensor& x, const char* first, const char* second,
+                const Tensor& y) {
+  check.rank(first, x, 2);
+  const Size t{"T", x.size(0)}, width{"width", x.size(1)};
+  check.tensor(first, x, kHigh, {t, width});
+  check.tensor(second, y, {x.scalar_type()}, {t, width});
+}
+
+void check_norm(const DeviceContract& check, const Tensor& x, const Tensor& weight) {
+  check.rank("x", x, 2);
+  const Size t{"T", x.size(0)}, hidden{"hidden", x.size(1)};
+  check.tensor("x", x, kHigh, {t, hidden});
+  check.tensor("weight", weight, {x.scalar_type()}, {hidden});
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight_in, double eps) {
+  check_norm(DeviceContract("rms_norm", x), x, weight_in);
+  const OnDevice device(x);
+  const Tensor weight = dense(weight_in), y = empty(x, {x.size(0), x.size(1)}, x.scalar_type());
+  if (x.numel() == 0) return y;
+  const Rows rows = rows_of(x);
+  with_types(x.scalar_type(), fast_rows(rows) && aligned(weight.data_ptr(), 16), [&](auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    launch(norm_row<T, whole.value>, static_cast<unsigned>(rows.count), row_threads(rows.width), 0,
+           device.stream(), data<T>(rows.held), rows.stride, data<T>(weight), data<T>(y), rows.width,
+           static_cast<float>(eps));
+  });
+  return y;
+}
+
+Pair rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, double eps) {
+  const DeviceContract check("rms_norm_backward", x);
+  check_norm(check, x, weight_in);
+  check_rows(check, x, "x", "grad", grad);
+  const OnDevice device(x);
+  const Tensor weight = dense(weight_in), dx = empty(x, {x.size(0), x.size(1)}, x.scalar_type());
+  const Tensor dw = empty(x, {x.size(1)}, x.scalar_type());
+  if (dw.numel() == 0) return {dx, dw};
+  const Rows g = rows_of(grad), in = rows_of(x);
+  const int64_t per_chunk = std::max<int64_t>(1, ceil_over(in.count, kChunks));
+  const int64_t chunks = std::max<int64_t>(1, ceil_over(in.count, per_chunk));
+  const Tensor partial = empty(x, {chunks, in.width}, ScalarType::Float);
+  const bool fast = fast_rows(g) && fast_rows(in) && aligned(weight.data_ptr(), 16);
+  const bool shared = in.width <= kSharedFloats;
+  with_types(x.scalar_type(), fast, [&](auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    const NormBackward<T> b{data<T>(g.held), data<T>(in.held), data<T>(weight),         g.stride,
+                            in.stride,       data<T>(dx),      data<float>(partial),    in.count,
+                            per_chunk,       in.width,         static_cast<float>(eps), shared};
+    launch(norm_backward<T, whole.value>, static_cast<unsigned>(chunks), row_threads(in.width),
+           shared ? static_cast<int>(in.width * sizeof(float)) : 0, device.stream(), b);
+    launch(add_chunks<T>, static_cast<unsigned>(ceil_over(in.width, kColumns)), kColumns * kGroups, 0,
+           device.stream(), data<float>(partial), chunks, in.width, data<T>(dw));
+  });
+  return {dx, dw};
+}
+
+template <class T>
+Matrix<T> matrix(const Rows& rows) {
+  return {data<T>(rows.held), rows.stride};
+}
+
+unsigned blocks_for(const Rows& rows, const OnDevice& device) {
+  const int64_t chunks = rows.count * ceil_over(rows.width, kChunk);
+  return static_cast<unsigned>(std::min<int64_t>(ceil_over(chunks, kThreads), 8 * device.multiprocessors()));
+}
+
+Tensor silu_mul(const Tensor& gate, const Tensor& up) {
+  check_rows(DeviceContract("silu_mul", gate), gate, "gate", "up", up);
+  const OnDevice device(gate);
+  const Tensor y = empty(gate, {gate.size(0), gate.size(1)}, gate.scalar_type());
+  if (y.numel() == 0) return y;
+  const Rows g = rows_of(gate), u = rows_of(up);
+  with_types(gate.scalar_type(), fast_rows(g) && fast_rows(u), [&](auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    launch(silu_mul_rows<T, whole.value>, blocks_for(g, device), kThreads, 0, device.stream(), matrix<T>(g),
+           matrix<T>(u), data<T>(y), g.count, g.width);
+  });
+  return y;
+}
+
+Pair silu_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+  const DeviceContract check("silu_mul_backward", gate);
+  check_rows(check, gate, "gate", "up", up);
+  check_rows(check, gate, "gate", "grad", grad);
+  const OnDevice device(gate);
+  const Tensor d_gate = empty(gate, {gate.size(0), gate.size(1)}, gate.scalar_type());
+  const Tensor d_up = empty(gate, {gate.size(0), gate.size(1)}, gate.scalar_type());
+  if (d_up.numel() == 0) return {d_gate, d_up};
+  const Rows dy = rows_of(grad), g = rows_of(gate), u = rows_of(up);
+  const bool fast = fast_rows(dy) && fast_rows(g) && fast_rows(u);
+  with_types(gate.scalar_type(), fast, [&](auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    launch(silu_mul_gradients<T, whole.value>, blocks_for(g, device), kThreads, 0, device.stream(),
+           matrix<T>(dy), matrix<T>(g), matrix<T>(u), data<T>(d_gate), data<T>(d_up), g.count, g.width);
+  });
+  return {d_gate, d_up};
+}
+
+Tensor rotary(const Tensor& x, const Tensor& cos_in, const Tensor& sin_in) {
+  const DeviceContract check("rotary", x);
+  check.rank("x", x, 3);
+  const Size t{"T", x.size(0)}, heads{"heads", x.size(1)}, dim{"D", x.size(2)};
+  check.tensor("x", x, kHigh, {t, heads, dim});
+  check.tensor("cos", cos_in, {x.scalar_type()}, {t, exactly(1), dim});
+  check.tensor("sin", sin_in, {x.scalar_type()}, {t, exactly(1), dim});
+  check.require(dim.value() % 2 == 0, "x", "head_dim is ", dim.value(), ", must be even");
+  const OnDevice device(x);
+  const Tensor cos = dense(cos_in), sin = dense(sin_in);
+  Tensor out = empty(x, {t.value(), heads.value(), dim.value()}, x.scalar_type());
+  if (out.numel() == 0) return out;
+  const HeadsOf from(x);
+  with_element(x.scalar_type(), [&](auto elem) {
+    using T = typename decltype(elem)::type;
+    launch(rotate<T>, static_cast<unsigned>(t.value()), kThreads, 0, device.stream(), data<T>(from.held),
+           from.heads.token_stride, data<T>(cos), data<T>(sin), data<T>(out), from.heads.count,
+           static_cast<int>(dim.value()));
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace fp8serve
+
+STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
+  m.impl("rms_norm", TORCH_BOX(&fp8serve::rms_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&fp8serve::rms_norm_backward));
+  m.impl("silu_mul", TORCH_BOX(&fp8serve::silu_mul));
+  m.impl("silu_mul_backward", TORCH_BOX(&fp8serve::silu_mul_backward));
+  m.impl("rotary", TORCH_BOX(&fp8serve::rotary));
+}

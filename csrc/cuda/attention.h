@@ -1,0 +1,101 @@
+// What the two attention kernels share: the work, which rows a block has, and how parts of a softmax merge.
+#pragma once
+
+#include "cuda/cast.h"
+
+namespace fp8serve {
+namespace attention {
+
+struct Work {
+  const void *q, *k, *v;
+  void* out;
+  Number query;
+  const int *tables, *lengths, *starts;
+  const float *k_scale, *v_scale;  // null for 1
+  float softmax_scale;
+  bool whole;  // heads begin on 16 bytes and are eights of elements
+  int sequences, max_blocks, block_size, heads, kv_heads, dim, segments;
+  // [segments][rows], [segments][rows], [segments][rows][dim]; null: one block does all segments
+  float *maxima = nullptr, *sums = nullptr, *values = nullptr;
+};
+
+struct Call {
+  Work work;
+  int64_t tokens;
+  ScalarType cache;
+};
+
+// Tensor cores, for BF16 queries. False, doing nothing, for what it does not do.
+bool attend_on_tensor_cores(const Call& call, const OnDevice& device, const Tensor& allocator);
+
+// Room for the parts of every segment; the memory lives as long as the tensor.
+inline Tensor make_parts(Work& w, int64_t tokens, const Tensor& allocator) {
+  const int64_t rows = w.segments * tokens * w.heads;
+  const Tensor parts = empty(allocator, {rows * (w.dim + 2)}, ScalarType::Float);
+  w.maxima = data<float>(parts), w.sums = w.maxima + rows, w.values = w.sums + rows;
+  return parts;
+}
+
+__device__ __forceinline__ float factor(const float* scale) { return scale == nullptr ? 1.0f : *scale; }
+
+// A row without a key to look at is 0, as the reference has it; NaN stays NaN.
+__device__ __forceinline__ float quotient(float value, float sum) { return sum == 0.0f ? 0.0f : value / sum; }
+
+// --- which rows
+// ---------------------------------------------------------------------------------------------------
+
+struct Rows {
+  int sequence, first,
+      count;  // rows [first, first + count) of the sequence's tokens x group; count 0: nothing to do
+  int start, tokens, length;  // of the sequence: its first token in q, its new tokens, its context
+};
+
+// Sequence s begins at tile starts[s] * group / kRows + s: room enough for its rows, found by bisection, and
+// known without asking the device how many tokens each sequence has.
+inline int64_t tiles_of(const Work& w, int64_t tokens, int rows) {
+  return tokens * (w.heads / w.kv_heads) / rows + w.sequences;
+}
+template <int kRows>
+__device__ __forceinline__ int tile_of(const Work& w, int s) {
+  return static_cast<int>(static_cast<int64_t>(w.starts[s]) * (w.heads / w.kv_heads) / kRows) + s;
+}
+template <int kRows>
+__device__ __forceinline__ Rows rows_of(const Work& w) {
+  const int tile = static_cast<int>(blockIdx.x);
+  int low = 0, high = w.sequences;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (tile_of<kRows>(w, middle) <= tile ? low : high) = middle;
+  }
+  const int tokens = w.starts[low + 1] - w.starts[low], first = (tile - tile_of<kRows>(w, low)) * kRows;
+  const int count = min(kRows, tokens * (w.heads / w.kv_heads) - first);
+  return {low, first, max(count, 0), w.starts[low], tokens, w.lengths[low]};
+}
+
+// Where row r of the tile lies in q and out, in heads.
+__device__ __forceinline__ int64_t head_of(const Work& w, const Rows& rows, int r) {
+  const int group = w.heads / w.kv_heads, row = rows.first + r;
+  return static_cast<int64_t>(rows.start + row / group) * w.heads + blockIdx.y * group + row % group;
+}
+// The last key that row r may see.
+__device__ __forceinline__ int position_of(const Work& w, const Rows& rows, int r) {
+  return rows.length - rows.tokens + (rows.first + r) / (w.heads / w.kv_heads);
+}
+
+// How many keys the token with this number in q sees.
+__device__ __forceinline__ int keys_of(const Work& w, int token) {
+  int low = 0, high = w.sequences;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (w.starts[middle] <= token ? low : high) = middle;
+  }
+  return w.lengths[low] - (w.starts[low + 1] - token) + 1;
+}
+
+// The parts of one segment, each [tokens * heads].
+__device__ __forceinline__ int64_t rows_in_all(const Work& w) {
+  return static_cast<int64_t>(w.starts[w.sequences]) * w.heads;
+}
+
+}  // namespace attention
+}  // namespace fp8serve

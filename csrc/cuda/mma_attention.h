@@ -1,0 +1,47 @@
+// The instructions that attention on tensor cores takes beyond those of device.h and mma_bf16.h.
+#pragma once
+
+#include "cuda/mma_bf16.h"
+
+namespace fp8serve {
+
+#ifdef __CUDACC__
+// A place in shared memory as a number: swizzled places are a first one, xor-ed.
+using Place = uint32_t;
+__device__ __forceinline__ Place place_of(const void* shared) {
+  return static_cast<Place>(__cvta_generic_to_shared(shared));
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane i gives the place of row i%8 of matrix i/8. Lane 4g + t gets
+// columns 2t, 2t + 1 of row g; transposed, rows 2t, 2t + 1 of column g.
+template <bool kTransposed>
+__device__ __forceinline__ void load_matrices_at(uint32_t (&r)[4], Place row) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+  }
+}
+
+// Two FP32 to two BF16, low first, to nearest even.
+__device__ __forceinline__ uint32_t bfloat_pair(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// 2^x within 2 units in the last place; 0 for minus infinity and for results below the normal numbers.
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
+}  // namespace fp8serve

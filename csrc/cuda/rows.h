@@ -1,0 +1,97 @@
+// Matrices as rows, and what norms share: the fused ops (elementwise.cu) and the plain ones (activations.cu)
+// go through the same code, so that a model gives the same bits whichever of them runs it.
+#pragma once
+
+#include "cuda/cast.h"
+
+namespace fp8serve {
+
+// A matrix whose rows are contiguous: [count, width] with `stride` elements from row to row.
+struct Rows {
+  Tensor held;
+  int64_t count, width, stride;
+};
+
+inline Rows rows_of(const Tensor& x) {
+  const bool usable = x.is_contiguous() || (x.stride(1) == 1 && x.stride(0) >= x.size(1));
+  const Tensor held = usable ? x : dense(x);
+  return {held, held.size(0), held.size(1), std::max<int64_t>(held.stride(0), held.size(1))};
+}
+inline bool fast_rows(const Rows& r) {
+  return r.width % kChunk == 0 && r.stride % kChunk == 0 && aligned(r.held.data_ptr(), 16);
+}
+
+// [tokens, heads, dim] whose heads are contiguous; a slice of a fused projection's output qualifies.
+struct Heads {
+  const void* from;
+  int64_t token_stride;
+  int count;
+};
+struct HeadsOf {
+  Tensor held;
+  Heads heads;
+  explicit HeadsOf(const Tensor& x) : held(usable(x) ? x : dense(x)) {
+    heads = {held.data_ptr(), held.stride(0), static_cast<int>(held.size(1))};
+  }
+  static bool usable(const Tensor& x) { return x.stride(2) == 1 && x.stride(1) == x.size(2); }
+};
+
+// Threads that share a row of n: a warp for the heads of a QK norm, else a block. The order of a norm's sum
+// depends on it, so the ops ask here and not for themselves.
+constexpr int kRowThreads = 256;
+inline int row_threads(int64_t n) { return n <= 512 ? 32 : kRowThreads; }
+
+// f(chunk's first element) for the chunks of a row that this thread has.
+template <class F>
+__device__ __forceinline__ void for_chunks(int64_t n, const F& f) {
+  const int64_t step = static_cast<int64_t>(blockDim.x) * kChunk;
+  for (int64_t at = static_cast<int64_t>(threadIdx.x) * kChunk; at < n; at += step) f(at);
+}
+
+__device__ __forceinline__ float sum_of_squares(const Chunk& x, float sum) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) sum = fmaf(x.value[i], x.value[i], sum);
+  return sum;
+}
+
+__device__ __forceinline__ float norm_factor(float squares, int64_t n, float eps) {
+  return 1.0f / sqrtf(squares / static_cast<float>(n) + eps);
+}
+
+// 1 / sqrt(mean of squares + eps) of a row that this block has; `memory` holds 32 floats.
+template <bool kAligned, class T>
+__device__ __forceinline__ float row_factor(const T* x, int64_t n, float eps, float* memory) {
+  float sum = 0.0f;
+  for_chunks(n, [&](int64_t at) { sum = sum_of_squares(load_chunk<kAligned>(x, at, n), sum); });
+  return norm_factor(block_sum(sum, memory), n, eps);
+}
+
+// x * factor, rounded, times the weight, rounded.
+template <class T>
+__device__ __forceinline__ Chunk normed(Chunk x, const Chunk& weight, float factor) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    x.value[i] = rounded<T>(weight.value[i] * rounded<T>(x.value[i] * factor));
+  }
+  return x;
+}
+
+// silu(gate), rounded, times up, rounded.
+template <class T>
+__device__ __forceinline__ Chunk gated(Chunk gate, const Chunk& up) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    gate.value[i] = rounded<T>(rounded<T>(gate.value[i] / (1.0f + expf(-gate.value[i]))) * up.value[i]);
+  }
+  return gate;
+}
+
+// One value of a rotated head, rounded where x * cos + rotate(x) * sin rounds.
+template <class T>
+__device__ __forceinline__ float turned(const T* head, const T* cos, const T* sin, int d, int dim) {
+  const int half = dim / 2, other = d < half ? d + half : d - half;
+  const float across = d < half ? -load(head[other]) : load(head[other]);
+  return rounded<T>(rounded<T>(load(head[d]) * load(cos[d])) + rounded<T>(across * load(sin[d])));
+}
+
+}  // namespace fp8serve

@@ -1,0 +1,98 @@
+"""What an engine does on a GPU and not on a CPU: measure its memory, and capture its decoding steps.
+
+Kept apart from `loading`, so that each decision can be tested where there is no GPU, with a stand-in for its answer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8serve.engine.fused import FusedDecoder
+from fp8serve.engine.graphs import Capture, CudaCapture
+from fp8serve.engine.memory import Plan, check_length, gpu_bytes_of, gpu_cache_memory, plan
+from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.runner import Runner
+from fp8serve.errors import MachineError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.model.config import ModelConfig
+from fp8serve.model.decoder import Decoder
+
+
+def check_device(name: str) -> torch.device:
+    """MachineError when this machine does not have it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise MachineError(f"There is no device {name!r}; use cpu or cuda.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MachineError(f"The device {name} was asked for, but PyTorch finds no GPU here; use --device cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise MachineError(f"The device {name} was asked for, but PyTorch finds {torch.cuda.device_count()} GPU here.")
+    return device
+
+
+@torch.inference_mode()
+def largest_step(model: Decoder, fused: FusedDecoder | None, options: EngineOptions) -> Tensor:
+    """Logits of a step with as many tokens and sequences as there may be, and what the sampler makes of them.
+
+    Attention is left out: it takes a fixed sum (memory.ATTENTION_PARTS) and its output, which the query stands for.
+    """
+    device = model.lm_head.weight.device
+    tokens = torch.zeros(options.max_batch_tokens, dtype=torch.long, device=device)
+    last = tokens[: options.max_num_seqs]
+    if fused is not None:
+        hidden = fused(tokens, tokens, last, lambda layer, q, k, v, cos, sin: q.clone())
+    else:
+        hidden = model(tokens, tokens, lambda layer, q, k, v: q.clone())[last]
+    logits = model.logits(hidden)
+    probs = torch.softmax(logits.double(), -1)
+    return probs.sort(-1, descending=True).values.cumsum(-1)
+
+
+def plan_on_gpu(
+    model: Decoder, fused: FusedDecoder | None, config: ModelConfig, options: EngineOptions, dtype: torch.dtype
+) -> Plan:
+    """The cache's sizes from what is free beside the weights and the largest step."""
+    check_length(config, options)
+    device = model.lm_head.weight.device
+    step_bytes = gpu_bytes_of(lambda: largest_step(model, fused, options), device)
+    return plan(config, options, dtype, gpu_cache_memory(device, options, step_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """Whether decoding is replayed: the sizes, or why not."""
+
+    sizes: tuple[int, ...] = ()
+    reason: str | None = None
+
+    def text(self) -> str:
+        return f"off: {self.reason}" if self.reason else f"batches of {', '.join(map(str, self.sizes))}"
+
+
+def capture_decoding(
+    runner: Runner, options: EngineOptions, max_model_len: int, capture: Capture | None = None
+) -> GraphReport:
+    """Captures decoding steps where that is asked for and possible. `capture`: CUDA's, unless a test brings its own.
+
+    MachineError when it was asked for by name and cannot be done.
+    """
+    if options.cuda_graphs is False:
+        return GraphReport(reason="not asked for")
+    if capture is None and runner.device.type != "cuda":
+        return GraphReport(reason="the device is no GPU")
+    try:
+        runner.use_graphs(capture or CudaCapture(runner.device), options.max_num_seqs, max_model_len)
+    except RuntimeError as problem:
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+        if options.cuda_graphs:
+            raise MachineError(f"Decoding steps cannot be captured as CUDA graphs: {reason}") from problem
+        return GraphReport(reason=reason)
+    return GraphReport(tuple(runner.graphs.sizes if runner.graphs else ()))
+
+
+def forget_trial_runs(layers: list[FrozenLinear]) -> None:
+    """What the layers counted while they were tried out."""
+    for layer in layers:
+        layer.reset_counters()

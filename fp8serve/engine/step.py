@@ -1,0 +1,59 @@
+"""One step's work as tensors.
+
+All sequences of a step are flattened into one row of tokens: the model sees `[tokens]`, the paged attention op is told
+where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
+keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8serve.engine.scheduler import Work
+from fp8serve.engine.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A step as the ops want it; integers, on the model's device."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]: block * block_size + offset
+    query_starts: Tensor  # int32 [S + 1]
+    context_lens: Tensor  # int32 [S]
+    block_tables: Tensor  # int32 [S, most blocks], rows filled up with 0
+    last: Tensor  # int64 [samples]: rows whose logits are wanted
+
+
+def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTensors:
+    """The tensors of one step."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts, last = [0], []
+    for item in work:
+        span = range(item.start, item.start + item.count)
+        table = item.seq.block_table
+        token_ids += item.seq.token_ids[item.start : item.start + item.count]
+        positions += span
+        slots += [table[i // block_size] * block_size + i % block_size for i in span]
+        starts.append(len(token_ids))
+        if item.samples:
+            last.append(len(token_ids) - 1)
+    most = max(len(item.seq.block_table) for item in work)
+    tables = [item.seq.block_table + [0] * (most - len(item.seq.block_table)) for item in work]
+    lengths = [item.start + item.count for item in work]
+
+    ids, places, into, wanted = _parts([token_ids, positions, slots, last], torch.long, device)
+    blocks = list(itertools.chain.from_iterable(tables))
+    begins, context, held = _parts([starts, lengths, blocks], torch.int32, device)
+    return StepTensors(ids, places, into, begins, context, held.view(len(tables), most), wanted)
+
+
+def _parts(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Each list as a tensor; all of them in one copy."""
+    whole = to_device(list(itertools.chain.from_iterable(lists)), dtype, device)
+    return whole.split_with_sizes([len(part) for part in lists])

@@ -1,0 +1,61 @@
+"""The draw of a token in plain PyTorch: temperature, top_k, top_p, min_p and one random number for each row.
+
+The three filters each keep the most probable tokens down to some rank, so together they are one number per row: how
+many tokens stay. Ties at the border go to the smaller token ids.
+
+Everything works on a row alone (softmax, cumsum, sort); element-wise transcendental functions over the whole batch are
+avoided on purpose, because torch computes the elements at the end of a tensor with another routine than those before.
+Sums and exponentials are FP64: a kernel that takes them in another order draws another token only where the random
+number is within some 1e-15 of a border between two.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """FP32 logits [rows, vocab] -> int64 token ids [rows], by the inverse of each row's cumulative distribution.
+
+    `temperature` FP64 [rows], above 0; `top_k` int64 [rows], 0 for all; `top_p` FP64 [rows] in (0, 1] of what top_k
+    left; `min_p` FP64 [rows], of the largest probability; `uniform` FP64 [rows] in [0, 1). A logit may be -inf, and at
+    least one of a row must be finite.
+    """
+    probs = torch.softmax(logits.double() / temperature[:, None], -1)
+    asked = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    if not _on_cpu(probs):  # to look who asked would be to wait for the device
+        probs = torch.where(asked[:, None], filtered(probs, top_k, top_p, min_p), probs)
+    elif bool(asked.any()):
+        probs[asked] = filtered(probs[asked], top_k[asked], top_p[asked], min_p[asked])
+    mass = probs.cumsum(-1)
+    total = mass[:, -1:].contiguous()
+    # below the total, so that the search ends on a token of positive probability
+    at = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(mass, at, right=True)[:, 0]
+
+
+def filtered(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`probs` FP64 [rows, vocab] with zero for every token outside top_k, top_p and min_p (each [rows])."""
+    vocab = probs.shape[-1]
+    largest = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)[:, None]
+    ordered = _descending(probs)
+    mass = ordered.cumsum(-1)
+    kept = torch.arange(vocab, device=probs.device) < largest
+    kept &= mass - ordered < top_p[:, None] * mass.gather(-1, largest - 1)  # of what top_k left
+    kept &= ordered >= min_p[:, None] * ordered[:, :1]
+    count = kept.sum(-1, keepdim=True).clamp(min=1)
+    threshold = ordered.gather(-1, count - 1)
+    above, tied = probs > threshold, probs == threshold
+    room = count - above.sum(-1, keepdim=True)
+    return probs * (above | (tied & (tied.cumsum(-1) <= room)))
+
+
+def _descending(probs: Tensor) -> Tensor:
+    """On a CPU by NumPy, whose vectorised sort takes 0.1 ms for 32,000 values where torch's takes 3.5."""
+    if not _on_cpu(probs):
+        return probs.sort(-1, descending=True).values
+    return torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
+
+
+def _on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"

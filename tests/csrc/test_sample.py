@@ -1,0 +1,113 @@
+"""The draw of a token: that of the reference, and what a plain reading of the filters gives."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp8serve.fp8 import reference_sampling
+from fp8serve.fp8.cases import CASES, Case
+from tests.csrc.conftest import LEVELS
+
+OPS = torch.ops.fp8serve
+
+
+def arguments(vocab: int, rows: int, seed: int, ties: bool) -> tuple[Any, ...]:
+    """Every row with other filters; logits from nearly flat to steep."""
+    make = torch.Generator().manual_seed(seed)
+
+    def pick(*values: float) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)[torch.randint(len(values), (rows,), generator=make)]
+
+    logits = torch.randn(rows, vocab, generator=make) * pick(0.01, 1.0, 4.0, 30.0)[:, None].float()
+    logits = logits.bfloat16().float() if ties else logits
+    top_k = pick(0, 0, 1, 2, 10, vocab - 1, vocab, 2 * vocab).long().clamp(min=0)
+    uniform = torch.rand(rows, dtype=torch.float64, generator=make)
+    uniform[0], uniform[-1] = 0.0, 1 - 2.0**-53
+    return logits, pick(0.01, 0.7, 1.0, 5.0), top_k, pick(1.0, 1e-9, 0.3, 0.95), pick(0.0, 0.001, 0.3, 1.0), uniform
+
+
+@pytest.mark.parametrize("case", CASES["sample"], ids=lambda case: case.name)
+def test_cases(level: str, case: Case) -> None:
+    assert torch.equal(OPS.sample(*case.make()), reference_sampling.sample(*case.make()))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("vocab", [1, 2, 16, 37, 255, 257, 5000])
+def test_tokens_are_the_references(level: str, vocab: int, ties: bool) -> None:
+    args = arguments(vocab, 400 if vocab < 1000 else 60, vocab, ties)
+    assert torch.equal(OPS.sample(*args), reference_sampling.sample(*args))
+
+
+def naive(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+    """Sort, cut, draw: one row in plain Python."""
+    wide = torch.tensor(logits, dtype=torch.float64)
+    probs = torch.softmax(wide / temperature, 0).tolist()
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: top_k or None]
+    whole, before, kept = sum(probs[i] for i in order), 0.0, []
+    for i in order:
+        if kept and (before >= top_p * whole or probs[i] < min_p * probs[order[0]]):
+            break
+        kept.append(i)
+        before += probs[i]
+    at = uniform * sum(probs[i] for i in kept)
+    for i in sorted(kept):
+        at -= probs[i]
+        if at < 0:
+            return i
+    return max(i for i in kept if probs[i] > 0)
+
+
+@pytest.mark.parametrize("case", CASES["sample"], ids=lambda case: case.name)
+def test_a_device_that_is_not_asked_who_filters_draws_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: every row is filtered, and the result taken where it was asked for."""
+    expected = reference_sampling.sample(*case.make())
+    monkeypatch.setattr(reference_sampling, "_on_cpu", lambda x: False)
+    assert torch.equal(reference_sampling.sample(*case.make()), expected)
+
+
+@pytest.mark.parametrize("kernel", [OPS.sample, reference_sampling.sample])
+def test_the_filters_mean_what_they_say(kernel: Any) -> None:
+    args = arguments(37, 500, 7, True)
+    expected = [naive(*row) for row in zip(*(column.tolist() for column in args), strict=True)]
+    assert kernel(*args).tolist() == expected
+
+
+def test_every_level_draws_the_same() -> None:
+    args, found = arguments(3001, 300, 1, False), []
+    for cap in LEVELS:
+        OPS.cpu_isa(cap)
+        found.append(OPS.sample(*args))
+    OPS.cpu_isa("best")
+    assert all(torch.equal(tokens, found[0]) for tokens in found)
+
+
+def test_rows_and_threads_do_not_matter(threads: None) -> None:
+    args, found = arguments(501, 40, 2, True), []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        found.append(OPS.sample(*args))
+    found.append(torch.cat([OPS.sample(*(column[i : i + 1] for column in args)) for i in range(40)]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_flat_row_and_a_row_of_one_token(level: str) -> None:
+    one = torch.ones(3, dtype=torch.float64)
+    flat = torch.zeros(3, 1000)
+    flat[1], flat[1, 777] = -torch.inf, 5.0
+    uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    assert OPS.sample(flat, one, 0 * one.long(), one, 0 * one, uniform).tolist() == [0, 777, 999]
+    assert OPS.sample(flat, one, 10 * one.long(), one, 0 * one, uniform).tolist() == [0, 777, 9]
+
+
+def test_errors_name_the_argument() -> None:
+    good = list(arguments(5, 3, 0, False))
+    for index, change, message in (
+        (0, torch.zeros(3, 5).double(), "logits: dtype is Double"),
+        (0, torch.zeros(3, 0), "logits: have no tokens"),
+        (2, torch.zeros(3), "top_k: dtype is Float, must be Long"),
+        (5, torch.zeros(2).double(), "uniform: dim 0 is 2, must be rows = 3"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            OPS.sample(*good[:index], change, *good[index + 1 :])

@@ -1,0 +1,111 @@
+"""rms_norm, silu_mul, rotary and their gradients on the device: the reference, to the last bit or a sum's rounding."""
+
+import pytest
+import torch
+
+from fp8serve.fp8 import reference
+from fp8serve.fp8 import reference_fused as fused
+from fp8serve.fp8.cases import CASES
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile, tame
+from tests.csrc.test_fused import assert_codes_close
+from tests.cuda.test_fused import assert_last_bit
+
+REFERENCE = {
+    "rms_norm": reference.rms_norm,
+    "rms_norm_backward": fused.rms_norm_backward,
+    "silu_mul": reference.silu_mul,
+    "silu_mul_backward": fused.silu_mul_backward,
+}
+
+
+def assert_near(found, expected, steps=2):
+    """Within a few roundings of the element, or of the largest, where a sum cancels."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    eps = steps * torch.finfo(expected.dtype).eps
+    size = float(expected.abs().amax()) if expected.numel() else 0.0
+    torch.testing.assert_close(found.double(), expected.double(), rtol=eps, atol=eps * size)
+
+
+@pytest.mark.parametrize("op", REFERENCE)
+def test_cases(kernels, op):
+    for case in CASES[op]:
+        found, expected = kernels.run(op, *case.make()), REFERENCE[op](*case.make())
+        pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+        for one, wanted in pairs:
+            assert_near(one, wanted, steps=8)
+
+
+@pytest.mark.parametrize("case", CASES["rotary"], ids=lambda case: case.name)
+def test_rotary_cases(kernels, case):
+    assert_bits_equal(kernels.run("rotary", *case.make()), fused.rotary(*case.make()))
+
+
+def test_rotary_of_a_slice_of_a_projection(kernels):
+    qkv, angle = hostile(5, 128, torch.bfloat16).view(5, 8, 16), tame(5, 16, seed=2)
+    rest = angle.cos().bfloat16().unsqueeze(1), angle.sin().bfloat16().unsqueeze(1)
+    found = kernels.ops.rotary(kernels.here(qkv)[:, 4:6], *kernels.here(rest))
+    assert_bits_equal(found.cpu(), fused.rotary(qkv[:, 4:6], *rest))
+
+
+@pytest.mark.parametrize("dtype", HIGH)
+@pytest.mark.parametrize("shape", [(3, 520), (2, 2100), (600, 24)])
+def test_norms_of_every_length(kernels, shape, dtype):
+    """Rows for a warp and for a block, longer than the block is wide, and more than there are chunks of rows."""
+    x, weight, grad = tame(*shape, dtype), tame(1, shape[1], dtype, 1)[0], tame(*shape, dtype, 2)
+    assert_near(kernels.run("rms_norm", x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    wide = [t.double() for t in (grad, x, weight)]
+    found = kernels.run("rms_norm_backward", grad, x, weight, 1e-5)
+    for one, wanted in zip(found, exact_gradients(*wide, dtype), strict=True):
+        assert_near(one, wanted.to(dtype), steps=8)
+
+
+def exact_gradients(grad, x, weight, dtype):
+    """In FP64, but for the rounding of the normed input."""
+    factor = (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    normed, upstream = x * factor, grad * weight
+    d_x = factor * (upstream - normed * (upstream * normed).mean(-1, keepdim=True))
+    return d_x, (grad * normed.to(dtype).double()).sum(0)
+
+
+@pytest.mark.parametrize("width", [64, 300, 520])
+def test_the_fused_casts_are_these_ops_and_a_cast(kernels, width):
+    x, up, weight = (tame(n, width, torch.bfloat16, seed) for seed, n in enumerate((5, 5, 1)))
+    scale = torch.tensor(3.0)
+    pairs = [
+        (kernels.run("rms_norm_quantize", x, weight[0], 1e-5, scale, FORMATS[0]),
+         kernels.run("rms_norm", x, weight[0], 1e-5)),
+        (kernels.run("silu_mul_quantize", x, up, scale, FORMATS[0]), kernels.run("silu_mul", x, up)),
+    ]  # fmt: skip
+    for (q, amax), y in pairs:
+        expected = reference.quantize(y, scale, FORMATS[0])
+        assert_codes_equal(q, expected[0])
+        assert torch.equal(amax, expected[1])
+
+
+def test_gates_at_the_limits(kernels):
+    gate = torch.tensor([[-torch.inf, torch.inf, torch.nan, 0.0, -0.0, -89.0, -88.0, -100.0, 88.0, 1e30, -1e30]])
+    up = torch.ones_like(gate)
+    torch.testing.assert_close(kernels.run("silu_mul", gate, up), reference.silu_mul(gate, up), equal_nan=True)
+
+
+def test_slices_of_a_fused_projection(kernels):
+    gate, up = hostile(6, 80, torch.bfloat16, seed=1).nan_to_num(0.0, 1e3, -1e3).chunk(2, 1)
+    grad = tame(6, 40, torch.bfloat16)
+    found = kernels.run("silu_mul_backward", grad, gate, up)
+    for one, wanted in zip(found, fused.silu_mul_backward(grad, gate, up), strict=True):
+        assert_near(one, wanted)
+
+
+def test_layer_norm_quantize(kernels):
+    for case in CASES["layer_norm_quantize"]:
+        assert_last_bit(kernels.run("layer_norm_quantize", *case.make()), reference.layer_norm_quantize(*case.make()))
+
+
+def test_a_layer_norm_of_numbers_far_from_zero(kernels):
+    """The deviations are squared, not the values: a mean of 1000 costs no digits."""
+    x = 1000 + tame(4, 520, seed=3)
+    args = torch.linspace(0.5, 2, 520), None, 1e-5, torch.tensor(30.0), FORMATS[0]
+    found, expected = kernels.run("layer_norm_quantize", x, *args), reference.layer_norm_quantize(x, *args)
+    assert_codes_close(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=0)

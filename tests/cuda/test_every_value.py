@@ -1,0 +1,39 @@
+"""The casts of the device on FP32 values of every sign, exponent and rounding boundary, as tests/csrc has it for CPUs.
+
+A GPU gets all 2^24 and every BF16 value. The emulated one gets every 61st, which leaves out no sign and no exponent;
+fewer where a row takes a thread block, which the emulator runs in a millisecond.
+"""
+
+import pytest
+import torch
+
+from fp8serve.bench import casts
+
+STRIDES = {"quantize_rowwise": 241} | dict.fromkeys(casts.SCALES, 8191)
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def check(kernels, values, probe, stride):
+    """The probe on every `stride`-th value, in chunks that can be cut into rows of 128 by 128."""
+    x = values if kernels.device == "cuda" else values[::stride].contiguous()
+    chunk = min(1 << 14, len(x) // 1024 * 1024)
+    whole = x[: len(x) // chunk * chunk]
+    found = casts.compare(
+        iter(whole.view(-1, chunk)), len(whole), silent,
+        chosen=[probe], at=[kernels.device], kernels=kernels.ops, device=kernels.device,
+    )  # fmt: skip
+    assert found
+    assert [f for f in found if f.differing] == []
+
+
+@pytest.mark.parametrize("probe", casts.PROBES)
+def test_every_kernel_casts_stratified_values_like_the_reference(kernels, probe):
+    check(kernels, casts.stratified(), probe, STRIDES.get(probe, 61))
+
+
+@pytest.mark.parametrize("probe", casts.PROBES)
+def test_every_kernel_casts_every_bf16_value_like_the_reference(kernels, probe):
+    check(kernels, torch.cat(list(casts.every(torch.bfloat16))), probe, 61 if probe in casts.SCALES else 1)

@@ -1,0 +1,136 @@
+"""The product on a GPU: calibrate, serve, fine-tune, serve again. Every test has a twin on the CPU, which proves it.
+
+Needs what the product needs (safetensors, tokenizers); test_decoding.py asks for torch alone.
+"""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("safetensors")
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+pytest.importorskip("fp8serve.calibration")  # a link or an installation puts it there
+
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.engine.accelerator import capture_decoding
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.request import Completion
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.trainer import Trainer
+from tests.cuda.conftest import on_both
+from tests.tiny import CHATS, SENTENCES, write_tiny_model
+
+RECIPES = ("delayed", "current", "rowwise", "block", "bf16")
+NEAR_TIE = 0.05  # nats between the two likeliest tokens: closer ones may change places in BF16
+pytestmark = on_both
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("product") / "base")
+
+
+@pytest.fixture(scope="module")
+def calibrated(base: Path) -> Path:
+    """Made on the CPU, so that both devices serve the same codes and scales."""
+    out = base.parent / "fp8"
+    calibrate(base, out=out, recipe=DelayedScaling(amax_history_len=16), samples=8, seq_len=64, kv_cache=True)
+    return out
+
+
+def serve(model: Path, device: str, **options: Any) -> Engine:
+    return Engine(model, device=device, max_num_seqs=3, **options)
+
+
+def greedy(engine: Engine, prompts: list[str], tokens: int = 12) -> list[Completion]:
+    return engine.generate(prompts, temperature=0.0, max_new_tokens=tokens, ignore_eos=True, logprobs=2)
+
+
+def assert_same_choices(found: Completion, expected: Completion) -> int:
+    """The same tokens, up to the first that `expected` itself nearly chose otherwise; returns how many."""
+    pairs = zip(found.token_ids, expected.token_ids, expected.logprobs or (), strict=True)
+    for count, (one, other, logprob) in enumerate(pairs):
+        (_, first), (_, second) = logprob.top
+        if first - second < NEAR_TIE:
+            return count
+        assert one == other
+    return len(expected.token_ids)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_cache_dtype": "fp8"}, {"recipe": "rowwise"}, {"recipe": "block"}, {"recipe": "bf16"}], ids=str
+)
+def test_greedy_tokens_are_those_of_the_cpu(device: str, base: Path, calibrated: Path, options: dict[str, Any]) -> None:
+    model = base if "recipe" in options else calibrated
+    found, expected = (greedy(serve(model, place, **options), SENTENCES[:3]) for place in (device, "cpu"))
+    assert sum(map(assert_same_choices, found, expected)) >= 6
+
+
+def test_replayed_steps_give_the_same_bits(device: str, calibrated: Path) -> None:
+    """Logprobs included; a batch of 3, then of 2 when the first has ended."""
+    plain = serve(calibrated, device, cuda_graphs=False)
+    replayed = serve(calibrated, device)
+    if device == "cpu":
+        capture_decoding(replayed.loaded.runner, replayed.options, 256, lambda run: run)
+    else:
+        assert replayed.info()["cuda_graphs"] == "batches of 1, 2, 3"
+    prompts, sampling = SENTENCES[:3], {"seed": 5, "max_new_tokens": 20, "ignore_eos": True, "logprobs": 3}
+    assert replayed.generate(prompts, **sampling) == plain.generate(prompts, **sampling)
+    assert replayed.scales() == plain.scales()
+
+
+def test_a_seed_gives_the_same_text_whoever_shares_the_batch(device: str, calibrated: Path) -> None:
+    engine = serve(calibrated, device)
+    sampling: dict[str, Any] = {"seed": 11, "max_new_tokens": 10, "ignore_eos": True, "top_p": 0.9}
+    alone = engine.generate(SENTENCES[:1], **sampling)[0]
+    assert engine.generate(SENTENCES[:1], **sampling)[0].token_ids == alone.token_ids
+    if device == "cpu":  # on a GPU a product may take another kernel for more rows
+        assert engine.generate(SENTENCES[:3], **sampling)[0].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_starts_as_on_the_cpu(device: str, base: Path, tmp_path: Path, recipe: str) -> None:
+    there, here = (_train(base, tmp_path / name, place, recipe) for name, place in (("a", device), ("b", "cpu")))
+    assert len(here) == 2
+    assert there == pytest.approx(here, rel=0.02)
+
+
+def job(model: Path, out: Path, device: str, recipe: str, **more: Any) -> TrainConfig:
+    out.mkdir(parents=True)
+    (out / "chats.jsonl").write_text(CHATS)
+    values = {"model": str(model), "data": [str(out / "chats.jsonl")], "out": str(out / "run"), "recipe": recipe}
+    values |= {"device": device, "batch_size": 2, "seq_len": 64, "lr": 1e-3, "log_every": 1, **more}
+    return TrainConfig.from_dict(values | ({"amax_history_len": 16} if recipe == "delayed" else {}))
+
+
+def _train(base: Path, out: Path, device: str, recipe: str) -> list[float]:
+    """The loss of every step."""
+    events: list[dict[str, Any]] = []
+    Trainer(job(base, out, device, recipe, max_steps=2)).run(events.append)
+    return [event["train_loss"] for event in events if event["type"] == "metrics"]
+
+
+def test_the_main_job(device: str, base: Path, tmp_path: Path) -> None:
+    """Calibrated, served, fine-tuned from what was calibrated and stopped in between, and served again."""
+    fp8 = tmp_path / "fp8"
+    report = calibrate(
+        base, out=fp8, recipe=DelayedScaling(amax_history_len=16), samples=8, seq_len=64, gradients=True, device=device
+    )
+    assert report.quality.kl_divergence is not None
+    assert json.loads((fp8 / "config.json").read_text())["quantization_config"]
+    before = greedy(serve(fp8, device), SENTENCES[:2])
+
+    stops = itertools.chain([False, False], itertools.repeat(True))
+    config = job(fp8, tmp_path / "job", device, "delayed", max_steps=4, lr=1e-2)
+    Trainer(config).run(stop=lambda: next(stops))
+    events: list[dict[str, Any]] = []
+    Trainer(config).run(events.append)
+    assert any("Resumed from step 2" in str(event) for event in events)
+    after = greedy(serve(tmp_path / "job/run/model", device), SENTENCES[:2])
+    assert [len(c.token_ids) for c in after] == [12, 12]
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]

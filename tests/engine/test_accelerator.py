@@ -1,0 +1,119 @@
+"""What an engine decides on a GPU, tried where there is none: the GPU's answers are stand-ins."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.engine import accelerator, memory
+from fp8serve.engine.accelerator import capture_decoding, largest_step, plan_on_gpu
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.memory import gpu_cache_memory
+from fp8serve.engine.options import EngineOptions
+from fp8serve.errors import MachineError, RequestError
+
+GIB = 2**30
+GPU = torch.device("cuda")
+
+
+def on_gpu(**options: Any) -> EngineOptions:
+    return EngineOptions(**{"device": "cuda", **options})
+
+
+@pytest.fixture
+def gpu_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A GPU of so many bytes, free and in all, on which a step takes so many."""
+
+    def make(free: int, total: int, step: int = 0) -> None:
+        monkeypatch.setattr(memory, "gpu_memory_info", lambda device: (free, total))
+        monkeypatch.setattr(accelerator, "gpu_bytes_of", lambda run, device: run() is None or step)
+
+    return make
+
+
+def test_the_cache_gets_what_is_left(gpu_with: Callable[..., None]) -> None:
+    gpu_with(60 * GIB, 80 * GIB)
+    parts = memory.ATTENTION_PARTS
+    assert gpu_cache_memory(GPU, on_gpu(), 2 * GIB) == 60 * GIB - 8 * GIB + 1 - 4 * GIB - parts  # 10 %, rounded down
+    assert gpu_cache_memory(GPU, on_gpu(cuda_graphs=False), 2 * GIB) == 60 * GIB - 8 * GIB + 1 - 2 * GIB - parts
+    assert gpu_cache_memory(GPU, on_gpu(gpu_memory=1), 0) == 60 * GIB - parts
+    assert gpu_cache_memory(GPU, on_gpu(gpu_memory=0.5), 0) == 20 * GIB - parts
+
+
+def test_nothing_left_is_a_sentence(gpu_with: Callable[..., None]) -> None:
+    gpu_with(9 * GIB, 80 * GIB)
+    with pytest.raises(MachineError, match=r"Nothing is left for the cache on cuda: of its 85,899,345,920 bytes"):
+        gpu_cache_memory(GPU, on_gpu(), GIB)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+def test_the_plan_follows_the_largest_step(model_dir: Path, gpu_with: Callable[..., None], recipe: str) -> None:
+    """The step itself runs, here on the CPU, through the fused decoder and the plain one."""
+    gpu_with(GIB, GIB, step=1000)
+    engine = Engine(model_dir, recipe=recipe)
+    runner, options = engine.loaded.runner, on_gpu(gpu_memory=1, max_num_seqs=4)
+    assert (runner.fused is None) == (recipe == "bf16")
+    found = plan_on_gpu(runner.model, runner.fused, engine.loaded.config, options, torch.bfloat16)
+    assert (found.num_blocks, found.max_model_len) == (4 * 8, 128)
+    gpu_with(memory.ATTENTION_PARTS + 2000 + 5 * found.block_bytes + 1, GIB, step=1000)
+    found = plan_on_gpu(runner.model, runner.fused, engine.loaded.config, options, torch.bfloat16)
+    assert (found.num_blocks, found.max_model_len) == (5, 80)
+    with pytest.raises(RequestError, match="4096 is beyond the 128 tokens"):
+        plan_on_gpu(runner.model, None, engine.loaded.config, on_gpu(max_model_len=4096), torch.bfloat16)
+
+
+def test_the_largest_step_has_all_tokens_and_sequences(model_dir: Path) -> None:
+    runner = Engine(model_dir, recipe="rowwise").loaded.runner
+    seen: list[int] = []
+    handle = runner.model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    found = largest_step(runner.model, runner.fused, EngineOptions(max_num_seqs=3, max_batch_tokens=70))
+    handle.remove()
+    assert (seen, tuple(found.shape)) == ([70], (3, 260))
+
+
+def fails(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    raise RuntimeError("operation not permitted when stream is capturing\nand a trace")
+
+
+def test_a_capture_that_fails_is_named_and_decoding_goes_on(model_dir: Path) -> None:
+    engine = Engine(model_dir, recipe="rowwise")
+    report = capture_decoding(engine.loaded.runner, on_gpu(), 128, fails)
+    assert report.text() == "off: operation not permitted when stream is capturing"
+    assert engine.loaded.runner.graphs is None
+    assert len(engine.generate([[1, 2]], max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
+    with pytest.raises(MachineError, match="cannot be captured as CUDA graphs: operation not permitted"):
+        capture_decoding(engine.loaded.runner, on_gpu(cuda_graphs=True), 128, fails)
+
+
+def test_what_is_captured_is_said(model_dir: Path) -> None:
+    engine = Engine(model_dir, recipe="rowwise")
+    assert engine.info()["cuda_graphs"] == "off: the device is no GPU"
+    assert capture_decoding(engine.loaded.runner, on_gpu(cuda_graphs=False), 128).text() == "off: not asked for"
+    report = capture_decoding(engine.loaded.runner, on_gpu(max_num_seqs=4), 128, lambda run: run)
+    assert report.text() == "batches of 1, 2, 4"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"device": "cuda", "gpu_memory": 0.0}, "above 0 and at most 1, not 0.0"),
+        ({"device": "cuda", "gpu_memory": "all"}, "above 0 and at most 1, not 'all'"),
+        ({"device": "cuda", "cuda_graphs": "yes"}, "cuda_graphs must be true, false or left out"),
+        ({"gpu_memory": 0.5}, "gpu_memory is for a GPU, and the device is 'cpu'"),
+        ({"cuda_graphs": True}, "cuda_graphs is for a GPU, and the device is 'cpu'"),
+    ],
+)
+def test_options_of_a_gpu(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        EngineOptions(**options)
+
+
+def test_a_gpu_that_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(MachineError, match=r"cuda:3 was asked for, but PyTorch finds 1 GPU here"):
+        accelerator.check_device("cuda:3")
+    assert accelerator.check_device("cuda:0") == torch.device("cuda:0")

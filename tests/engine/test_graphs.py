@@ -1,0 +1,121 @@
+"""Decoding by replay, with a stand-in for the GPU's graphs: which steps, in which size, on which buffers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.graphs import sizes_up_to
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.recipe import DelayedScaling
+
+from .tiny import write_scales
+
+PROMPTS = [[256, *b"Once upon"], [5, 6, 7], list(range(40)), [9]]
+
+
+class FakeGraphs:
+    """Captures like a GPU: what `run` read and wrote at capture, the layers' `live_rows` included, a replay does."""
+
+    def __init__(self) -> None:
+        self.captured: list[int] = []
+        self.replayed: list[int] = []
+        self.layers: list[FrozenLinear] = []
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        logits = run().clone()
+        self.captured.append(len(logits))
+        baked_in = [layer.live_rows for layer in self.layers]
+
+        def replay() -> Tensor:
+            self.replayed.append(len(logits))
+            self._set(baked_in)
+            logits.copy_(run())
+            self._set([None] * len(baked_in))
+            return logits
+
+        return replay
+
+    def _set(self, live_rows: list[Tensor | None]) -> None:
+        for layer, rows in zip(self.layers, live_rows, strict=True):
+            layer.live_rows = rows
+
+
+def engine(model_dir: Path, graphs: Any = None, **options: Any) -> Engine:
+    made = Engine(model_dir, **{"recipe": "rowwise", "max_num_seqs": 6, **options})
+    if graphs is not None:
+        graphs.layers = _layers(made)
+        made.loaded.runner.use_graphs(graphs, 6, made.limits.max_model_len)
+        for layer in made.loaded.frozen.values():
+            layer.reset_counters()
+    return made
+
+
+def _layers(made: Engine) -> list[FrozenLinear]:
+    runner = made.loaded.runner
+    joined = runner.fused.joined().values() if runner.fused else ()
+    return [*made.loaded.frozen.values(), *joined]
+
+
+def test_sizes_grow_by_at_most_eight() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(6) == [1, 2, 4, 6]
+    assert sizes_up_to(24) == [1, 2, 4, 8, 16, 24]
+    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 20]
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 24}, {"recipe": "bf16"}])
+def test_answers_are_those_of_an_engine_without_graphs(model_dir: Path, options: dict[str, Any]) -> None:
+    """The second pool is so small that sequences lose their blocks and come back with others."""
+    graphs = FakeGraphs()
+    sampling: dict[str, Any] = {"max_new_tokens": 30, "seed": 3, "ignore_eos": True, "logprobs": 2}
+    replayed = engine(model_dir, graphs, **options)
+    found = replayed.generate(PROMPTS, **sampling)
+    assert found == engine(model_dir, **options).generate(PROMPTS, **sampling)
+    assert graphs.captured == [6, 4, 2, 1]
+    assert set(graphs.replayed) >= ({1, 4} if "num_blocks" in options else {4})
+    if "num_blocks" in options:
+        assert replayed.stats()["preemptions_total"] > 0
+
+
+def test_prompts_are_not_replayed_and_batches_are_filled_up(model_dir: Path) -> None:
+    graphs = FakeGraphs()
+    made = engine(model_dir, graphs)
+    made.generate([[1, 2, 3]], max_new_tokens=1)
+    assert graphs.replayed == []
+    made.generate(PROMPTS[:3], max_new_tokens=3, ignore_eos=True)
+    assert graphs.replayed == [4, 4]
+
+
+def test_what_fills_a_batch_up_writes_no_keys(model_dir: Path) -> None:
+    made = engine(model_dir, FakeGraphs(), num_blocks=20)
+    plain = engine(model_dir, num_blocks=20)
+    for one in (made, plain):
+        one.generate(PROMPTS[:3], max_new_tokens=9, seed=1, ignore_eos=True)
+    assert torch.equal(made.loaded.runner.k_cache, plain.loaded.runner.k_cache)
+    assert torch.equal(made.loaded.runner.v_cache, plain.loaded.runner.v_cache)
+
+
+def test_what_fills_a_batch_up_is_not_counted(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the counting of a GPU, on scales at which many inputs saturate."""
+
+    def watch(self: FrozenLinear, q: Tensor, amax: Tensor) -> None:
+        counters = self.amax, self.saturated, self.limit, self.live_rows
+        torch.ops.fp8serve.count_saturated(q, amax, *counters)
+
+    monkeypatch.setattr(FrozenLinear, "watch", watch)
+    scales = {"recipe": DelayedScaling(), "scales": write_scales(model_dir, tmp_path / "scales")}
+    made, plain = engine(model_dir, FakeGraphs(), **scales), engine(model_dir, **scales)
+    for one in (made, plain):
+        for layer in _layers(one):  # scales so large that these weights' inputs are cut off, too
+            layer.limit /= 50
+        for scale in {id(layer.input_scale): layer.input_scale for layer in _layers(one)}.values():
+            scale.mul_(50)  # type: ignore[union-attr]
+        one.generate(PROMPTS[:3], max_new_tokens=9, seed=1, ignore_eos=True)
+    assert made.scales() == plain.scales()
+    assert sum(record["saturated"] for record in made.scales()) > 0
+    assert all(layer.live_rows is None for layer in made.loaded.frozen.values())
