@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fp8serve.engine.fused import fuse
+from fp8serve.engine.graphs import CudaCapture
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.scheduler import Work
 from fp8serve.fp8.frozen import FrozenLinear
@@ -58,6 +59,9 @@ class DecodeStep:
         sequence = SimpleNamespace(token_ids=[5] * (CONTEXT + 1), block_table=list(range(CONTEXT // BLOCK + 1)))
         self.work = [Work(cast(Any, sequence), CONTEXT, 1)]
         self.how = ""
+        if device == "cuda":
+            self.runner.use_graphs(CudaCapture(self.runner.device), 1, CONTEXT + BLOCK)
+            self.how = ", CUDA graphs"
 
     def __call__(self, _: int) -> torch.Tensor:
         return self.runner.run(self.work)
