@@ -242,7 +242,7 @@ def study(tell: Tell, *, exhaustive: bool, chosen: Sequence[str] = (), device: s
     findings = []
     for dtype in (torch.bfloat16, torch.float16):
         findings += compare(every(dtype), 1 << 16, tell, chosen=chosen, at=at, device=device)
-    chunks = every(torch.float32) if exhaustive else iter(stratified().split(CHUNK))
+    chunks = every(torch.float32) if exhaustive else iter(stratified().split(CHUNK))  # type: ignore[no-untyped-call]
     count = 1 << (32 if exhaustive else 24)
     findings += compare(chunks, count, tell, chosen=chosen, at=at, device=device)
     return {"device": device, "levels": list(at), "fp32_values": count, "findings": [vars(f) for f in findings]}
