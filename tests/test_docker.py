@@ -1,5 +1,6 @@
 """The container files: parsed, and held against the application they start."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 def deployment() -> dict[str, Any]:
     return next(d for d in documents(DOCKER / "kubernetes/base/deployment.yaml") if d["kind"] == "Deployment")
+
+
+def servers() -> list[dict[str, Any]]:
+    """The compose services that are ours."""
+    return [s for s in documents(DOCKER / "compose.yaml")[0]["services"].values() if "build" in s]
 
 
 def container() -> dict[str, Any]:
@@ -119,8 +125,7 @@ def test_containers_are_locked_down() -> None:
 
 
 def test_started_commands_are_ones_that_serve_has() -> None:
-    services = documents(DOCKER / "compose.yaml")[0]["services"]
-    for words in [container()["args"], *(s["command"] for s in services.values())]:
+    for words in [container()["args"], *(s["command"] for s in servers())]:
         assert words[0] == "serve"
         assert {w.partition("=")[0] for w in words if w.startswith("--")} <= serve_options()
 
@@ -130,14 +135,38 @@ def test_the_drain_fits_into_the_grace_period() -> None:
 
     drain = Settings.__dataclass_fields__["drain_seconds"].default
     assert deployment()["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > drain
-    for service in documents(DOCKER / "compose.yaml")[0]["services"].values():
+    for service in servers():
         assert float(service["stop_grace_period"].removesuffix("s")) > drain
 
 
-def test_profiles_are_cpu_and_gpu() -> None:
+def test_profiles() -> None:
     services = documents(DOCKER / "compose.yaml")[0]["services"]
-    assert {p for s in services.values() for p in s["profiles"]} == {"cpu", "gpu"}
-    assert {s["build"]["dockerfile"] for s in services.values()} == {f"docker/{p.name}" for p in DOCKERFILES}
+    assert {p for s in services.values() for p in s["profiles"]} == {"cpu", "gpu", "observability"}
+    assert {s["build"]["dockerfile"] for s in servers()} == {f"docker/{p.name}" for p in DOCKERFILES}
+
+
+def test_what_is_observed_is_what_a_server_shows(routes: set[str]) -> None:
+    """Targets are services of the file, with the key; every metric on the dashboard is one of ours."""
+    from fp8serve.server.metrics import ENGINE_COUNTERS, ENGINE_GAUGES, Metrics
+
+    compose = documents(DOCKER / "compose.yaml")[0]
+    (job,) = yaml.safe_load(compose["configs"]["prometheus"]["content"])["scrape_configs"]
+    assert job["metrics_path"] in routes
+    assert job["authorization"]["credentials"].startswith("${FP8SERVE_API_KEY")
+    assert {t for s in job["static_configs"] for t in s["targets"]} == {"cpu:8000", "gpu:8000"}
+    dashboard = json.loads((DOCKER / "observability/fp8serve.json").read_text())
+    wanted = set(re.findall(r"fp8serve_\w+", " ".join(t["expr"] for p in dashboard["panels"] for t in p["targets"])))
+    metrics = Metrics()
+    metrics.engine_stats = lambda: dict.fromkeys((*ENGINE_GAUGES, *ENGINE_COUNTERS), 1)
+    shown = set(re.findall(r"^# TYPE (fp8serve_\w+)", metrics.render().decode(), flags=re.M))
+    assert {re.sub(r"_(bucket|total)$", "", name) for name in wanted} <= {n.removesuffix("_total") for n in shown}
+
+
+def test_mounted_files_exist() -> None:
+    for service in documents(DOCKER / "compose.yaml")[0]["services"].values():
+        for mount in service.get("volumes", []):
+            if mount.startswith("./"):
+                assert (DOCKER / mount.partition(":")[0]).is_file(), mount
 
 
 def test_every_volume_that_is_mounted_is_declared() -> None:
