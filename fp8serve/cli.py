@@ -79,7 +79,8 @@ def options(
     """
 
 
-TRAINING = ("finetune", "serve", "demo", "training", "step", "monitor")  # commands that train, or start what trains
+# Commands that train, or start what trains.
+TRAINING = {"finetune", "serve", "demo", "bench training", "bench step", "bench monitor"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Threads that wait for work sleep: when the engine and a trainer share cores, spinning ones slow both tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = list(sys.argv[1:] if argv is None else argv)
-    if any(name in args for name in TRAINING):
+    words = [a for a in args if not a.startswith("-")]
+    if not TRAINING.isdisjoint({" ".join(words[:1]), " ".join(words[:2])}):
         # Large temporaries of torch in pages of 2 MB, also in child processes: a training step faults a tenth as often.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     debug = "--debug" in args

@@ -289,7 +289,6 @@ FP8_TARGET void stream_rows(const Tile& t, typename Source::Pointer const* b, co
   const auto* here = reinterpret_cast<const void* const*>(b);
   Vector sums[R * 4];
   if constexpr (R <= 3) {
-    fetch<4>(next, 0, 0);
     stream_columns<R, 4, Source>(sums, 0, t, b, next, 0);
   } else {
     stream_columns<R, 2, Source>(sums, 0, t, b, here, 2);

@@ -1,5 +1,7 @@
 """What a training step needs, from nothing: a decoder with random weights, and a batch of random tokens."""
 
+from dataclasses import asdict
+
 import torch
 
 from fp8serve.bench.training import Shape
@@ -7,17 +9,13 @@ from fp8serve.fp8.linear import convert
 from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder
 from fp8serve.train.batch import Batch
+from fp8serve.train.scratch import llama_config
 
 
 def random_decoder(shape: Shape, context: int) -> Decoder:
     """FP32 masters, linears converted for FP8, tied embeddings; for sequences of at most `context` tokens."""
     torch.manual_seed(0)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
-        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "num_hidden_layers": shape.layers,
-        "intermediate_size": shape.intermediate_size, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "max_position_embeddings": context, "tie_word_embeddings": True,
-    }  # fmt: skip
+    config = llama_config(context=context, **asdict(shape))
     decoder = Decoder(parse_config(config), dtype=torch.float32)
     convert(decoder)
     return decoder

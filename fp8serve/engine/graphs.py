@@ -126,8 +126,7 @@ def _slots(work: Sequence[Work], size: int, block_size: int) -> list[int]:
 class GraphedDecode:
     """Decoding steps of up to `most` sequences, replayed.
 
-    `compute`: a step's tensors -> FP32 logits; `width`: blocks of the longest sequence. `capture` is called once for
-    each size; what it raises is raised.
+    `compute`: a step's tensors -> FP32 logits. `capture` is called once for each size; what it raises is raised.
     """
 
     def __init__(

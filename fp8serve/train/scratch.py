@@ -55,35 +55,39 @@ def write_random_model(
         tokenizer.save(str(directory / "tokenizer.json"))
         write_json(directory / "tokenizer_config.json", _tokenizer_config(context))
         end = tokenizer.token_to_id(END)
-        config = {
-            **_FIXED,
-            "vocab_size": tokenizer.get_vocab_size(),
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size or 128 * math.ceil(hidden_size * 8 / 3 / 128),
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "max_position_embeddings": context,
-            "bos_token_id": end,
-            "eos_token_id": end,
-        }
+        shape = {"hidden_size": hidden_size, "layers": layers, "heads": heads, "kv_heads": kv_heads}
+        wide = intermediate_size or 128 * math.ceil(hidden_size * 8 / 3 / 128)
+        vocab = tokenizer.get_vocab_size()
+        config = llama_config(**shape, intermediate_size=wide, vocab_size=vocab, context=context)
+        config |= {"bos_token_id": end, "eos_token_id": end}
         write_json(directory / "config.json", config)
         write_json(directory / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         save_tensors(directory / "model.safetensors", random_weights(directory, seed), {"format": "pt"})
     return Path(out)
 
 
-_FIXED: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "torch_dtype": "bfloat16",
-}
+def llama_config(
+    *, hidden_size: int, layers: int, heads: int, kv_heads: int, intermediate_size: int, vocab_size: int, context: int
+) -> dict[str, Any]:
+    """The config.json of a Llama with tied embeddings, for sequences of at most `context` tokens."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+    }
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
