@@ -14,12 +14,9 @@ from fp8serve.engine.memory import Plan, check_length, gpu_bytes_of, gpu_cache_m
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import Runner
 from fp8serve.errors import MachineError
-from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.decoder import Decoder
-
-_sample = torch.ops.fp8serve.sample.default
 
 
 def check_device(name: str) -> torch.device:
@@ -37,7 +34,7 @@ def check_device(name: str) -> torch.device:
 
 @torch.inference_mode()
 def largest_step(model: Decoder, fused: FusedDecoder | None, options: EngineOptions) -> Tensor:
-    """The tokens of a step with as many tokens and sequences as there may be, each drawn with every filter.
+    """Logits of a step with as many tokens and sequences as there may be, and what the sampler makes of them.
 
     Attention is left out: it takes a fixed sum (memory.ATTENTION_PARTS) and its output, which the query stands for.
     """
@@ -49,8 +46,8 @@ def largest_step(model: Decoder, fused: FusedDecoder | None, options: EngineOpti
     else:
         hidden = model(tokens, tokens, lambda layer, q, k, v: q.clone())[last]
     logits = model.logits(hidden)
-    one = torch.ones(len(logits), dtype=torch.float64, device=device)
-    return _sample(logits, one, one.long(), one, one, 0 * one)  # type: ignore[no-any-return]
+    probs = torch.softmax(logits.double(), -1)
+    return probs.sort(-1, descending=True).values.cumsum(-1)
 
 
 def plan_on_gpu(
