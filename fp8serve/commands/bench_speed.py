@@ -1,7 +1,8 @@
 """`fp8serve bench ops | engine | serve`: speed, printed with the machine, the versions and the commit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -11,18 +12,24 @@ import typer
 from fp8serve.commands.bench import publish
 from fp8serve.terminal import AsJson, print_json, print_table, progress
 
+Tell = Callable[[str, int, int], None]  # (what, done, in all)
 Out = Annotated[Path | None, typer.Option(help="Directory for the figures as JSON.", show_default="nowhere")]
 Model = Annotated[str, typer.Argument(help="Hugging Face-format directory, or a name on the hub.")]
 Prompt = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 New = Annotated[int, typer.Option(min=2, help="Tokens of each answer.")]
 
 
-def shown(json: bool, result: Mapping[str, Any]) -> bool:
-    """Prints the result as JSON where that was asked for, else the heading of a report."""
+def measured(
+    name: str, title: str, measure: Callable[[Tell], Mapping[str, Any]], out: Path | None, json: bool
+) -> dict[str, Any] | None:
+    """Measures behind a bar, and publishes the figures as `name`; None when all was said, as JSON."""
     from fp8serve.bench.provenance import one_line
 
+    with progress(title) as advance:
+        figures = measure(lambda what, done, total: advance(done, total, what))
+    result = publish(name, figures, out)
     print_json(result) if json else print(one_line(result["made"]), "\n")
-    return json
+    return None if json else result
 
 
 def ops(
@@ -44,10 +51,8 @@ def ops(
     """
     from fp8serve.bench import ops as bench
 
-    with progress("Ops") as advance:
-        figures = bench.measure(seconds, lambda name, done, total: advance(done, total, name), only, goals)
-    result = publish("ops", figures, out)
-    if shown(json, result):
+    result = measured("ops", "Ops", lambda tell: bench.measure(seconds, tell, only, goals), out, json)
+    if result is None:
         return
     peaks = result["peaks"]
     print(f"measured peaks: {peaks['gb_per_s']:.0f} GB/s read, {peaks['gflop_per_s']:.0f} GFLOP/s (torch BF16)\n")
@@ -84,14 +89,12 @@ def engine(
     directory = find_model(model)
     from fp8serve.bench import engine as bench
 
-    with progress("Engine") as advance:
-        figures = bench.measure(
-            directory,
-            lambda name, done, total: advance(done, total, name),
-            batches=batch or (1, 4, 8, 16), prompt=prompt, new=new, recipe=recipe, kv_cache_dtype=kv_cache_dtype,
-        )  # fmt: skip
-    result = publish("engine", figures, out)
-    if not shown(json, result):
+    measure = partial(
+        bench.measure, batches=batch or (1, 4, 8, 16), prompt=prompt, new=new, recipe=recipe,
+        kv_cache_dtype=kv_cache_dtype,
+    )  # fmt: skip
+    result = measured("engine", "Engine", lambda tell: measure(directory, tell), out, json)
+    if result is not None:
         _print_engine(result)
 
 
@@ -140,11 +143,10 @@ def serve(
     from fp8serve.bench import serve as bench
 
     load = bench.Load(requests, concurrency, prompt, new, api_key=api_key)
-    with nullcontext(url) if url is not None else _started(str(model)) as place, progress("Serve") as advance:
-        figures = bench.measure(place, load, lambda name, done, total: advance(done, total, name))
     asked = {"requests": requests, "concurrency": concurrency, "prompt": prompt, "new": new}
-    result = publish("serve", {"load": asked, **figures}, out)
-    if not shown(json, result):
+    with nullcontext(url) if url is not None else _started(str(model)) as place:
+        result = measured("serve", "Serve", lambda tell: {"load": asked, **bench.measure(place, load, tell)}, out, json)
+    if result is not None:
         _print_serve(result)
 
 

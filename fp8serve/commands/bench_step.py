@@ -1,12 +1,12 @@
 """`fp8serve bench step | monitor`: what a training step takes, two kinds of it in turns."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from fp8serve.commands.bench import publish
-from fp8serve.commands.bench_speed import Out, shown
-from fp8serve.terminal import AsJson, print_table, progress
+from fp8serve.commands.bench_speed import Out, measured
+from fp8serve.terminal import AsJson, print_table
 
 Rows = Annotated[int, typer.Option(min=1, help="Sequences of 128 tokens in a step.")]
 
@@ -30,13 +30,10 @@ def monitor(
     from fp8serve.bench import monitor as bench
     from fp8serve.bench.training import Shape
 
-    with progress("Monitor") as advance:
-        figures = bench.measure(
-            lambda name, done, total: advance(done, total, name),
-            shape=Shape.of(hidden_size, layers), rows=rows, every=every, rounds=rounds,
-        )  # fmt: skip
-    result = publish("monitor", figures, out)
-    if shown(json, result):
+    shape = Shape.of(hidden_size, layers)
+    measure = partial(bench.measure, shape=shape, rows=rows, every=every, rounds=rounds)
+    result = measured("monitor", "Monitor", measure, out, json)
+    if result is None:
         return
     print(
         f"{result['parameters']:,} parameters, {result['linears']} FP8 linears, {result['tokens']} tokens a step; "
@@ -72,14 +69,10 @@ def step(
     from fp8serve.bench import step as bench
     from fp8serve.bench.training import Shape
 
-    with progress("Training step") as advance:
-        figures = bench.measure(
-            lambda name, done, total: advance(done, total, name),
-            shape=replace(Shape.of(hidden_size, layers), vocab_size=vocab_size),
-            recipes=recipe or ["delayed"], rows=rows, rounds=rounds,
-        )  # fmt: skip
-    result = publish("step", figures, out)
-    if shown(json, result):
+    shape = replace(Shape.of(hidden_size, layers), vocab_size=vocab_size)
+    measure = partial(bench.measure, shape=shape, recipes=recipe or ["delayed"], rows=rows, rounds=rounds)
+    result = measured("step", "Training step", measure, out, json)
+    if result is None:
         return
     print(f"{result['parameters']:,} parameters, {result['tokens']} tokens a step, {result['rounds']} rounds\n")
     table = [
