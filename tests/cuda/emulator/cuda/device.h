@@ -319,10 +319,12 @@ inline void load_matrices(uint32_t (&r)[4], const void* shared_row) {
   std::memcpy(r, &words, sizeof(r));
 }
 
-// m16n8k32: lane 4g + t holds a: rows g, g + 8, columns 4t.. and 16 + 4t..; b: column g; c: rows g, g + 8,
-// columns 2t..
-template <bool kAE5M2, bool kBE5M2>
-void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+// The warp's product m16n8k(8 E) of words that hold E elements each. Lane 4g + t holds a: rows g, g + 8,
+// columns E t.. and 4 E + E t..; b: column g; c: rows g, g + 8, columns 2t.. `of_a(word, i)`, `of_b(word,
+// i)`: the i-th element of a word.
+template <int E, class A, class B>
+void multiply_words(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const A& of_a,
+                    const B& of_b) {
   struct Operands {
     uint32_t a[4], b[2];
   };
@@ -333,18 +335,24 @@ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     for (int e = 0; e < 4; ++e) {
       const int row = self / 4 + e / 2 * 8, column = self % 4 * 2 + e % 2;
       double sum = 0;
-      for (int k = 0; k < 32; ++k) {
-        const int half = k / 16, byte = k % 4;
-        const uint32_t from_a = of(row % 8 * 4 + k % 16 / 4).a[row / 8 + 2 * half];
-        const uint32_t from_b = of(column * 4 + k % 16 / 4).b[half];
-        sum += static_cast<double>(decode_one<kAE5M2>(static_cast<uint8_t>(from_a >> (8 * byte)))) *
-               decode_one<kBE5M2>(static_cast<uint8_t>(from_b >> (8 * byte)));
+      for (int k = 0; k < 8 * E; ++k) {
+        const int half = k / (4 * E), lane = k % (4 * E) / E;
+        const uint32_t from_a = of(row % 8 * 4 + lane).a[row / 8 + 2 * half];
+        const uint32_t from_b = of(column * 4 + lane).b[half];
+        sum += static_cast<double>(of_a(from_a, k % E)) * of_b(from_b, k % E);
       }
       (&out.x)[e] = static_cast<float>(sum);
     }
     return out;
   });
   for (int e = 0; e < 4; ++e) c[e] += (&sums.x)[e];
+}
+
+template <bool kAE5M2, bool kBE5M2>
+void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_words<4>(
+      c, a, b, [](uint32_t word, int i) { return decode_one<kAE5M2>(static_cast<uint8_t>(word >> (8 * i))); },
+      [](uint32_t word, int i) { return decode_one<kBE5M2>(static_cast<uint8_t>(word >> (8 * i))); });
 }
 
 }  // namespace fp8serve
