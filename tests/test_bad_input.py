@@ -140,6 +140,18 @@ def test_a_prompt_longer_than_the_context(original: Path, capsys: pytest.Capture
     assert "256" in said
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("margin", "NAME=VALUE"), ("margins=1", "no parameter 'margins'"), ("margin=x", "margin must be a whole number")],
+)
+def test_a_recipe_option_that_is_none(
+    original: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, says: str
+) -> None:
+    args = ("finetune", original, "--data", chats, "--out", tmp_path / "run", "--recipe-option", option)
+    assert says in failure(capsys, *args)
+    assert not (tmp_path / "run").exists()
+
+
 def test_no_scales_and_no_recipe(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = failure(capsys, "generate", original, "Hello")
     assert "calibrate" in said

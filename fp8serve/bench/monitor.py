@@ -29,7 +29,7 @@ def measure(tell: Tell, *, shape: Shape, rows: int = 4, seq_len: int = 128, ever
     rows: sequences of `seq_len` tokens in a step. every: the monitor counts codes at every `every`-th step.
     """
     decoder, batch = random_decoder(shape, seq_len), random_batch(shape, rows, seq_len)
-    forward = Forward(decoder, DelayedScaling(), linear_names(decoder))
+    forward = Forward(decoder, DelayedScaling())
     _round(forward, batch, every)  # scales settle, memory is taken
     times: dict[str, list[float]] = {"without": [], "with": []}
     for i in range(rounds):

@@ -14,7 +14,7 @@ from typing import Any
 from fp8serve.bench.training import Shape
 from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.recipe import from_name
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.decoder import Decoder
 from fp8serve.train.batch import Batch
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward, summed_loss
@@ -61,8 +61,7 @@ def summary(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]
 
 
 def _forward(decoder: Decoder, name: str) -> Forward:
-    recipe = from_name(name)
-    return Forward(decoder, recipe, [] if recipe is None else linear_names(decoder))
+    return Forward(decoder, from_name(name))
 
 
 def _step(forward: Forward, batch: Batch, optimizer: Optimizer) -> float:

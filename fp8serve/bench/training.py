@@ -187,7 +187,7 @@ def _final_loss(out: Path, plan: Plan, recipe: str) -> float:
     if not kept.exists():
         config, source = _config(out, plan, recipe, recipe), out / recipe / "checkpoints" / f"step-{plan.steps}"
         setup = prepare(config, source, lambda event: None)
-        state.restore(setup.decoder, setup.forward.recipe, setup.optimizer, checkpoint.read_checkpoint(source))
+        state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(source))
         rows = setup.rows[:: max(1, len(setup.rows) // FINAL_ROWS)][:FINAL_ROWS]  # from everywhere in the text
         found = evaluate(setup.forward, rows, plan.batch_size, config.device)
         tokens = sum(row.trainable for row in rows)

@@ -1,5 +1,6 @@
 """`fp8serve finetune`: the trainer of the endpoint, in the foreground."""
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fp8serve.errors import RecipeError
 from fp8serve.terminal import Advance, AsJson, print_json, progress, remark
 
 
@@ -18,6 +20,10 @@ def command(
     recipe: Annotated[
         Literal["delayed", "current", "rowwise", "block", "bf16"], typer.Option(help="How tensors are scaled.")
     ] = "delayed",
+    recipe_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A parameter of the recipe, its value in JSON; repeat for several."),
+    ] = None,
     history_len: Annotated[
         int | None, typer.Option(min=1, help="Length of the amax history (delayed).", show_default="1024")
     ] = None,
@@ -27,9 +33,17 @@ def command(
     warmup_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps of linear rise.", show_default="3 % of all")
     ] = None,
+    min_lr_ratio: Annotated[float, typer.Option(min=0, max=1, help="Where it ends, as a part of the peak.")] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in a microbatch.")] = 8,
     accumulate: Annotated[int, typer.Option(min=1, help="Microbatches in an optimizer step.")] = 1,
     seq_len: Annotated[int, typer.Option(min=2, help="Longest row, in tokens.")] = 256,
+    packing: Annotated[
+        Literal["rows", "tokens"], typer.Option(help="Fill a microbatch by rows, or to batch-size x seq-len tokens.")
+    ] = "rows",
+    master_weights: Annotated[
+        Literal["model", "optimizer"],
+        typer.Option(help="FP32 weights in the model, or in the optimizer beside a BF16 model."),
+    ] = "model",
     weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's weight decay.")] = 0.01,
     clip: Annotated[float, typer.Option(help="Largest gradient norm.")] = 1.0,
     eval_data: Annotated[list[Path] | None, typer.Option(help="File to validate on; repeat for several.")] = None,
@@ -39,6 +53,10 @@ def command(
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="at the end")
     ] = None,
+    keep_last: Annotated[int, typer.Option(min=1, help="Newest checkpoints to keep.")] = 2,
+    format: Annotated[
+        Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="Spelling of the result's FP8 weights.")
+    ] = "compressed-tensors",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data order.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: AsJson = False,
@@ -52,6 +70,7 @@ def command(
     Examples:
       fp8serve finetune ./llama --data chats.jsonl --out ./run
       fp8serve finetune ./llama-fp8 --data chats.jsonl --out ./run --epochs 3 --lr 1e-5
+      fp8serve finetune ./llama --data chats.jsonl --out ./run --recipe-option fp8_dpa=true --recipe-option margin=1
       fp8serve serve ./run/model
     """
     from fp8serve.hub import find_model
@@ -65,19 +84,25 @@ def command(
         data=tuple(map(str, data)),
         out=str(out),
         recipe=recipe,
+        recipe_options=recipe_options(recipe_option or []),
         amax_history_len=history_len,
         epochs=epochs,
         max_steps=max_steps,
         lr=lr,
         warmup_steps=warmup_steps,
+        min_lr_ratio=min_lr_ratio,
         batch_size=batch_size,
         accumulate=accumulate,
         seq_len=seq_len,
+        packing=packing,
+        master_weights=master_weights,
         weight_decay=weight_decay,
         clip=clip,
         eval_data=tuple(map(str, eval_data or ())),
         eval_every=eval_every,
         save_every=save_every,
+        keep_last=keep_last,
+        format=format,
         seed=seed,
         device=device,
     )
@@ -86,6 +111,24 @@ def command(
     print_json(vars(result)) if json else _summary(result)
     if result.status == "stopped":
         raise typer.Exit(130)
+
+
+def recipe_options(given: list[str]) -> dict[str, Any]:
+    """{"margin": 1} of ["margin=1"]; a value that is not JSON is a string. Raises RecipeError for one without "="."""
+    options = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise RecipeError(f"--recipe-option wants NAME=VALUE, such as margin=1, found {text!r}.")
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _show(event: dict[str, Any], advance: Advance) -> None:

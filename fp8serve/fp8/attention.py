@@ -20,12 +20,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], so
     T is the sum of `lengths`; heads is a multiple of kv_heads. Differentiable. Sequences of equal length are computed
     as one batch. Raises ValueError if the lengths do not add up.
     """
-    if sum(lengths) != q.shape[0]:
-        raise ValueError(f"The sequence lengths add up to {sum(lengths)}, but there are {q.shape[0]} tokens.")
+    check_lengths(q, lengths)
     if len(set(lengths)) == 1:
         return _batch(q, k, v, len(lengths), softmax_scale)
     parts = (torch.split(t, list(lengths)) for t in (q, k, v))
     return torch.cat([_batch(a, b, c, 1, softmax_scale) for a, b, c in zip(*parts, strict=True)])
+
+
+def check_lengths(q: Tensor, lengths: Sequence[int]) -> None:
+    """Raises ValueError unless the sequences make up q [T, heads, head_dim]."""
+    if sum(lengths) != q.shape[0]:
+        raise ValueError(f"The sequence lengths add up to {sum(lengths)}, but there are {q.shape[0]} tokens.")
 
 
 def _batch(q: Tensor, k: Tensor, v: Tensor, count: int, softmax_scale: float) -> Tensor:

@@ -11,57 +11,72 @@ activation's dtype between the attention and the projection behind it: the outpu
 that to FP8. Rotary embeddings stand between the projections and Q and K and stay in high precision.
 
 The rounded operands are multiplied as FP32, which is exact for FP8 values: the same numbers as an FP8 tensor core with
-FP32 accumulation. There is no fused kernel for this yet, so it costs time and memory, unlike its numbers.
+FP32 accumulation. There is no fused kernel for this yet, so it costs time and, for the scores of one sequence at a
+time, memory, unlike its numbers.
 Without fp8_dpa in the recipe in force, attention runs in high precision through `causal_attention`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.attention import causal_attention
+from fp8serve.fp8 import reference
+from fp8serve.fp8.attention import causal_attention, check_lengths
 from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
 from fp8serve.fp8.ops import DTYPES
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
-from fp8serve.fp8.scaling import Direction
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, attends_in_fp8
+from fp8serve.fp8.recompute import recall, regions, remember
+from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.stateful import Stateful
 
 FORWARD, BACKWARD = ("q", "k", "v", "p"), ("grad_output", "grad_scores")
 
 
-class _Rounding:
-    """How one call rounds its operands; the FP8 values come back in FP32."""
+@dataclass(frozen=True)
+class Rounding:
+    """How one call rounds its operands, those of its backward pass included; the FP8 values come back in FP32."""
 
-    def __init__(self, module: "DotProductAttention", context: autocast) -> None:
-        self.recipe: Recipe = context.recipe
-        self.module, self.rule = module, context.rule
-        self.recording = torch.is_grad_enabled() or context.calibrating
-        if isinstance(self.recipe, DelayedScaling):
-            prepare(module.key, self.recipe.amax_history_len)
+    module: int  # by key, as `record` wants it
+    recipe: Recipe
+    rule: int | None  # how delayed states are updated, by id; None for a recipe without state
+    states: dict[str, ScalingState]  # empty for a recipe without state
+    enabled: bool  # False while calibrating: operands stay as they are, only their amaxes are recorded
+    recording: bool  # stage amaxes in the forward pass
 
     def __call__(self, x: Tensor, name: str) -> Tensor:
-        backward = name in BACKWARD
         fmt = self.recipe.fp8_format
-        dtype = DTYPES[fmt.backward if backward else fmt.forward]
+        dtype = DTYPES[fmt.backward if name in BACKWARD else fmt.forward]
         if self.rule is None:
             power_2 = not isinstance(self.recipe, DelayedScaling) and self.recipe.power_2_scale
             q, scale_inv = torch.ops.fp8serve.quantize_current(x, dtype, power_2)
             return cast(Tensor, q.float() * scale_inv)
-        state = self.module.scaling[name]
-        q, amax = torch.ops.fp8serve.quantize(x, state.scale, dtype)
-        if self.recording or backward:
-            direction: Direction = "backward" if backward else "forward"
-            record(direction, state.amax_history, amax, self.module.key, self.rule)
-        return cast(Tensor, q.float() * state.scale.reciprocal())
+        if not self.enabled:
+            self._stage(name, reference.amax(x))
+            return x.float()
+        scale = self.states[name].scale
+        q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
+        self._stage(name, amax)
+        return cast(Tensor, q.float() * scale.reciprocal())
+
+    def _stage(self, name: str, amax: Tensor) -> None:
+        direction: Direction = "backward" if name in BACKWARD else "forward"
+        if self.rule is not None and (self.recording or direction == "backward"):
+            record(direction, self.states[name].amax_history, amax, self.module, self.rule)
+
+    def repeated(self) -> "Rounding":
+        """For the second run of recomputed activations: the scales as they are now, nothing recorded."""
+        frozen = {n: replace(s, scale=s.scale.clone()) for n, s in self.states.items() if n in FORWARD}
+        return replace(self, states={**self.states, **frozen}, recording=False)
 
 
 class _Round(torch.autograd.Function):
     """Rounds a value in the forward pass; its gradient passes through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: _Rounding, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rounding: Rounding, name: str) -> Tensor:
         ctx.dtype = x.dtype
         return rounding(x, name)
 
@@ -74,7 +89,7 @@ class _RoundGradient(torch.autograd.Function):
     """Passes a value through; rounds its gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: _Rounding, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rounding: Rounding, name: str) -> Tensor:
         ctx.rounding, ctx.name = rounding, name
         return x.view_as(x)
 
@@ -83,7 +98,7 @@ class _RoundGradient(torch.autograd.Function):
         return ctx.rounding(gradient, ctx.name), None, None
 
 
-def _round(x: Tensor, rounding: _Rounding, name: str) -> Tensor:
+def _round(x: Tensor, rounding: Rounding, name: str) -> Tensor:
     function = _RoundGradient if name in BACKWARD else _Round
     return cast(Tensor, function.apply(x, rounding, name))  # type: ignore[no-untyped-call]
 
@@ -111,33 +126,49 @@ class DotProductAttention(Stateful):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], softmax_scale: float) -> Tensor:
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], sequences of these lengths -> like q.
 
-        The result has q's dtype; FP32 under `fp8_mha`, for the projection behind it to cast.
+        The result has q's dtype; FP32 under `fp8_mha`, for the projection behind it to cast. While calibrating without
+        FP8 the operands' amaxes are recorded and none is rounded. Raises ValueError if the lengths do not add up.
         """
-        context = current()
-        recipe = context.recipe if context is not None and context.enabled else None
-        if context is None or not (getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)):
+        rounding = self._rounding(q, k, v)
+        if rounding is None:
             return causal_attention(q, k, v, lengths, softmax_scale)
+        check_lengths(q, lengths)
+        rounded = (_round(x, rounding, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+        sequences = zip(*(torch.split(x, list(lengths)) for x in rounded), strict=True)
+        mixed = torch.cat([_attend(a, b, c, softmax_scale, rounding) for a, b, c in sequences])
+        out = _round(mixed, rounding, "grad_output")
+        return out if rounding.enabled and getattr(rounding.recipe, "fp8_mha", False) else out.to(q.dtype)
+
+    def _rounding(self, q: Tensor, k: Tensor, v: Tensor) -> Rounding | None:
+        """How this call rounds, in a second run of recomputed activations as in the first. None: it does not."""
         self._seen = q.device
-        rounding = _Rounding(self, context)
-        if rounding.rule is not None and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-            expect_backward(self.scaling["q"].amax_history, rounding.rule)
-        q_r, k_r, v_r = (_round(t, rounding, name) for t, name in ((q, "q"), (k, "k"), (v, "v")))
-        out = self._attend(q_r, k_r, v_r, lengths, softmax_scale, rounding)
-        return out if getattr(recipe, "fp8_mha", False) else out.to(q.dtype)
+        running = regions()
+        again, rounding = recall(running, self.key)
+        if not again:
+            rounding = self._made(current(), any(t.requires_grad for t in (q, k, v)))
+            remember(running, self.key, rounding and rounding.repeated() if running else None)
+        return cast(Rounding | None, rounding)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], softmax_scale: float, rounding: _Rounding
-    ) -> Tensor:
-        """All sequences as one, with a mask that keeps them apart: one tensor P has one scale."""
-        group = q.shape[1] // k.shape[1]
-        q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-        scores = _round(q @ k.transpose(1, 2) * softmax_scale, rounding, "grad_scores")  # [heads, T, T]
-        weights = _round(scores.masked_fill(_hidden(lengths, q.device), -torch.inf).softmax(-1), rounding, "p")
-        return _round(weights @ v, rounding, "grad_output").transpose(0, 1)
+    def _made(self, context: autocast | None, differentiable: bool) -> Rounding | None:
+        if context is None or not attends_in_fp8(context.recipe):
+            return None
+        recipe, graph = context.recipe, torch.is_grad_enabled()
+        if isinstance(recipe, DelayedScaling):
+            prepare(self.key, recipe.amax_history_len)
+        states = self.scaling if isinstance(recipe, DelayedScaling) else {}
+        if context.rule is not None and graph and differentiable:
+            expect_backward(states["q"].amax_history, context.rule)
+        return Rounding(self.key, recipe, context.rule, states, context.enabled, graph or context.calibrating)
 
 
-def _hidden(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[T, T], True where a token must not look: later ones, and those of other sequences."""
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-    position = torch.arange(len(sequence), device=device)
-    return (sequence.unsqueeze(1) != sequence) | (position > position.unsqueeze(1))
+def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, rounding: Rounding) -> Tensor:
+    """One sequence: rounded q [L, heads, head_dim], k and v [L, kv_heads, head_dim] -> FP32 like q.
+
+    Under delayed scaling all sequences of a call share one scale of P and of dS, under current each has its own.
+    """
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    scores = _round(q @ k.transpose(1, 2) * softmax_scale, rounding, "grad_scores")  # [heads, L, L]
+    later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+    weights = _round(scores.masked_fill(later, -torch.inf).softmax(-1), rounding, "p")
+    return (weights @ v).transpose(0, 1)

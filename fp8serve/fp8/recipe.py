@@ -146,6 +146,11 @@ _NAMED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
 NAMES = (*_NAMED, "bf16")
 
 
+def attends_in_fp8(recipe: Recipe | None) -> bool:
+    """Whether attention, too, runs in FP8: `fp8_dpa`, or `fp8_mha`, which is more than that."""
+    return not isinstance(recipe, Float8BlockScaling) and recipe is not None and (recipe.fp8_dpa or recipe.fp8_mha)
+
+
 def _build(cls: type[Recipe], given: dict[str, Any]) -> Recipe:
     known = [f.name for f in fields(cls)]
     for name in given:

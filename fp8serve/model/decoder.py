@@ -55,7 +55,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed = attend(self.layer, rotary(q, *rotation), rotary(k, *rotation), v)
-        return self.o_proj(mixed.reshape(len(x), -1))  # type: ignore[no-any-return]
+        return self.o_proj(mixed.reshape(len(x), -1)).to(x.dtype)  # type: ignore[no-any-return]  # FP32 under fp8_mha
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), -1, self.head_dim)  # [T, heads * head_dim] -> [T, heads, head_dim]

@@ -38,6 +38,7 @@ SEQ_LEN = 256
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Rows = Annotated[list[dict[str, Any]], Field(min_length=1)]
 FileId = Annotated[str, Field(max_length=64)]
+RecipeValue = bool | int | Annotated[str, Field(max_length=64)] | Annotated[list[bool], Field(max_length=3)]
 Suffix = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
 
 
@@ -55,6 +56,7 @@ class FinetuneBody(Body):
     suffix: Suffix = ""
     metadata: Metadata = Field(default_factory=dict)
     recipe: Literal["delayed", "current", "rowwise", "block", "bf16"] = "delayed"
+    recipe_options: Annotated[dict[str, RecipeValue], Field(max_length=32)] = Field(default_factory=dict)
     amax_history_len: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
     max_steps: Count | None = None
@@ -89,6 +91,7 @@ class FinetuneBody(Body):
 
 HYPER_PARAMETERS = (
     "recipe",
+    "recipe_options",
     "amax_history_len",
     "epochs",
     "max_steps",

@@ -37,6 +37,8 @@ class TrainConfig:
     data, eval_data: text or JSON-lines files.
     out: directory that receives `checkpoints/step-N/` and, at the end, `model/`.
     recipe: delayed, current, rowwise, block or bf16; `recipe_options` are that recipe's own fields.
+        With `fp8_dpa` or `fp8_mha` attention is trained in FP8, too. What is served attends in high precision over a
+        BF16 or an FP8 cache; the delayed recipe brings that cache the scales of its keys and values.
     amax_history_len: shorthand for the delayed recipe's field of that name.
     epochs: passes over the data; ignored when `max_steps` is given, which then counts optimizer steps.
     batch_size: rows in a microbatch; with `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens.
@@ -188,11 +190,8 @@ def _check_recipe(config: TrainConfig) -> None:
         raise JobError(f"amax_history_len is the delayed recipe's; the recipe {config.recipe!r} keeps no history.")
     if recipe.name_of(made := config.fp8_recipe) != config.recipe:
         raise RecipeError(f"recipe_options make another recipe than {config.recipe!r}; name that one in `recipe`.")
-    if getattr(made, "fp8_dpa", False) or getattr(made, "fp8_mha", False):
-        raise RecipeError("Training runs attention in BF16; leave fp8_dpa and fp8_mha off.")
-    if getattr(
-        made, "power_2_scale", False
-    ):  # no file format says so: the result would not be served as it was trained
+    # No file format says so: the result would not be served as it was trained.
+    if getattr(made, "power_2_scale", False):
         raise RecipeError("Served models compute their scales unrounded; leave power_2_scale off in training.")
 
 

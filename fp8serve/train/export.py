@@ -59,10 +59,14 @@ def training_record(meta: Mapping[str, Any]) -> str:
 
 
 def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any]) -> ScalingCheckpoint:
-    """The scaling state of a checkpoint as a scaling file: scales and histories of every tensor that ever ran."""
+    """The scaling state of a checkpoint as a scaling file: scales and histories of every tensor that ever ran.
+
+    Of an attention that was trained in FP8 it keeps the keys' and values': they are the scales of an FP8 KV cache.
+    """
     stored = load_file(source / "scaling.safetensors") if isinstance(recipe, DelayedScaling) else {}
     names = sorted(n.removesuffix(".scale") for n in stored if n.endswith(".scale"))
-    ran = {n: int(stored[f"{n}.steps"]) for n in names if stored[f"{n}.steps"] > 0}
+    served = [n for n in names if n.endswith((".k", ".v")) or f"{n.rpartition('.')[0]}.weight.scale" in stored]
+    ran = {n: int(stored[f"{n}.steps"]) for n in served if stored[f"{n}.steps"] > 0}
     return ScalingCheckpoint(
         recipe=recipe,
         tensors={n: TensorScale(stored[f"{n}.scale"], _history(stored[f"{n}.amax_history"])) for n in ran},

@@ -3,17 +3,22 @@
 `Network` wraps the decoder so that its parameters can be swapped for BF16 casts in one call
 (`torch.func.functional_call`): autograd then carries gradients through the cast into the FP32 masters. The weights of
 FP8 layers are handed over as they are, for their quantizer reads FP32 and a BF16 rounding in between would be a second
-one. Only positions whose next token carries loss go through `lm_head`: with masked prompts most of the largest matrix
-product is never computed.
+one. Attention runs in FP8 where the recipe says so (`fp8_dpa`, `fp8_mha`). Only positions whose next token carries loss
+go through `lm_head`: with masked prompts most of the largest matrix product is never computed.
 """
+
+from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.dpa import DotProductAttention
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.recipe import Recipe, attends_in_fp8
+from fp8serve.fp8.stateful import Stateful
 from fp8serve.model.decoder import Decoder
 from fp8serve.train.batch import Batch
 
@@ -24,24 +29,33 @@ class Network(nn.Module):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.decoder = decoder
+        self.attention = nn.ModuleList(DotProductAttention() for _ in decoder.model.layers)
 
     def forward(self, batch: Batch) -> Tensor:
         scale = self.decoder.config.softmax_scale
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return causal_attention(q, k, v, batch.lengths, scale)
+            return self.attention[layer](q, k, v, batch.lengths, scale)  # type: ignore[no-any-return]
 
         hidden = self.decoder(batch.token_ids, batch.positions, attend)
         return self.decoder.logits(hidden[batch.predict])
 
 
 class Forward:
-    """Runs a network under a recipe (None: high precision) with BF16 activations."""
+    """Runs a network under a recipe (None: high precision) with BF16 activations; its linears are converted already."""
 
-    def __init__(self, decoder: Decoder, recipe: Recipe | None, fp8_names: list[str]) -> None:
+    def __init__(self, decoder: Decoder, recipe: Recipe | None) -> None:
         self.network = Network(decoder)
         self.recipe = recipe
-        self._as_is = {f"decoder.{name}.weight" for name in fp8_names} if recipe is not None else set()
+        self._linears = {name: m for name, m in decoder.named_modules() if isinstance(m, Linear)}
+        self._as_is = {f"decoder.{name}.weight" for name in self._linears} if recipe is not None else set()
+
+    def scaled(self) -> Iterator[tuple[str, Stateful]]:
+        """Every module that keeps scales, by its name in the model."""
+        yield from self._linears.items()
+        if attends_in_fp8(self.recipe):
+            for layer, attention in enumerate(self.network.attention):
+                yield f"model.layers.{layer}.self_attn", cast(DotProductAttention, attention)
 
     def logits(self, batch: Batch) -> Tensor:
         """FP32 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is."""

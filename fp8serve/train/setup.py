@@ -17,7 +17,7 @@ from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config import read_config
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.decoder import Decoder
 from fp8serve.model.quantization_config import quantization_files
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train import state
@@ -55,14 +55,16 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
     rows, report = load_rows(config.data, tokenizer, config.seq_len)
     report_data(report, on_event)
     eval_rows = load_rows(config.eval_data, tokenizer, config.seq_len)[0] if config.eval_data else []
-    decoder = _decoder(source, recipe, config, on_event)
-    names = linear_names(decoder)
+    decoder = _decoder(source, recipe, config)
+    forward = Forward(decoder, recipe)
+    if seeded := state.seed_scaling(forward, source):
+        on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
     optimizer = Optimizer(dict(decoder.named_parameters()), config)
     return Setup(
         rows=rows,
         eval_rows=eval_rows,
         decoder=decoder,
-        forward=Forward(decoder, recipe, names),
+        forward=forward,
         optimizer=optimizer,
         total_steps=total_steps([r.tokens for r in rows], config),
         data_fingerprint=fingerprint(rows),
@@ -99,12 +101,10 @@ def report_data(report: DataReport, on_event: OnEvent) -> None:
         on_event(message("rows_dropped", text, level="warn", dropped_rows=report.dropped_rows))
 
 
-def _decoder(source: Path, recipe: Recipe | None, config: TrainConfig, on_event: OnEvent) -> Decoder:
+def _decoder(source: Path, recipe: Recipe | None, config: TrainConfig) -> Decoder:
     decoder = load_trainable(source, dtype=torch.float32, device=config.device)
     if recipe is not None:
         convert(decoder, skip=("lm_head",))
-    if seeded := state.seed_scaling(decoder, recipe, source):
-        on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
     return decoder
 
 

@@ -127,7 +127,7 @@ class _Run:
     def _resume(self, path: Path) -> None:
         saved = checkpoint.read_checkpoint(path)
         self._check_same_job(saved.meta, path)
-        state.restore(self.setup.decoder, self.setup.forward.recipe, self.setup.optimizer, saved)
+        state.restore(self.setup.forward, self.setup.optimizer, saved)
         values = dict(saved.meta["progress"])
         self.progress = Progress(**{**values, "cursor": Cursor(**values["cursor"])})
         self.on_event(events.message("resumed", f"Resumed from step {self.progress.step}", step=self.progress.step))
@@ -147,7 +147,7 @@ class _Run:
         self.on_event(events.message("scales_observed", text))
 
     def _states(self) -> Iterator[tuple[str, ScalingState]]:
-        return state.states(self.setup.decoder, self.setup.forward.recipe)
+        return state.states(self.setup.forward)
 
     def _check_same_job(self, meta: dict[str, Any], path: Path) -> None:
         now, then = self._identity(), meta["identity"]
@@ -254,7 +254,7 @@ class _Run:
             "identity": self._identity(),
             "environment": environment(self.config),
         }
-        saved = state.capture(self.setup.decoder, self.setup.forward.recipe, self.setup.optimizer, meta)
+        saved = state.capture(self.setup.forward, self.setup.optimizer, meta)
         self.latest = checkpoint.write_checkpoint(self.root, saved, self.setup.carry)
         self.on_event(events.checkpoint(str(self.latest), {**self.progress.metrics, "step": self.progress.step}))
         checkpoint.keep_last(self.root, self.config.keep_last)

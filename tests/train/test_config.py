@@ -58,7 +58,7 @@ def test_history_length_needs_the_recipe_that_has_one() -> None:
         ("bf16", {"margin": 1}, "no parameters"),
         ("current", {"granularity": "row"}, "another recipe than 'current'"),
         ("current", {"power_2_scale": True}, "leave power_2_scale off"),
-        ("delayed", {"fp8_dpa": True}, "attention in BF16"),
+        ("block", {"fp8_dpa": True}, "no parameter 'fp8_dpa'"),
     ],
 )
 def test_a_recipe_that_training_does_not_run_is_refused(recipe: str, options: dict[str, Any], says: str) -> None:

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fp8serve.cli import main
+from fp8serve.engine.engine import Engine
 from fp8serve.errors import JobError, ModelError
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.checkpoint import load_scales, load_servable
+from fp8serve.fp8.recipe import DelayedScaling, Format
+from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
 from fp8serve.model.decoder import Decoder
 from fp8serve.train import checkpoint, state
 from fp8serve.train.batch import Batch, collate
@@ -31,7 +34,7 @@ def trained(configure: Configure, **values: Any) -> tuple[TrainResult, Setup]:
     assert result.checkpoint is not None
     path = Path(result.checkpoint)
     setup = prepare(config, path, lambda event: None)
-    state.restore(setup.decoder, setup.forward.recipe, setup.optimizer, checkpoint.read_checkpoint(path))
+    state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(path))
     return result, setup
 
 
@@ -78,7 +81,7 @@ def test_serving_scales_are_the_training_histories(configure: Configure) -> None
     result, setup = trained(configure, max_steps=4)
     assert result.model is not None
     kept = load_scales(Path(result.model) / "scales.safetensors", result.model)
-    live = state.scaling_tensors(setup.decoder, setup.forward.recipe)
+    live = state.scaling_tensors(setup.forward)
     assert len(kept.tensors) == 14 * 3
     for name, entry in kept.tensors.items():
         assert torch.equal(entry.scale, live[f"{name}.scale"])
@@ -86,6 +89,21 @@ def test_serving_scales_are_the_training_histories(configure: Configure) -> None
         assert torch.equal(entry.amax_history, live[f"{name}.amax_history"])
     assert kept.recipe == setup.forward.recipe
     assert kept.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 1 + 4  # observed once, then trained
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "modelopt", "fp8"])
+def test_attention_trained_in_fp8_brings_the_scales_of_an_fp8_cache(configure: Configure, format_: str) -> None:
+    result, setup = trained(configure, recipe_options={"fp8_dpa": True}, format=format_, max_steps=3)
+    assert result.model is not None
+    live, stored = dict(state.states(setup.forward)), kv_scales(Path(result.model))
+    assert len(load_scales(Path(result.model) / "scales.safetensors", result.model).tensors) == 14 * 3 + 2 * 2
+    for layer, (k, v) in stored.items():
+        assert k == live[f"model.layers.{layer}.self_attn.k"].scale
+        assert v == live[f"model.layers.{layer}.self_attn.v"].scale
+    assert len(stored) == 2
+    engine = Engine(result.model, kv_cache_dtype="fp8")
+    [done] = engine.generate(["the red fox"], max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    assert len(done.token_ids) == 4
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -126,7 +144,7 @@ def test_training_goes_on_from_what_was_served(configure: Configure, tmp_path: P
     config = configure(model=first.model, out=str(tmp_path / "second"), max_steps=2, lr=1e-6)
     setup = prepare(config, Path(first.model), events.append)
     kept = load_scales(Path(first.model) / "scales.safetensors").tensors
-    for name, live in state.states(setup.decoder, setup.forward.recipe):
+    for name, live in state.states(setup.forward):
         assert torch.equal(live.scale, kept[name].scale)
     assert [e["seeded"] for e in events if e.get("code") == "seeded"] == [42]
     second = Trainer(config).run()
@@ -187,3 +205,14 @@ def test_recipe_options_reach_training_and_serving(configure: Configure, recipe:
     assert result.model is not None
     batch = collate(setup.rows, "cpu")
     assert torch.equal(setup.forward.logits(batch), served_logits(load_servable(result.model), batch))
+
+
+def test_the_command_line_gives_a_recipe_its_parameters(model_dir: Path, data: Path, tmp_path: Path) -> None:
+    recipe_options = "--recipe-option fp8_mha=true --recipe-option fp8_format=E4M3 --history-len 8"
+    rest = "--seq-len 64 --max-steps 2 --master-weights optimizer --packing tokens --format modelopt"
+    args = ("finetune", model_dir, "--data", data, "--out", tmp_path / "run", *f"{recipe_options} {rest}".split())
+    assert main([str(arg) for arg in args]) == 0
+    served = tmp_path / "run" / "model"
+    recipe = load_scales(served / "scales.safetensors", served).recipe
+    assert recipe == DelayedScaling(fp8_mha=True, fp8_format=Format.E4M3, amax_history_len=8)
+    assert (served / "hf_quant_config.json").exists()

@@ -1,6 +1,7 @@
 """Documents in one batch do not see each other; masked tokens carry no loss; packing changes nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
 from fp8serve.model.checkpoint import load_trainable
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.decoder import Decoder
 from fp8serve.train.batch import collate
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, summed_loss
+from fp8serve.train.state import scaling_tensors, states
 
 
 def row(seed: int, tokens: int, masked: int = 0) -> Row:
@@ -27,14 +29,20 @@ def make(model_dir: Path, recipe: Recipe | None) -> tuple[Decoder, Forward]:
     decoder = load_trainable(model_dir)
     if recipe is not None:
         convert(decoder)
-    return decoder, Forward(decoder, recipe, linear_names(decoder))
+    return decoder, Forward(decoder, recipe)
 
 
-@pytest.fixture(params=["delayed", "rowwise", "block", "bf16"])
+SHORT = DelayedScaling(amax_history_len=4)
+WITH_ATTENTION = [replace(SHORT, fp8_dpa=True), replace(SHORT, fp8_mha=True)]
+
+
+@pytest.fixture(
+    params=[SHORT, *WITH_ATTENTION, from_name("rowwise"), from_name("block"), None],
+    ids=["delayed", "dpa", "mha", "rowwise", "block", "bf16"],
+)
 def forward(request: pytest.FixtureRequest, model_dir: Path) -> Forward:
     """Delayed after one step, so that its scales are real ones; not `current`, whose one scale spans the batch."""
-    recipe = DelayedScaling(amax_history_len=4) if request.param == "delayed" else from_name(request.param)
-    forward = make(model_dir, recipe)[1]
+    forward = make(model_dir, request.param)[1]
     forward.logits(collate([row(9, 20)], "cpu")).sum().backward()  # type: ignore[no-untyped-call]
     return forward
 
@@ -104,23 +112,36 @@ def test_gradients_reach_the_fp32_masters(model_dir: Path) -> None:
         assert parameter.grad.any(), name
 
 
+@pytest.mark.parametrize("recipe", WITH_ATTENTION, ids=["dpa", "mha"])
+def test_attention_in_fp8_changes_the_numbers_little_and_keeps_scales(model_dir: Path, recipe: DelayedScaling) -> None:
+    plain, forward = make(model_dir, SHORT)[1], make(model_dir, recipe)[1]
+    batch = collate([row(6, 20), row(7, 9)], "cpu")
+    for runner in (plain, forward):
+        runner.observe(batch, len(batch.targets))
+        summed_loss(runner.logits(batch), batch.targets)[0].backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        exact, found = plain.logits(batch), forward.logits(batch)
+    assert 0 < (found - exact).norm() < 0.05 * exact.norm()
+    steps = {name.rpartition(".")[2]: int(s.steps) for name, s in states(forward) if "layers.1.self_attn." in name}
+    kept = dict.fromkeys(("q", "k", "v", "p", "grad_output", "grad_scores"), 2)  # observed once, then trained
+    assert {name: steps[name] for name in kept} == kept
+    assert found.dtype == torch.float32
+
+
 def test_without_gradients_the_scaling_state_is_frozen(model_dir: Path) -> None:
-    recipe = DelayedScaling(amax_history_len=4)
-    decoder, forward = make(model_dir, recipe)
+    forward = make(model_dir, WITH_ATTENTION[0])[1]
     forward.logits(collate([row(7, 9)], "cpu"))
-    before = snapshot(decoder, recipe)
+    before = snapshot(forward)
     with torch.no_grad():
         one, two = (forward.logits(collate([row(8, 30)], "cpu")) for _ in range(2))
     assert torch.equal(one, two)
-    after = snapshot(decoder, recipe)
+    after = snapshot(forward)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert any(t.any() for n, t in before.items() if n.endswith("amax_history"))
 
 
-def snapshot(decoder: Decoder, recipe: DelayedScaling) -> dict[str, Tensor]:
-    from fp8serve.train.state import scaling_tensors
-
-    return {n: t.clone() for n, t in scaling_tensors(decoder, recipe).items()}
+def snapshot(forward: Forward) -> dict[str, Tensor]:
+    return {n: t.clone() for n, t in scaling_tensors(forward).items()}
 
 
 def test_a_weight_is_quantized_once_while_gradients_accumulate(

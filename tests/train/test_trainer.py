@@ -52,9 +52,16 @@ def after(steps: int) -> Callable[[], bool]:
     return lambda: next(asked) >= steps
 
 
-@pytest.mark.parametrize("place", ["model", "optimizer"])
-def test_stopped_and_started_again_is_the_same_bits(configure: Configure, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [("model", {}), ("optimizer", {}), ("model", {"fp8_mha": True})],
+    ids=["model", "optimizer", "mha"],
+)
+def test_stopped_and_started_again_is_the_same_bits(
+    configure: Configure, tmp_path: Path, place: str, options: dict[str, Any]
+) -> None:
     common = {"master_weights": place, "accumulate": 2, "save_every": 2, "max_steps": 6, "keep_last": 1}
+    common |= {"recipe_options": options}
     through = Trainer(configure(**common, out=str(tmp_path / "a"))).run()
     config = configure(**common, out=str(tmp_path / "b"))
     for _ in range(6):  # one step at a time, each in a fresh trainer
