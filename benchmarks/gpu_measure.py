@@ -128,6 +128,21 @@ def updating(bench: Bench) -> Iterator[Row]:
     yield {"what": "delayed_update 672 states of 1024", "us": took * 1e6}
 
 
+def drawing(bench: Bench, rows: int) -> Iterator[Row]:
+    """A token for each row of the vocabulary of Llama 3, without filters and with all."""
+    logits = [3 * torch.randn(rows, bench.size(128256), device=bench.device) for _ in range(8)]
+    one = torch.ones(rows, device=bench.device, dtype=torch.float64)
+    plain = 0.8 * one, 0 * one.long(), one, 0 * one, 0.5 * one
+    filters = 0.8 * one, 50 * one.long(), 0.9 * one, 0.02 * one, 0.5 * one
+    kinds: dict[str, Work] = {
+        "temperature": lambda i: OPS.sample(logits[i], *plain),
+        "top_k, top_p, min_p": lambda i: OPS.sample(logits[i], *filters),
+    }
+    for kind, work in kinds.items():
+        took = bench.seconds(work, len(logits))
+        yield {"what": f"sample {kind} {rows}x128256", "us": took * 1e6, "GB/s": logits[0].nbytes / took / 1e9}
+
+
 # --- multiplications ------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +313,11 @@ def decode(bench: Bench) -> Iterator[Row]:
 
 def parts(bench: Bench, group: str) -> list[Callable[[], Iterator[Row]]]:
     found: dict[str, list[Callable[[], Iterator[Row]]]] = {
-        "casts": [*(partial(quantizing, bench, rows, 8192) for rows in (8192, 16)), partial(updating, bench)],
+        "casts": [
+            *(partial(quantizing, bench, rows, 8192) for rows in (8192, 16)),
+            *(partial(drawing, bench, rows) for rows in (1, 32)),
+            partial(updating, bench),
+        ],
         "skinny": [partial(decoding_gemm, bench, shape, by_row) for shape in SKINNY for by_row in (False, True)],
         "attention": [partial(attending, bench, dtype) for dtype in (BF16, E4M3)],
         "gemm": [

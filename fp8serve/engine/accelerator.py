@@ -14,9 +14,12 @@ from fp8serve.engine.memory import Plan, check_length, gpu_bytes_of, gpu_cache_m
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import Runner
 from fp8serve.errors import MachineError
+from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.decoder import Decoder
+
+_sample = torch.ops.fp8serve.sample.default
 
 
 def check_device(name: str) -> torch.device:
@@ -34,8 +37,9 @@ def check_device(name: str) -> torch.device:
 
 @torch.inference_mode()
 def largest_step(model: Decoder, fused: FusedDecoder | None, options: EngineOptions) -> Tensor:
-    """Logits of a step with as many tokens and sequences as there may be, and what the sampler makes of them.
+    """A step with as many tokens and sequences as there may be; each is drawn, and has log-probabilities.
 
+    Returns these, FP32 [sequences, vocab], which the sampler (sampler.py) holds while it draws from a copy of the rows.
     Attention is left out: it takes a fixed sum (memory.ATTENTION_PARTS) and its output, which the query stands for.
     """
     device = model.lm_head.weight.device
@@ -46,8 +50,10 @@ def largest_step(model: Decoder, fused: FusedDecoder | None, options: EngineOpti
     else:
         hidden = model(tokens, tokens, lambda layer, q, k, v: q.clone())[last]
     logits = model.logits(hidden)
-    probs = torch.softmax(logits.double(), -1)
-    return probs.sort(-1, descending=True).values.cumsum(-1)
+    ranked, chosen = torch.log_softmax(logits, -1), logits.clone()
+    one = torch.ones(len(logits), dtype=torch.float64, device=device)
+    _sample(chosen, one, one.long(), 0.5 * one, 0 * one, 0 * one)
+    return ranked
 
 
 def plan_on_gpu(

@@ -41,7 +41,8 @@ def filtered(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     ordered = _descending(probs)
     mass = ordered.cumsum(-1)
     kept = torch.arange(vocab, device=probs.device) < largest
-    kept &= mass - ordered < top_p[:, None] * mass.gather(-1, largest - 1)  # of what top_k left
+    within = mass - ordered < top_p[:, None] * mass.gather(-1, largest - 1)  # of what top_k left
+    kept &= within | (top_p >= 1)[:, None]  # 1 is all, also what is too small to change a sum
     kept &= ordered >= min_p[:, None] * ordered[:, :1]
     count = kept.sum(-1, keepdim=True).clamp(min=1)
     threshold = ordered.gather(-1, count - 1)

@@ -1,5 +1,6 @@
 """The draw of a token: that of the reference, and what a plain reading of the filters gives."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,33 @@ def arguments(vocab: int, rows: int, seed: int, ties: bool) -> tuple[Any, ...]:
     uniform = torch.rand(rows, dtype=torch.float64, generator=make)
     uniform[0], uniform[-1] = 0.0, 1 - 2.0**-53
     return logits, pick(0.01, 0.7, 1.0, 5.0), top_k, pick(1.0, 1e-9, 0.3, 0.95), pick(0.0, 0.001, 0.3, 1.0), uniform
+
+
+def flat_rows(top_k: int) -> tuple[tuple[Any, ...], list[int]]:
+    """1000 equal logits, of which one row forbids all but one: the arguments, and the tokens."""
+    one = torch.ones(3, dtype=torch.float64)
+    flat = torch.zeros(3, 1000)
+    flat[1], flat[1, 777] = -torch.inf, 5.0
+    uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    return (flat, one, top_k * one.long(), one, 0 * one, uniform), [0, 777, (top_k or 1000) - 1]
+
+
+def on_borders() -> tuple[Any, ...]:
+    """Equal weights whose sums are exact: random number i draws token i, the one behind the border it lies on."""
+    one = torch.ones(64, dtype=torch.float64)
+    return torch.zeros(64, 64), one, 0 * one.long(), one, 0 * one, torch.arange(64, dtype=torch.float64) / 64
+
+
+def refused() -> Iterator[tuple[list[Any], str]]:
+    """Arguments with one mistake each, and the sentence about it."""
+    good = list(arguments(5, 3, 0, False))
+    for index, change, message in (
+        (0, torch.zeros(3, 5).double(), "logits: dtype is Double"),
+        (0, torch.zeros(3, 0), "logits: have no tokens"),
+        (2, torch.zeros(3), "top_k: dtype is Float, must be Long"),
+        (5, torch.zeros(2).double(), "uniform: dim 0 is 2, must be rows = 3"),
+    ):
+        yield [*good[:index], change, *good[index + 1 :]], message
 
 
 @pytest.mark.parametrize("case", CASES["sample"], ids=lambda case: case.name)
@@ -92,22 +120,25 @@ def test_rows_and_threads_do_not_matter(threads: None) -> None:
     assert torch.equal(found[0], found[2])
 
 
-def test_a_flat_row_and_a_row_of_one_token(level: str) -> None:
-    one = torch.ones(3, dtype=torch.float64)
-    flat = torch.zeros(3, 1000)
-    flat[1], flat[1, 777] = -torch.inf, 5.0
-    uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
-    assert OPS.sample(flat, one, 0 * one.long(), one, 0 * one, uniform).tolist() == [0, 777, 999]
-    assert OPS.sample(flat, one, 10 * one.long(), one, 0 * one, uniform).tolist() == [0, 777, 9]
+@pytest.mark.parametrize("top_k", [0, 10])
+def test_a_flat_row_and_a_row_of_one_token(level: str, top_k: int) -> None:
+    args, expected = flat_rows(top_k)
+    assert OPS.sample(*args).tolist() == expected
+
+
+def test_a_random_number_on_a_border_draws_the_token_behind_it(level: str) -> None:
+    assert OPS.sample(*on_borders()).tolist() == list(range(64))
+
+
+def test_top_p_of_1_keeps_what_is_too_small_to_change_a_sum() -> None:
+    """With another filter beside it, as without; a random number of 0 draws the first token there is."""
+    one = torch.ones(1, dtype=torch.float64)
+    args = torch.tensor([[0.0, 50.0, 0.0, -1.0]]), one, 3 * one.long(), one, 0 * one, 0 * one
+    for kernel in (OPS.sample, reference_sampling.sample):
+        assert kernel(*args).tolist() == [0]
 
 
 def test_errors_name_the_argument() -> None:
-    good = list(arguments(5, 3, 0, False))
-    for index, change, message in (
-        (0, torch.zeros(3, 5).double(), "logits: dtype is Double"),
-        (0, torch.zeros(3, 0), "logits: have no tokens"),
-        (2, torch.zeros(3), "top_k: dtype is Float, must be Long"),
-        (5, torch.zeros(2).double(), "uniform: dim 0 is 2, must be rows = 3"),
-    ):
+    for args, message in refused():
         with pytest.raises(RuntimeError, match=message):
-            OPS.sample(*good[:index], change, *good[index + 1 :])
+            OPS.sample(*args)

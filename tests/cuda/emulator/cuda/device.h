@@ -216,7 +216,8 @@ inline void set_zero(void* memory, size_t bytes, Stream) { std::memset(memory, 0
 
 inline void __syncthreads() { emulator::wait(emulator::State::at_block_barrier); }
 inline void __syncwarp() { emulator::wait(emulator::State::at_warp_barrier); }
-inline float __shfl_xor_sync(uint32_t, float value, int mask) {
+template <class T>
+T __shfl_xor_sync(uint32_t, T value, int mask) {
   const int self = emulator::machine.running % 32;
   return emulator::exchange(value, [&](auto of) { return of(self ^ mask); });
 }
