@@ -114,7 +114,7 @@ template <class Source, int R>
 FP8_TARGET void stream_rows(const Tile& tile, const typename Source::Value* const* b) {
   const auto* a = static_cast<const float*>(tile.a);
   Vector sums[R * 4];
-  zero_all<R>(sums);
+  zero_all(sums);
   for (int64_t k = 0; k < tile.k; k += kStepCodes) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
