@@ -33,8 +33,9 @@ constexpr int64_t kRun = 8;
 constexpr int64_t kChunk = 64;  // codes a level unpacks at a time: panel rows are padded to it
 constexpr int64_t kBlock = 1024;
 constexpr int64_t kScaleBlock = 128;
-constexpr int64_t kGroup = 16;   // columns of a tile
-constexpr int64_t kMaxRows = 6;  // rows of a tile
+constexpr int64_t kGroup = 16;     // columns of a tile
+constexpr int64_t kMaxRows = 6;    // rows of a tile over a panel ...
+constexpr int64_t kMaxStream = 8;  // ... and of one that reads the weights themselves
 
 // What a matrix holds.
 enum class Kind { e4m3, e5m2, bf16 };

@@ -226,31 +226,6 @@ struct Values {
   FP8_TARGET FP8_INLINE void runs(__m512i quarter, Operand* y) const { y[0] = quarter; }
 };
 
-// kStep values of C vectors of four columns onto R rows.
-template <int R, int C, class Source>
-FP8_TARGET FP8_INLINE void stream_step(Vector (&sums)[R * C], const Source& source, const uint16_t* a,
-                                       int64_t a_stride, typename Source::Pointer const* b, int64_t k,
-                                       int64_t left) {
-  Parts parts[C];
-#pragma GCC unroll 4
-  for (int i = 0; i < C; ++i) parts[i] = Source::load(b + i, k, left);
-#pragma GCC unroll 4
-  for (int g = 0; g < 4; ++g) {
-    Operand y[C][Source::kRuns];
-#pragma GCC unroll 4
-    for (int i = 0; i < C; ++i) source.runs(parts[i].part[g], y[i]);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-      for (int s = 0; s < Source::kRuns; ++s) {
-        const Operand x = load_a(a + r * a_stride + k + (g * Source::kRuns + s) * kRun);
-#pragma GCC unroll 4
-        for (int i = 0; i < C; ++i) sums[r * C + i] = multiply_add(sums[r * C + i], x, y[i][s]);
-      }
-    }
-  }
-}
-
 // The four columns of each of C vectors, from vector `first` on, one line further.
 template <int C>
 FP8_INLINE void fetch(const void* const* columns, int first, int64_t bytes) {
@@ -260,54 +235,87 @@ FP8_INLINE void fetch(const void* const* columns, int first, int64_t bytes) {
   }
 }
 
-// The sums of C vectors of four columns over the block, into their places among those of all 16 columns. The
-// columns that come after, `next_first` of `next`, are fetched meanwhile: the hardware's own fetching ahead
-// begins anew with every 8 columns and at every page.
+// C vectors of four columns onto R rows. The columns that come after, `next_first` of `next`, are fetched
+// meanwhile: the hardware's own fetching ahead begins anew with every 8 columns and at every page. A few rows
+// wait for memory, and fetching goes first; more wait for these loads.
 template <int R, int C, class Source>
+struct ColumnsAdd {
+  static constexpr int64_t kStep = Source::kStep;
+  static constexpr bool kFetchFirst = R <= 4;
+  const uint16_t* a;
+  int64_t a_stride;
+  typename Source::Pointer const* b;
+  const void* const* next;
+  int next_first;
+  Source source = {};
+  FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * C], int64_t k, int64_t left) const {
+    if (left == kStep && kFetchFirst) fetch<C>(next, next_first, k / kStep * 64);
+    Parts parts[C];
+#pragma GCC unroll 4
+    for (int i = 0; i < C; ++i) parts[i] = Source::load(b + i, k, left);
+    if (left == kStep && !kFetchFirst) fetch<C>(next, next_first, k / kStep * 64);
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+      Operand y[C][Source::kRuns];
+#pragma GCC unroll 4
+      for (int i = 0; i < C; ++i) source.runs(parts[i].part[g], y[i]);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+        for (int s = 0; s < Source::kRuns; ++s) {
+          const Operand x = load_a(a + r * a_stride + k + (g * Source::kRuns + s) * kRun);
+#pragma GCC unroll 4
+          for (int i = 0; i < C; ++i) sums[r * C + i] = multiply_add(sums[r * C + i], x, y[i][s]);
+        }
+      }
+    }
+  }
+};
+
+// The sums of C vectors of four columns over the block, into their places among those of all 16 columns.
+template <int R, int C, bool scaled, class Source>
 FP8_TARGET FP8_INLINE void stream_columns(Vector (&all)[R * 4], int first, const Tile& t,
                                           typename Source::Pointer const* b, const void* const* next,
                                           int next_first) {
-  constexpr int64_t kStep = Source::kStep;
-  const Source source;
-  const auto* a = static_cast<const uint16_t*>(t.a);
+  const ColumnsAdd<R, C, Source> add{static_cast<const uint16_t*>(t.a), t.a_stride, b + first, next,
+                                     next_first};
   Vector sums[R * C];
-#pragma GCC unroll 32
-  for (int i = 0; i < R * C; ++i) sums[i] = zero();
-  int64_t k = 0;
-  for (; k + kStep <= t.k; k += kStep) {
-    fetch<C>(next, next_first, k / kStep * 64);
-    stream_step<R, C>(sums, source, a, t.a_stride, b + first, k, kStep);
-  }
-  if (k < t.k) stream_step<R, C>(sums, source, a, t.a_stride, b + first, k, t.k - k);
+  sum_over_k<R, C, scaled>(sums, t, 0, first, add);
 #pragma GCC unroll 32
   for (int i = 0; i < R * C; ++i) all[i / C * 4 + first + i % C] = sums[i];
 }
 
 // All 16 columns at once while the sums fit the registers beside the tables, else 8 and 8.
-template <int R, class Source>
+template <int R, bool scaled, class Source>
 FP8_TARGET void stream_rows(const Tile& t, typename Source::Pointer const* b, const void* const* next) {
   const auto* here = reinterpret_cast<const void* const*>(b);
   Vector sums[R * 4];
   if constexpr (R <= 3) {
-    stream_columns<R, 4, Source>(sums, 0, t, b, next, 0);
+    stream_columns<R, 4, scaled, Source>(sums, 0, t, b, next, 0);
   } else {
-    stream_columns<R, 2, Source>(sums, 0, t, b, here, 2);
-    stream_columns<R, 2, Source>(sums, 2, t, b, next, 0);
+    stream_columns<R, 2, scaled, Source>(sums, 0, t, b, here, 2);
+    stream_columns<R, 2, scaled, Source>(sums, 2, t, b, next, 0);
   }
   finish_rows<R>(sums, t, 0);
 }
 
-template <class Source>
-void stream_from(const Tile& t, const void* const* b, const void* const* next) {
+template <bool scaled, class Source>
+void stream_as(const Tile& t, const void* const* b, const void* const* next) {
   using Rows = void (*)(const Tile&, typename Source::Pointer const*, const void* const*);
-  static constexpr Rows rows[] = {stream_rows<1, Source>, stream_rows<2, Source>, stream_rows<3, Source>,
-                                  stream_rows<4, Source>, stream_rows<5, Source>, stream_rows<6, Source>,
-                                  stream_rows<7, Source>, stream_rows<8, Source>};
+  static constexpr Rows rows[] = {stream_rows<1, scaled, Source>, stream_rows<2, scaled, Source>,
+                                  stream_rows<3, scaled, Source>, stream_rows<4, scaled, Source>,
+                                  stream_rows<5, scaled, Source>, stream_rows<6, scaled, Source>,
+                                  stream_rows<7, scaled, Source>, stream_rows<8, scaled, Source>};
   rows[t.rows - 1](t, reinterpret_cast<typename Source::Pointer const*>(b), next);
 }
 
+template <class Source>
+void stream_from(const Tile& t, const void* const* b, const void* const* next) {
+  t.a_scale == nullptr ? stream_as<false, Source>(t, b, next) : stream_as<true, Source>(t, b, next);
+}
+
 void stream(const Tile& t, const void* const* b, const void* const* next, Kind kind) {
-  if (kind == Kind::bf16) return stream_from<Values>(t, b, next);
+  if (kind == Kind::bf16) return stream_as<false, Values>(t, b, next);
   kind == Kind::e5m2 ? stream_from<Codes<E5M2>>(t, b, next) : stream_from<Codes<E4M3>>(t, b, next);
 }
 
@@ -317,7 +325,7 @@ void stream(const Tile& t, const void* const* b, const void* const* next, Kind k
 
 const Level& avx512bf16() {
   using namespace avx512bf16_level;
-  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream, 8};
+  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream, kMaxStream};
   return level;
 }
 

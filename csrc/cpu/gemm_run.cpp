@@ -43,7 +43,7 @@ class Task {
   Task(const Problem& p, const Level& level, const std::byte* resident, int64_t m0, int64_t m1, int64_t n0,
        int64_t n1)
       : p_(p), level_(level), resident_(resident), m0_(m0), rows_(m1 - m0), n0_(n0), n1_(n1) {
-    streams_ = rows_ <= level.stream_rows && !p.blocked();
+    streams_ = rows_ <= level.stream_rows;
     if (!streams_) b_panel_ = memory.b.get<std::byte>(kGroup * p.stride() * level.element_size);
     if (p.k_blocks() > 1) sums_ = memory.sums.get<float>(rows_ * ceil_to(n1 - n0, kGroup));
     a_scale_ = memory.a_scale.get<float>(rows_);
@@ -96,7 +96,7 @@ class Task {
     if (streams_) columns_after(n, kb, next);
     if (!streams_) level_.unpack_columns(b, p_.k_count(kb), p_.b.kind, b_panel_);
     Tile tile{.b = b_panel_, .a_stride = p_.stride(), .k = p_.k_count(kb), .add = kb > 0};
-    const float* a_scale[kMaxRows];
+    const float* a_scale[std::max(kMaxRows, kMaxStream)];
     float b_inner[kBlock / kScaleBlock * kGroup], b_outer[kGroup], bias[kGroup];
     if (p_.blocked()) {
       spread_scales(n, kb, b_inner);
@@ -123,9 +123,14 @@ class Task {
     return x.inner(row, p_.ones.data()) + kb * (kBlock / kScaleBlock);
   }
 
-  // [128 of K][16 columns from n]
+  // [128 of K][16 columns from n]. A tile's columns lie in one 128 x 128 block.
   void spread_scales(int64_t n, int64_t kb, float* out) const {
     const int64_t blocks = (p_.k_count(kb) + kScaleBlock - 1) / kScaleBlock;
+    if (p_.b.scale_rows != 1) {
+      const float* scale = inner(p_.b, n, kb);
+      for (int64_t i = 0; i < blocks; ++i) std::fill_n(out + i * kGroup, kGroup, scale[i]);
+      return;
+    }
     for (int64_t c = 0; c < kGroup; ++c) {
       const float* scale = inner(p_.b, column(n + c), kb);
       for (int64_t i = 0; i < blocks; ++i) out[i * kGroup + c] = scale[i];

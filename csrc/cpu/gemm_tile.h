@@ -30,10 +30,46 @@ FP8_TARGET FP8_INLINE void run_of(Vector (&sums)[R * 4], const Element* a, int64
   }
 }
 
-template <int R>
-FP8_TARGET FP8_INLINE void zero_all(Vector (&sums)[R * 4]) {
+template <int N>
+FP8_TARGET FP8_INLINE void zero_all(Vector (&sums)[N]) {
 #pragma GCC unroll 32
-  for (int i = 0; i < R * 4; ++i) sums[i] = zero();
+  for (int i = 0; i < N; ++i) sums[i] = zero();
+}
+
+// The end of 128 of K: its lanes are promoted into the total and begin anew.
+template <int R, int C>
+FP8_TARGET FP8_INLINE void promote_all(Vector (&total)[R * C], Vector (&sums)[R * C], const Tile& t, int row,
+                                       int first, int64_t block) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < C; ++i) {
+      total[r * C + i] = promote(total[r * C + i], sums[r * C + i], t.a_scale[row + r][block],
+                                 t.b_scale + block * kGroup, first + i);
+    }
+  }
+  zero_all(sums);
+}
+
+// The sums over the tile's K of R rows from `row` on and C vectors of columns from `first` on, with block
+// scales or without; add(sums, k, left) adds Add::kStep of K, or the `left` that there are. One loop, not one
+// in another, for both: at few rows beginning an inner loop anew costs as much as promoting its sums.
+template <int R, int C, bool scaled, class Add>
+FP8_TARGET FP8_INLINE void sum_over_k(Vector (&total)[R * C], const Tile& t, int row, int first,
+                                      const Add& add) {
+  constexpr int64_t kStep = Add::kStep;
+  Vector lanes[R * C];
+  Vector(&sums)[R * C] = scaled ? lanes : total;
+  zero_all(total);
+  zero_all(sums);
+  int64_t k = 0;
+  for (; k + kStep <= t.k; k += kStep) {
+    add(sums, k, kStep);
+    if (scaled && (k + kStep) % kScaleBlock == 0)
+      promote_all<R, C>(total, sums, t, row, first, k / kScaleBlock);
+  }
+  if (k < t.k) add(sums, k, t.k - k);
+  if (scaled && t.k % kScaleBlock != 0) promote_all<R, C>(total, sums, t, row, first, t.k / kScaleBlock);
 }
 
 // The sums of R rows from `row` on: to the tile's buffer, or, at the last block of K, to their end.
@@ -54,41 +90,26 @@ FP8_TARGET FP8_INLINE void finish_rows(const Vector (&sums)[R * 4], const Tile& 
 }
 
 template <int R>
-FP8_TARGET void plain_rows(const Tile& t, const Element* a, int row) {
-  const Element* b = static_cast<const Element*>(t.b);
+struct PanelAdd {
+  static constexpr int64_t kStep = kRun;
+  const Element *a, *b;
+  int64_t a_stride;
+  FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * 4], int64_t k, int64_t) const {
+    run_of<R>(sums, a + k, a_stride, b + k * kGroup);
+  }
+};
+
+template <int R, bool scaled>
+FP8_TARGET void panel_rows(const Tile& t, int row) {
+  const Element* a = static_cast<const Element*>(t.a) + row * t.a_stride;
   Vector sums[R * 4];
-  zero_all<R>(sums);
-  for (int64_t k = 0; k < t.k; k += kRun) run_of<R>(sums, a + k, t.a_stride, b + k * kGroup);
+  sum_over_k<R, 4, scaled>(sums, t, row, 0, PanelAdd<R>{a, static_cast<const Element*>(t.b), t.a_stride});
   finish_rows<R>(sums, t, row);
 }
 
-// Block scales: fresh lanes for every 128 of K, promoted into the total.
 template <int R>
-FP8_TARGET void scaled_rows(const Tile& t, const Element* a, int row) {
-  const Element* b = static_cast<const Element*>(t.b);
-  Vector total[R * 4];
-  zero_all<R>(total);
-  for (int64_t block = 0; block * kScaleBlock < t.k; ++block) {
-    const int64_t begin = block * kScaleBlock, end = t.k < begin + kScaleBlock ? t.k : begin + kScaleBlock;
-    Vector sums[R * 4];
-    zero_all<R>(sums);
-    for (int64_t k = begin; k < end; k += kRun) run_of<R>(sums, a + k, t.a_stride, b + k * kGroup);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        total[r * 4 + i] = promote(total[r * 4 + i], sums[r * 4 + i], t.a_scale[row + r][block],
-                                   t.b_scale + block * kGroup, i);
-      }
-    }
-  }
-  finish_rows<R>(total, t, row);
-}
-
-template <int R>
-FP8_TARGET FP8_INLINE void rows_from(const Tile& t, int row) {
-  const Element* a = static_cast<const Element*>(t.a) + row * t.a_stride;
-  t.a_scale == nullptr ? plain_rows<R>(t, a, row) : scaled_rows<R>(t, a, row);
+FP8_INLINE void rows_from(const Tile& t, int row) {
+  t.a_scale == nullptr ? panel_rows<R, false>(t, row) : panel_rows<R, true>(t, row);
 }
 
 FP8_TARGET void tile(const Tile& t) {

@@ -111,34 +111,47 @@ void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) 
 // --- weights read once: converted in registers, never stored
 
 template <class Source, int R>
-FP8_TARGET void stream_rows(const Tile& tile, const typename Source::Value* const* b) {
-  const auto* a = static_cast<const float*>(tile.a);
-  Vector sums[R * 4];
-  zero_all<R>(sums);
-  for (int64_t k = 0; k < tile.k; k += kStepCodes) {
+struct ColumnsAdd {
+  static constexpr int64_t kStep = kStepCodes;
+  const float* a;
+  int64_t a_stride;
+  const typename Source::Value* const* b;
+  FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * 4], int64_t k, int64_t left) const {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       Runs runs[2];
-      load_runs<Source>(b + i, k, tile.k - k, runs);
+      load_runs<Source>(b + i, k, left, runs);
 #pragma GCC unroll 2
       for (int s = 0; s < 2; ++s) {
         const Operand first = odd(runs[s]), second = even(runs[s]);
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
-          const float* x = a + r * tile.a_stride + k + s * kRun;
+          const float* x = a + r * a_stride + k + s * kRun;
           sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x), first);
           sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x + 4), second);
         }
       }
     }
   }
-  finish_rows<R>(sums, tile, 0);
+};
+
+template <class Source, int R, bool scaled>
+FP8_TARGET void stream_rows(const Tile& t, const typename Source::Value* const* b) {
+  const ColumnsAdd<Source, R> add{static_cast<const float*>(t.a), t.a_stride, b};
+  Vector sums[R * 4];
+  sum_over_k<R, 4, scaled>(sums, t, 0, 0, add);
+  finish_rows<R>(sums, t, 0);
 }
 
-void stream(const Tile& tile, const void* const* b, const void* const*, Kind kind) {
+template <class Source, int R>
+void stream_from(const Tile& t, const void* const* b) {
+  const auto* columns = as<typename Source::Value>(b);
+  t.a_scale == nullptr ? stream_rows<Source, R, false>(t, columns) : stream_rows<Source, R, true>(t, columns);
+}
+
+void stream(const Tile& t, const void* const* b, const void* const*, Kind kind) {
   with_source(kind, [&](auto source) {
     using Source = decltype(source);
-    const auto* columns = as<typename Source::Value>(b);
-    tile.rows == 2 ? stream_rows<Source, 2>(tile, columns) : stream_rows<Source, 1>(tile, columns);
+    t.rows == 2 ? stream_from<Source, 2>(t, b) : stream_from<Source, 1>(t, b);
   });
 }

@@ -11,7 +11,9 @@ from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, tame
 OPS = torch.ops.fp8serve
 E4M3, E5M2 = FORMATS
 SHAPES = [(1, 1, 1), (1, 16, 64), (2, 17, 63), (3, 5, 200), (4, 33, 1024), (5, 40, 1025), (7, 20, 2100), (37, 70, 384)]
+SHAPES += [(8, 150, 300)]
 GRANULARITIES = ["tensor", "row", "block1x128", "block128x128"]
+PAIRS = [("tensor", "row"), ("row", "row"), ("block1x128", "block128x128"), ("block128x128", "block1x128")]
 
 
 def quantized(x: Tensor, granularity: str, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
@@ -91,10 +93,12 @@ def test_every_code_of_a_weight_is_decoded(level, dtype, rows):
         assert_bits_equal(found, codes.view(dtype).float().expand(rows, -1) + 0.0)
 
 
-@pytest.mark.parametrize("a_by", GRANULARITIES)
-def test_every_level_gives_the_same_bits(library, a_by):
-    a, a_scale = quantized(tame(9, 2300, seed=1), a_by, E5M2)
-    b, b_scale = quantized(tame(37, 2300, seed=2), "block128x128" if "block" in a_by else "row")
+@pytest.mark.parametrize(("a_by", "b_by"), PAIRS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
+def test_every_level_gives_the_same_bits(library, a_by, b_by, rows):
+    """Few rows read the weights themselves: one and two at most levels, eight at the best; nine need a panel."""
+    a, a_scale = quantized(tame(rows, 2300, seed=1), a_by, E5M2)
+    b, b_scale = quantized(tame(150, 2300, seed=2), b_by)
     results = []
     for cap in LEVELS:
         OPS.cpu_isa(cap)
@@ -104,13 +108,14 @@ def test_every_level_gives_the_same_bits(library, a_by):
         assert_bits_equal(result, results[0])
 
 
-@pytest.mark.parametrize("by", ["row", "block1x128"])
+@pytest.mark.parametrize("a_by", ["row", "block1x128"])
+@pytest.mark.parametrize("b_by", ["tensor", "block1x128", "block128x128"])
 @pytest.mark.parametrize("k", [64, 1000, 3000])
-def test_a_row_does_not_depend_on_its_batch(level, by, k):
-    a, a_scale = quantized(tame(300 if level == "avx512bf16" else 40, k, seed=3), by)
-    b, b_scale = quantized(tame(50, k, seed=4), "tensor")
+def test_a_row_does_not_depend_on_its_batch(level, a_by, b_by, k):
+    a, a_scale = quantized(tame(300 if level == "avx512bf16" else 40, k, seed=3), a_by)
+    b, b_scale = quantized(tame(150, k, seed=4), b_by)
     whole = OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.bfloat16)
-    for first, last in [(0, 1), (7, 8), (3, 5), (2, 5), (11, 15), (1, 18), (5, 40)]:
+    for first, last in [(0, 1), (7, 8), (3, 5), (2, 5), (11, 15), (1, 6), (2, 8), (4, 11), (9, 17), (1, 18), (5, 40)]:
         part = OPS.scaled_mm(a[first:last], b, a_scale[first:last], b_scale, None, torch.bfloat16)
         assert_bits_equal(part, whole[first:last])
 
