@@ -192,7 +192,7 @@ def training(
     seq_len: Annotated[int, typer.Option(min=2, help="Longest row, in tokens.")] = 128,
     hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 384,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 6,
-    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1e-3,
+    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 3e-4,
     warmup_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps in which it rises to that.", show_default="3 % of all")
     ] = None,
