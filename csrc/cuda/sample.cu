@@ -22,6 +22,7 @@
 #include <cmath>
 
 #include "cuda/cast.h"
+#include "sample.h"
 
 namespace fp8serve {
 namespace {
@@ -375,23 +376,9 @@ int threads_for(int64_t vocab) {
 }
 int64_t kept_by(int threads, int64_t vocab) { return ceil_over(vocab, threads * kChunk) * threads * kChunk; }
 
-void check_arguments(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
-                     const Tensor& top_p, const Tensor& min_p, const Tensor& uniform) {
-  const DeviceContract check("sample", logits);
-  check.rank("logits", logits, 2);
-  const Size rows{"rows", logits.size(0)}, vocab{"vocab", logits.size(1)};
-  check.tensor("logits", logits, {ScalarType::Float}, {rows, vocab});
-  check.require(vocab.value() > 0, "logits", "have no tokens to choose from");
-  check.tensor("temperature", temperature, {ScalarType::Double}, {rows});
-  check.tensor("top_k", top_k, {ScalarType::Long}, {rows});
-  check.tensor("top_p", top_p, {ScalarType::Double}, {rows});
-  check.tensor("min_p", min_p, {ScalarType::Double}, {rows});
-  check.tensor("uniform", uniform, {ScalarType::Double}, {rows});
-}
-
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
               const Tensor& min_p, const Tensor& uniform) {
-  check_arguments(logits, temperature, top_k, top_p, min_p, uniform);
+  check_sample(DeviceContract("sample", logits), logits, temperature, top_k, top_p, min_p, uniform);
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   const OnDevice device(logits);
   const Tensor use[] = {dense(logits), dense(temperature), dense(top_k),
