@@ -11,8 +11,8 @@ activation's dtype between the attention and the projection behind it: the outpu
 that to FP8. Rotary embeddings stand between the projections and Q and K and stay in high precision.
 
 The rounded operands are multiplied as FP32, which is exact for FP8 values: the same numbers as an FP8 tensor core with
-FP32 accumulation. There is no fused kernel for this yet, so it costs time and, for the scores of one sequence at a
-time, memory, unlike its numbers.
+FP32 accumulation. There is no fused kernel for this yet, so, unlike its numbers, it costs time, and memory: scores of
+[heads, L, L] for every sequence of L tokens.
 Without fp8_dpa in the recipe in force, attention runs in high precision through `causal_attention`.
 """
 
