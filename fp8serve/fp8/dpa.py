@@ -25,10 +25,10 @@ from torch import Tensor
 
 from fp8serve.fp8 import reference
 from fp8serve.fp8.attention import causal_attention, check_lengths
-from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
+from fp8serve.fp8.autocast import current, expect_backward, prepare, record
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, attends_in_fp8
-from fp8serve.fp8.recompute import recall, regions, remember
+from fp8serve.fp8.recompute import planned
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.stateful import Stateful
 
@@ -129,7 +129,8 @@ class DotProductAttention(Stateful):
         The result has q's dtype; FP32 under `fp8_mha`, for the projection behind it to cast. While calibrating without
         FP8 the operands' amaxes are recorded and none is rounded. Raises ValueError if the lengths do not add up.
         """
-        rounding = self._rounding(q, k, v)
+        self._seen = q.device
+        rounding = planned(self.key, lambda: self._rounding(any(t.requires_grad for t in (q, k, v))))
         if rounding is None:
             return causal_attention(q, k, v, lengths, softmax_scale)
         check_lengths(q, lengths)
@@ -139,17 +140,9 @@ class DotProductAttention(Stateful):
         out = _round(mixed, rounding, "grad_output")
         return out if rounding.enabled and getattr(rounding.recipe, "fp8_mha", False) else out.to(q.dtype)
 
-    def _rounding(self, q: Tensor, k: Tensor, v: Tensor) -> Rounding | None:
-        """How this call rounds, in a second run of recomputed activations as in the first. None: it does not."""
-        self._seen = q.device
-        running = regions()
-        again, rounding = recall(running, self.key)
-        if not again:
-            rounding = self._made(current(), any(t.requires_grad for t in (q, k, v)))
-            remember(running, self.key, rounding and rounding.repeated() if running else None)
-        return cast(Rounding | None, rounding)
-
-    def _made(self, context: autocast | None, differentiable: bool) -> Rounding | None:
+    def _rounding(self, differentiable: bool) -> Rounding | None:
+        """How this call rounds by the recipe in force. None: it does not."""
+        context = current()
         if context is None or not attends_in_fp8(context.recipe):
             return None
         recipe, graph = context.recipe, torch.is_grad_enabled()

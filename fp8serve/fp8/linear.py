@@ -30,7 +30,7 @@ from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, r
 from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
-from fp8serve.fp8.recompute import recall, refuse_reentrant, regions, remember
+from fp8serve.fp8.recompute import planned, refuse_reentrant
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.stateful import Stateful
 
@@ -234,11 +234,7 @@ class Linear(Stateful, nn.Linear):
 
         edge: the input's place in the autograd graph, of its shape and dtype; the input itself, or a stand-in for it.
         """
-        running = regions()
-        again, plan = recall(running, self.key)
-        if not again:
-            plan = self._plan(edge)
-            remember(running, self.key, plan and plan.repeated() if running else None)
+        plan = planned(self.key, lambda: self._plan(edge))
         if plan is None:
             return self._in_high_precision(values())
         y = self._quantized(edge, values, fused, plan)

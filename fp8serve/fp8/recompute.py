@@ -15,7 +15,7 @@ its first run under no_grad and cannot be followed; a layer that notices it refu
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -63,6 +63,26 @@ def regions() -> list[Region]:
     if torch.compiler.is_compiling() or autograd._top_saved_tensors_default_hooks(True) is None:
         return []
     return _regions()
+
+
+class Repeatable(Protocol):
+    """How a call runs."""
+
+    def repeated(self) -> Self:
+        """How the same call runs a second time."""
+
+
+P = TypeVar("P", bound=Repeatable)
+
+
+def planned(layer: int, make: Callable[[], P | None]) -> P | None:
+    """How this call of a layer (by key) runs: as `make` says, or in a second run as the first run's call did."""
+    running = regions()
+    again, plan = recall(running, layer)
+    if not again:
+        plan = make()
+        remember(running, layer, plan and plan.repeated() if running else None)
+    return cast("P | None", plan)
 
 
 def remember(running: list[Region], layer: int, memory: Any) -> None:
