@@ -1,9 +1,10 @@
 // scaled_mm: FP8 [M, K] x FP8 [N, K] -> [M, N], any mix of formats and scale granularities; scaled_mm_add,
-// the same onto a residual; mm, the same sums for BF16.
+// the same onto a residual; mm, the same sums for BF16; packed_mm, all three from weights that pack_weight
+// has packed.
 //
 // Both operands have K contiguous, which is how weights lie in a checkpoint: they are read as they are,
-// memory- mapped or not, and nothing is packed beforehand. Here: what the ops demand of their arguments. The
-// work is in gemm_run.cpp, the arithmetic in gemm.h.
+// memory-mapped or not. Training and calibration do so; serving packs them (gemm_packed.h). Here: what the
+// ops demand of their arguments. The work is in gemm_run.cpp, the arithmetic in gemm.h.
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"
@@ -42,6 +43,7 @@ void attach_scale(const Contract& check, const char* name, const Tensor& scale, 
 struct Arguments {
   Tensor a, b;
   std::optional<Tensor> a_scale, b_scale, bias, residual;
+  bool packed = false;
 };
 
 std::optional<Tensor> dense(const std::optional<Tensor>& t) {
@@ -54,9 +56,14 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
   check.rank("a", in.a, 2);
   const Size m{"M", in.a.size(0)}, k{"K", in.a.size(1)};
   check.tensor("a", in.a, operands, {m, k});
-  check.rank("b", in.b, 2);
-  const Size n{"N", in.b.size(0)};
-  check.tensor("b", in.b, operands, {n, k});
+  check.rank("b", in.b, in.packed ? 3 : 2);
+  const Size n{"N", in.b.size(0) * (in.packed ? kGroup : 1)};
+  if (in.packed) {
+    check.tensor("b", in.b, operands,
+                 {{"N / 16", n.value() / kGroup}, {"K / 8", k.value(), kRun}, {"a run", kGroup * kRun}});
+  } else {
+    check.tensor("b", in.b, operands, {n, k});
+  }
   if (in.bias) check.tensor("bias", *in.bias, kHigh, {n});
   if (in.residual) check.tensor("residual", *in.residual, {out_dtype}, {m, n});
   check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
@@ -64,16 +71,17 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
   const Arguments use{fp8serve::dense(in.a), fp8serve::dense(in.b), dense(in.a_scale),
                       dense(in.b_scale),     dense(in.bias),        dense(in.residual)};
   Tensor out = empty({m.value(), n.value()}, out_dtype);
-  Problem p{.a = {data<const char>(use.a), kind_of(use.a), k.value()},
-            .b = {data<const char>(use.b), kind_of(use.b), k.value()},
-            .m = m.value(),
-            .n = n.value(),
-            .k = k.value(),
-            .bias_type = use.bias ? use.bias->scalar_type() : out_dtype,
-            .out_type = out_dtype,
-            .bias = pointer(use.bias),
-            .residual = pointer(use.residual),
-            .out = out.data_ptr()};
+  Problem p{
+      .a = {data<const char>(use.a), kind_of(use.a), k.value()},
+      .b = {.values = data<const char>(use.b), .kind = kind_of(use.b), .k = k.value(), .packed = in.packed},
+      .m = m.value(),
+      .n = n.value(),
+      .k = k.value(),
+      .bias_type = use.bias ? use.bias->scalar_type() : out_dtype,
+      .out_type = out_dtype,
+      .bias = pointer(use.bias),
+      .residual = pointer(use.residual),
+      .out = out.data_ptr()};
   if (use.a_scale) attach_scale(check, "a_scale_inv", *use.a_scale, m, k, p.a);
   if (use.b_scale) attach_scale(check, "b_scale_inv", *use.b_scale, n, k, p.b);
   if (p.blocked()) p.ones.assign(static_cast<size_t>(p.k / kScaleBlock + 1), 1.0f);
@@ -97,6 +105,18 @@ Tensor mm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, S
   return multiply(Contract("mm"), in, {ScalarType::BFloat16}, out_dtype);
 }
 
+Tensor packed_mm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& a_scale,
+                 const std::optional<Tensor>& b_scale, const std::optional<Tensor>& bias,
+                 const std::optional<Tensor>& residual, ScalarType out_dtype) {
+  const Contract check("packed_mm");
+  const Arguments in{a, b, a_scale, b_scale, bias, residual, true};
+  const bool plain = a.scalar_type() == ScalarType::BFloat16;
+  check.require(plain ? !a_scale && !b_scale : a_scale && b_scale, "a_scale_inv and b_scale_inv",
+                plain ? "are for FP8, not for BFloat16" : "must both be given");
+  return plain ? multiply(check, in, {ScalarType::BFloat16}, out_dtype)
+               : multiply(check, in, kFp8, out_dtype);
+}
+
 }  // namespace
 }  // namespace gemm
 }  // namespace fp8serve
@@ -105,4 +125,5 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("scaled_mm", TORCH_BOX(&fp8serve::gemm::scaled_mm));
   m.impl("scaled_mm_add", TORCH_BOX(&fp8serve::gemm::scaled_mm_add));
   m.impl("mm", TORCH_BOX(&fp8serve::gemm::mm));
+  m.impl("packed_mm", TORCH_BOX(&fp8serve::gemm::packed_mm));
 }

@@ -1,20 +1,17 @@
 // The GEMM level for AVX-512 BF16 + VBMI: every FP8 value is exact in BF16, so FP8 is a storage format of
 // BF16 here.
 //
-// 64 codes become 64 BF16 in five instructions: two `vpermi2b` look up the low and the high byte of 64
-// magnitudes, a ternary-logic op copies the signs, two byte-unpacks pair low and high bytes up. Subnormal
-// codes come out of the table as the normal BF16 numbers they are, hence `vdpbf16ps` treating BF16
-// subnormals as zero does not matter.
-//
-// Four columns' 16 codes each make such a register: the unpacks then give a run of 8 of the four columns,
-// which is what the tile wants. 64 codes of four columns are turned into four of those by a 4 x 4 transpose
-// of 128-bit parts.
+// Four columns' 16 codes each are widened as one register (gemm_widen.h): that gives a run of 8 of the four
+// columns, which is what the tile wants. 64 codes of four columns are turned into four of those by a 4 x 4
+// transpose of 128-bit parts.
 #include "cpu/gemm.h"
 #include "cpu/isa.h"
 
 #if FP8_X86
 #include <immintrin.h>
 
+#include "cpu/gemm_packed.h"
+#include "cpu/gemm_widen.h"
 #include "cpu/gemm_zmm.h"
 #include "fp8.h"
 
@@ -37,44 +34,6 @@ FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
 }
 
 #include "cpu/gemm_tile.h"
-
-// --- FP8 to BF16 by table
-
-template <class F>
-struct alignas(64) ByteTables {
-  uint8_t low[128], high[128];
-  constexpr ByteTables() : low(), high() {
-    for (int i = 0; i < 128; ++i) {
-      const auto bits = std::bit_cast<uint32_t>(decode<F>(static_cast<uint8_t>(i)));
-      low[i] = static_cast<uint8_t>(bits >> 16);
-      high[i] = static_cast<uint8_t>(bits >> 24);
-    }
-  }
-};
-template <class F>
-constexpr ByteTables<F> kBytes{};
-
-struct Tables {
-  __m512i low[2], high[2], sign;
-};
-struct Pair {
-  __m512i first, second;  // in each 128-bit part: codes 0 to 7, codes 8 to 15
-};
-
-template <class F>
-FP8_TARGET FP8_INLINE Tables tables() {
-  const auto* low = reinterpret_cast<const __m512i*>(kBytes<F>.low);
-  const auto* high = reinterpret_cast<const __m512i*>(kBytes<F>.high);
-  return {{low[0], low[1]}, {high[0], high[1]}, _mm512_set1_epi8(static_cast<char>(0x80))};
-}
-
-FP8_TARGET FP8_INLINE Pair widen(const Tables& t, __m512i codes) {
-  const __m512i low = _mm512_permutex2var_epi8(t.low[0], codes, t.low[1]);
-  const __m512i magnitude = _mm512_permutex2var_epi8(t.high[0], codes, t.high[1]);
-  const __m512i high =
-      _mm512_ternarylogic_epi32(magnitude, codes, t.sign, 0xf8);  // magnitude | (codes & sign)
-  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
-}
 
 // Up to 64 codes, zeros after the end.
 FP8_TARGET FP8_INLINE __m512i load_codes(const uint8_t* codes, int64_t left) {
@@ -325,7 +284,15 @@ void stream(const Tile& t, const void* const* b, const void* const* next, Kind k
 
 const Level& avx512bf16() {
   using namespace avx512bf16_level;
-  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream, kMaxStream};
+  static constexpr Level level{sizeof(Element),
+                               unpack_row,
+                               unpack_columns,
+                               tile,
+                               stream,
+                               kMaxStream,
+                               packed_avx512bf16::stream,
+                               packed_avx512bf16::unpack_columns,
+                               64};
   return level;
 }
 

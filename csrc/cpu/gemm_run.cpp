@@ -6,6 +6,7 @@
 // gemm.h says in which order a sum is taken and why the cut into tasks cannot change a bit of it.
 #include "cpu/gemm_run.h"
 
+#include "cpu/gemm_packed.h"
 #include "cpu/isa.h"
 #include "cpu/tensors.h"
 
@@ -34,7 +35,7 @@ const Level& level() {
 
 // One thread's working memory.
 struct Memory {
-  Scratch a, b, sums, a_scale;
+  Scratch a, b, sums, a_scale, rows;
 };
 thread_local Memory memory;
 
@@ -43,7 +44,9 @@ class Task {
   Task(const Problem& p, const Level& level, const std::byte* resident, int64_t m0, int64_t m1, int64_t n0,
        int64_t n1)
       : p_(p), level_(level), resident_(resident), m0_(m0), rows_(m1 - m0), n0_(n0), n1_(n1) {
-    streams_ = rows_ <= level.stream_rows;
+    reads_packed_ = p.b.packed && level.stream_packed != nullptr;
+    streams_ = rows_ <= (reads_packed_ ? level.packed_rows : level.stream_rows);
+    if (p.b.packed && !reads_packed_) plain_ = memory.rows.get<char>(kGroup * kBlock * bytes_of(p.b.kind));
     if (!streams_) b_panel_ = memory.b.get<std::byte>(kGroup * p.stride() * level.element_size);
     if (p.k_blocks() > 1) sums_ = memory.sums.get<float>(rows_ * ceil_to(n1 - n0, kGroup));
     a_scale_ = memory.a_scale.get<float>(rows_);
@@ -77,10 +80,16 @@ class Task {
   }
 
   void columns_at(int64_t n, int64_t kb, const void** b) const {
+    if (plain_ != nullptr) return unpacked(b);
     const char* first = p_.b.at(n, kb * kBlock);
     const int64_t step = p_.k * bytes_of(p_.b.kind), last = p_.n - 1 - n;
     for (int64_t c = 0; c < kGroup; ++c) b[c] = first + std::min(c, last) * step;
   }
+  // Packed columns, for a level that wants rows: unpack() has laid them here.
+  void unpacked(const void** b) const {
+    for (int64_t c = 0; c < kGroup; ++c) b[c] = plain_ + c * kBlock * bytes_of(p_.b.kind);
+  }
+
   // What columns_outside() reads after block kb of the columns from n; at the end, the same again.
   void columns_after(int64_t n, int64_t kb, const void** b) const {
     const bool more = kb + 1 < p_.k_blocks(), another = n + kGroup < n1_;
@@ -91,11 +100,9 @@ class Task {
 
   // sums[rows][16 columns from n] (+)= block kb, and with the last block the output itself.
   void multiply(const std::byte* panel, int64_t kb, int64_t n) {
-    const void *b[kGroup], *next[kGroup];
-    columns_at(n, kb, b);
-    if (streams_) columns_after(n, kb, next);
-    if (!streams_) level_.unpack_columns(b, p_.k_count(kb), p_.b.kind, b_panel_);
     Tile tile{.b = b_panel_, .a_stride = p_.stride(), .k = p_.k_count(kb), .add = kb > 0};
+    const void *b[kGroup], *next[kGroup];
+    reads_packed_ ? find_packed(n, kb, tile) : find_rows(n, kb, b, next);
     const float* a_scale[std::max(kMaxRows, kMaxStream)];
     float b_inner[kBlock / kScaleBlock * kGroup], b_outer[kGroup], bias[kGroup];
     if (p_.blocked()) {
@@ -108,15 +115,40 @@ class Task {
       ending = end_of(n, b_outer, bias);
       tile.ending = &ending;
     }
-    const int64_t most = streams_ ? level_.stream_rows : kMaxRows;
+    const int64_t most = streams_ ? rows_per_stream() : kMaxRows;
     for (int64_t r = 0; r < rows_; r += tile.rows) {
       tile.rows = static_cast<int>(std::min(most, rows_ - r));
       tile.a = panel + r * p_.stride() * level_.element_size;
       if (sums_ != nullptr) tile.out = sums_ + (n - n0_) * rows_ + r * kGroup;
       for (int i = 0; p_.blocked() && i < tile.rows; ++i) a_scale[i] = inner(p_.a, m0_ + r + i, kb);
-      streams_ ? level_.stream(tile, b, next, p_.b.kind) : level_.tile(tile);
+      multiply_tile(tile, b, next);
       if (tile.ending != nullptr) advance(ending, tile.rows);
     }
+  }
+
+  // Block kb of the 16 columns from n: where they can be streamed, else in the panel.
+  void find_packed(int64_t n, int64_t kb, Tile& tile) {
+    const char* block = p_.b.block(n, kb * kBlock);
+    if (streams_) tile.b = block;
+    if (!streams_) level_.unpack_packed(block, tile.k, p_.b.kind, b_panel_);
+  }
+  void find_rows(int64_t n, int64_t kb, const void** b, const void** next) {
+    const int64_t k = p_.k_count(kb), stride = kBlock * bytes_of(p_.b.kind);
+    if (plain_ != nullptr) unpack_block(p_.b.block(n, kb * kBlock), k, p_.b.kind, stride, plain_);
+    columns_at(n, kb, b);
+    if (streams_) columns_after(n, kb, next);
+    if (!streams_) level_.unpack_columns(b, k, p_.b.kind, b_panel_);
+  }
+
+  // Even shares: 9 rows are 5 and 4.
+  int64_t rows_per_stream() const {
+    const int64_t streams = (rows_ + level_.stream_rows - 1) / level_.stream_rows;
+    return (rows_ + streams - 1) / streams;
+  }
+
+  void multiply_tile(const Tile& tile, const void* const* b, const void* const* next) const {
+    if (!streams_) return level_.tile(tile);
+    reads_packed_ ? level_.stream_packed(tile, p_.b.kind) : level_.stream(tile, b, next, p_.b.kind);
   }
 
   const float* inner(const Operand& x, int64_t row, int64_t kb) const {
@@ -170,7 +202,8 @@ class Task {
   const Level& level_;
   const std::byte* resident_;
   int64_t m0_, rows_, n0_, n1_;
-  bool streams_;
+  bool streams_, reads_packed_;
+  char* plain_ = nullptr;  // a packed block as 16 rows, for a level that cannot read it
   std::byte* b_panel_ = nullptr;
   float* sums_ = nullptr;
   float* a_scale_;

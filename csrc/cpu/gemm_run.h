@@ -18,8 +18,12 @@ struct Operand {
   const float* scale = nullptr;
   int64_t scale_rows = 1;    // rows that share a row of the scale: 1, 128, or all
   int64_t scale_blocks = 0;  // 0: outside the sum
+  bool packed = false;       // in the order of gemm_packed.h
 
   const char* at(int64_t row, int64_t column) const { return values + (row * k + column) * bytes_of(kind); }
+  const char* block(int64_t row, int64_t column) const {  // packed: of the 16 rows from `row` on
+    return values + (row * k + column * kGroup) * bytes_of(kind);
+  }
   // With K = 0 a block scale has no element, and nothing is left to scale.
   float outer(int64_t row) const {
     return scale == nullptr || scale_blocks != 0 || k == 0 ? 1.0f : scale[row / scale_rows];

@@ -8,10 +8,10 @@ The plain decoder runs about forty, each with its own read and write of the acti
 time to call than to compute. The ops round where the plain ones round, so logits are equal to the last bit, and with
 them tokens. Where inputs are scaled dynamically, by row or block, the fused casts are two ops instead of one.
 
-Projections that read the same input become one matrix [sum of rows, K]: where they lie side by side in the mapped file
-(gate and up do) that is a view; else they are copied once (q, k and v), and the layers in the model become views of the
-copy, so that nothing is in memory twice. Weight scales per tensor become one per row, which multiplies the same sum.
-The layers keep their names and share one counter, because they see one input.
+Projections that read the same input become one matrix [sum of rows, K]: where they lie side by side, as gate and up do
+in the mapped file and all do in packed memory (packing.py), that is a view; else they are copied once, and the layers in
+the model become views of the copy, so that nothing is in memory twice. Weight scales per tensor become one per row,
+which multiplies the same sum. The layers keep their names and share one counter, because they see one input.
 
 `fuse` takes what it can prove: every projection a FrozenLinear, and those joined quantized by one scale. Everything
 else runs as the plain decoder.
@@ -39,6 +39,7 @@ _silu_mul = torch.ops.fp8serve.silu_mul.default
 _silu_mul_quantize = torch.ops.fp8serve.silu_mul_quantize.default
 _quantize = torch.ops.fp8serve.quantize.default
 _scaled_mm = torch.ops.fp8serve.scaled_mm.default
+_packed_mm = torch.ops.fp8serve.packed_mm.default
 _scaled_mm_add = torch.ops.fp8serve.scaled_mm_add.default
 
 
@@ -52,11 +53,12 @@ class Matrix:
     bias: Tensor | None
     input_scale: Tensor | None
     input_scale_inv: Tensor | None
+    is_packed: bool
 
     @classmethod
     def of(cls, layer: FrozenLinear) -> "Matrix":
         scales = layer.input_scale, layer.input_scale_inv
-        return cls(layer, layer.weight_q, layer.weight_scale_inv, layer.bias, *scales)
+        return cls(layer, layer.weight_q, layer.weight_scale_inv, layer.bias, *scales, layer.is_packed)
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.input_scale is None:
@@ -74,9 +76,15 @@ class Matrix:
         return self._watched(*_silu_mul_quantize(gate, up, self.input_scale, E4M3))
 
     def product(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.is_packed:
+            scales = scale_inv, self.weight_scale_inv
+            return _packed_mm(q, self.weight, *scales, self.bias, None, dtype)  # type: ignore[no-any-return]
         return _scaled_mm(q, self.weight, scale_inv, self.weight_scale_inv, self.bias, dtype)  # type: ignore[no-any-return]
 
     def product_onto(self, residual: Tensor, q: Tensor, scale_inv: Tensor) -> Tensor:
+        if self.is_packed:
+            scales = scale_inv, self.weight_scale_inv
+            return _packed_mm(q, self.weight, *scales, self.bias, residual, residual.dtype)  # type: ignore[no-any-return]
         return _scaled_mm_add(q, self.weight, scale_inv, self.weight_scale_inv, self.bias, residual)  # type: ignore[no-any-return]
 
     def _watched(self, q: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,16 +204,16 @@ def _can_join(parts: Sequence[FrozenLinear]) -> bool:
     """All cast their input alike, and a scale of their own for each row, or whole blocks of rows, says it all."""
     first = parts[0]
     for part in parts:
-        if (part.granularity, part.power_2_scale, part.out_dtype) != (
-            first.granularity,
-            first.power_2_scale,
-            first.out_dtype,
-        ):
+        if _kind(part) != _kind(first):
             return False
         if not _equal(part.input_scale, first.input_scale) or (part.bias is None) != (first.bias is None):
             return False
     blocked = {_is_blocked(part) for part in parts}
     return len(blocked) == 1 and not (blocked.pop() and any(part.out_features % BLOCK for part in parts[:-1]))
+
+
+def _kind(part: FrozenLinear) -> tuple[object, ...]:
+    return part.granularity, part.power_2_scale, part.out_dtype, part.is_packed
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -231,7 +239,7 @@ def _join(parts: Sequence[FrozenLinear]) -> FrozenLinear:
         first.power_2_scale,
         first.out_dtype,
     )
-    rows = [part.out_features for part in parts]
+    rows = [len(part.weight_q) for part in parts]
     for part, weight in zip(parts, joined.weight_q.split_with_sizes(rows), strict=True):
         part.weight_q, part.amax, part.saturated = weight, joined.amax, joined.saturated
     return joined
@@ -245,7 +253,7 @@ def _stack(weights: Sequence[Tensor]) -> Tensor:
     """Their rows under each other: a view where they lie so already, else a copy."""
     first, rows = weights[0], sum(map(len, weights))
     if all(_follows(a, b) for a, b in pairwise(weights)):
-        return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
     return torch.cat([w.view(torch.uint8) for w in weights]).view(first.dtype)
 
 

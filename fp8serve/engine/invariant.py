@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8serve.fp8 import ops
-from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.frozen import FrozenLinear, packed
 
 _mm = torch.ops.fp8serve.mm.default
+_packed_mm = torch.ops.fp8serve.packed_mm.default
 BASE = 16
 TILES = (4, BASE, 128)
 SAMPLE = (1, 2, 3, 5, 7, 8, 9, 13, 17, 31, 33, 64, 65, 127)
@@ -40,13 +41,19 @@ Rows = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
 
 class OwnLinear(nn.Module):
-    """A BF16 linear by our own product; shares the parameters."""
+    """A BF16 linear by our own product; shares the parameters until it is packed."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
 
+    def pack(self, out: Tensor) -> None:
+        """Reads the weight from now on where it is packed: `out`, as many BF16."""
+        self.weight = nn.Parameter(packed(self.weight, out), requires_grad=False)
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 3:
+            return _packed_mm(x, self.weight, None, None, self.bias, None, x.dtype)  # type: ignore[no-any-return]
         return _mm(x, self.weight, self.bias, x.dtype)  # type: ignore[no-any-return]
 
 

@@ -23,6 +23,7 @@ from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
 from fp8serve.engine.memory import Plan, check_length, plan
 from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.packing import pack, worth_packing
 from fp8serve.engine.runner import KvScale, Runner
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import ops, recipe
@@ -131,6 +132,8 @@ def _separate_rows(
         return fuse(model), {}
     if own_products(options.device):
         use_own_products(model)
+        if worth_packing():
+            pack(model)
         return fuse(model), {}
     return None, _measured_rows(model, frozen, options)
 

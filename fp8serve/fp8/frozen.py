@@ -16,6 +16,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import blocks
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
 from fp8serve.fp8.reference import BLOCK, FP8_MAX
+from fp8serve.fp8.reference_packed import GROUP, RUN, packed_shape
 
 InputGranularity = Literal["tensor", "row", "block"]
 E4M3 = torch.float8_e4m3fn
@@ -59,9 +60,9 @@ def _quantized_weight(
 class FrozenLinear(nn.Module):
     """[..., K] -> [..., N] from FP8 weights.
 
-    weight_q: E4M3 [N, K]. weight_scale_inv: FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)]. bias: [N] or None.
-    input_scale: FP32 [], multiplies to quantize the input; None: the input's own amax, per `granularity` ("tensor",
-    "row", "block"). out_dtype: of the output; None for the input's.
+    weight_q: E4M3 [N, K], or packed (see `pack`) [N / 16, K / 8, 128]. weight_scale_inv: FP32 [], [N, 1] or
+    [ceil(N/128), ceil(K/128)]. bias: [N] or None. input_scale: FP32 [], multiplies to quantize the input; None: the
+    input's own amax, per `granularity` ("tensor", "row", "block"). out_dtype: of the output; None for the input's.
     """
 
     weight_q: Tensor
@@ -87,7 +88,7 @@ class FrozenLinear(nn.Module):
         if granularity not in ("tensor", "row", "block"):
             raise ValueError(f'granularity must be "tensor", "row" or "block", found {granularity!r}.')
         self.granularity, self.power_2_scale, self.out_dtype = granularity, power_2_scale, out_dtype
-        self.out_features, self.in_features = weight_q.shape
+        self.out_features, self.in_features = _features(weight_q)
         self.register_buffer("weight_q", weight_q)
         self.register_buffer("weight_scale_inv", weight_scale_inv)
         self.register_buffer("bias", None if bias is None else bias.detach())
@@ -137,9 +138,26 @@ class FrozenLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
         q, scale_inv = self.cast(x.reshape(-1, self.in_features))
-        out_dtype = self.out_dtype or x.dtype
-        y = torch.ops.fp8serve.scaled_mm(q, self.weight_q, scale_inv, self.weight_scale_inv, self.bias, out_dtype)
+        out_dtype, op = self.out_dtype or x.dtype, torch.ops.fp8serve
+        scales = scale_inv, self.weight_scale_inv
+        if self.is_packed:
+            y = op.packed_mm(q, self.weight_q, *scales, self.bias, None, out_dtype)
+        else:
+            y = op.scaled_mm(q, self.weight_q, *scales, self.bias, out_dtype)
         return cast(Tensor, y).view(*x.shape[:-1], self.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """weight_q, by the name that other linears give their weight."""
+        return self.weight_q
+
+    @property
+    def is_packed(self) -> bool:
+        return self.weight_q.dim() == 3
+
+    def pack(self, out: Tensor) -> None:
+        """Reads the weight from now on where it is packed: `out`, E4M3 of as many elements. For serving on a CPU."""
+        self.weight_q = packed(self.weight_q, out)
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, K] -> the codes that this layer multiplies, and their scale_inv."""
@@ -180,10 +198,22 @@ class FrozenLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {self.granularity}"
 
 
+def packed(weight: Tensor, out: Tensor) -> Tensor:
+    """`out`, a vector, as [N / 16, K / 8, 128] and filled with weight [N, K], in the order that packed_mm reads."""
+    out = out.view(packed_shape(*weight.shape))
+    torch.ops.fp8serve.pack_weight(weight.detach(), out)
+    return out
+
+
+def _features(weight_q: Tensor) -> tuple[int, int]:
+    """(out, in) of a weight, packed or not."""
+    return (GROUP * weight_q.shape[0], RUN * weight_q.shape[1]) if weight_q.dim() == 3 else tuple(weight_q.shape)
+
+
 def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor) -> None:
-    if weight_q.dtype != E4M3 or weight_q.dim() != 2:
+    if weight_q.dtype != E4M3 or weight_q.dim() not in (2, 3):
         raise ValueError(f"weight_q must be float8_e4m3fn [N, K], found {weight_q.dtype} {list(weight_q.shape)}.")
-    rows, cols = weight_q.shape
+    rows, cols = _features(weight_q)
     if tuple(weight_scale_inv.shape) not in {(), (rows, 1), (blocks(rows), blocks(cols))}:
         raise ValueError(
             f"weight_scale_inv of a [{rows}, {cols}] weight must be [], [{rows}, 1] or"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fp8serve
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import reference, reference_fused, reference_sampling
+from fp8serve.fp8 import reference, reference_fused, reference_packed, reference_sampling
 from fp8serve.fp8.reference import BLOCK
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -258,6 +258,17 @@ _define(
     "mm(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
     reference_fused.mm,
     lambda a, b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+)
+_define(
+    "pack_weight(Tensor weight, Tensor(a!) out) -> ()",
+    reference_packed.pack_weight,
+    _fake_nothing,
+)
+_define(
+    "packed_mm(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, Tensor? residual,"
+    " ScalarType out_dtype) -> Tensor",
+    reference_packed.packed_mm,
+    lambda a, b, a_s, b_s, bias, residual, out_dtype: a.new_empty((a.shape[0], 16 * b.shape[0]), dtype=out_dtype),
 )
 _define(
     "rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"

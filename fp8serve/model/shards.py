@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model.files import no_duplicates, read_json, regular_file
+from fp8serve.model.mapped import map_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -116,8 +117,7 @@ class Shards(Mapping[str, Tensor]):
     def _bytes(self, path: Path) -> Tensor:
         """The whole file, mapped once; `_handle` has checked that every tensor lies within it."""
         if path not in self._mapped:
-            size = path.stat().st_size
-            self._mapped[path] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+            self._mapped[path] = map_file(path)
         return self._mapped[path]
 
     def _handle(self, path: Path) -> Any:

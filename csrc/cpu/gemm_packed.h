@@ -1,0 +1,35 @@
+// Packed weights: the order in which a GEMM of a few rows reads them, as one stream.
+//
+// A checkpoint has a row of K after the other. Sixteen of them are read side by side, and a register wants
+// pieces of several: the pieces cost loads and shuffles, and memory sees sixteen streams where it likes one.
+// Serving reads a weight many times and never changes it, so it is worth packing once.
+//
+// A matrix [N, K], N a multiple of 16 and K of 8, becomes [N / 16][blocks of 1024 of K][2][runs of 8], and
+// the i-th of the two is k = 4 i to 4 i + 3 of every run, of the 16 columns: a register of 64 codes, which
+// the unpacks of gemm_widen.h part into two of 8 columns x 2 lanes. BF16 is not widened, and lies as if it
+// had been. The sums are those of gemm.h, bit for bit.
+#pragma once
+
+#include "cpu/gemm.h"
+
+namespace fp8serve::gemm {
+
+constexpr int64_t kHalfRun = kRun / 2;
+
+// Where a column's four values lie among the 16 of a half run.
+constexpr int64_t place_of(int64_t column, Kind kind) {
+  if (kind != Kind::bf16) return column;
+  return (column & 2) << 2 | (column >> 2) << 1 | (column & 1);
+}
+
+// Sixteen rows of k <= 1024 values, `stride` bytes apart, to `packed`, and back.
+void pack_block(const char* rows, int64_t stride, int64_t k, Kind kind, char* packed);
+void unpack_block(const char* packed, int64_t k, Kind kind, int64_t stride, char* rows);
+
+// AVX-512 BF16 reads packed blocks as they are; for other levels unpack_block() makes them rows again.
+namespace packed_avx512bf16 {
+void stream(const Tile& tile, Kind kind);  // up to kMaxStream rows; tile.b: the block
+void unpack_columns(const void* block, int64_t k, Kind kind, void* panel);
+}  // namespace packed_avx512bf16
+
+}  // namespace fp8serve::gemm

@@ -1,0 +1,63 @@
+// A sum over K in terms of a level's vectors: the loop, its promotion at every 128 with block scales, and
+// what happens to finished sums. No include guard: included once per level, in its namespace, which defines:
+//   FP8_TARGET              the level's target attribute
+//   Vector                  FP32 sums, some lanes of some columns: zero(),
+//                           promote(total, partial, a_scale, b_scale[16], i) for the i-th vector of 16
+//                           columns
+//   Sums                    of 16 columns: plus(), load_sums(p), store_sums(p, sums),
+//                           end_rows<R>(ending, row, sums[R])
+
+template <int N>
+FP8_TARGET FP8_INLINE void zero_all(Vector (&sums)[N]) {
+#pragma GCC unroll 32
+  for (int i = 0; i < N; ++i) sums[i] = zero();
+}
+
+// The end of 128 of K: its lanes are promoted into the total and begin anew.
+template <int R, int C>
+FP8_TARGET FP8_INLINE void promote_all(Vector (&total)[R * C], Vector (&sums)[R * C], const Tile& t, int row,
+                                       int first, int64_t block) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < C; ++i) {
+      total[r * C + i] = promote(total[r * C + i], sums[r * C + i], t.a_scale[row + r][block],
+                                 t.b_scale + block * kGroup, first + i);
+    }
+  }
+  zero_all(sums);
+}
+
+// The sums over the tile's K of R rows from `row` on and C vectors of columns from `first` on, with block
+// scales or without; add(sums, k, left) adds Add::kStep of K, or the `left` that there are. One loop, not one
+// in another, for both: at few rows beginning an inner loop anew costs as much as promoting its sums.
+template <int R, int C, bool scaled, class Add>
+FP8_TARGET FP8_INLINE void sum_over_k(Vector (&total)[R * C], const Tile& t, int row, int first,
+                                      const Add& add) {
+  constexpr int64_t kStep = Add::kStep;
+  Vector lanes[R * C];
+  Vector(&sums)[R * C] = scaled ? lanes : total;
+  zero_all(total);
+  zero_all(sums);
+  int64_t k = 0;
+  for (; k + kStep <= t.k; k += kStep) {
+    add(sums, k, kStep);
+    if (scaled && (k + kStep) % kScaleBlock == 0)
+      promote_all<R, C>(total, sums, t, row, first, k / kScaleBlock);
+  }
+  if (k < t.k) add(sums, k, t.k - k);
+  if (scaled && t.k % kScaleBlock != 0) promote_all<R, C>(total, sums, t, row, first, t.k / kScaleBlock);
+}
+
+// The sums of R rows from `row` on: to the tile's buffer, or, at the last block of K, to their end.
+template <int R>
+FP8_TARGET FP8_INLINE void finish_sums(Sums (&done)[R], const Tile& t, int row) {
+  float* out = t.out + row * kGroup;
+  if (t.add) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) done[r] = plus(load_sums(out + r * kGroup), done[r]);
+  }
+  if (t.ending != nullptr) return end_rows<R>(*t.ending, row, done);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) store_sums(out + r * kGroup, done[r]);
+}

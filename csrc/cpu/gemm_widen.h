@@ -1,0 +1,54 @@
+// FP8 codes to BF16 by table, for AVX-512 VBMI.
+//
+// 64 codes become 64 BF16 in five instructions: two `vpermi2b` look up the low and the high byte of 64
+// magnitudes, a ternary-logic op copies the signs, two byte-unpacks pair low and high bytes up. Subnormal
+// codes come out of the table as the normal BF16 numbers they are, hence `vdpbf16ps` treating BF16
+// subnormals as zero does not matter.
+#pragma once
+
+#include "cpu/isa.h"
+#include "fp8.h"
+
+#if FP8_X86
+#include <immintrin.h>
+
+namespace fp8serve::gemm {
+
+template <class F>
+struct alignas(64) ByteTables {
+  uint8_t low[128], high[128];
+  constexpr ByteTables() : low(), high() {
+    for (int i = 0; i < 128; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(decode<F>(static_cast<uint8_t>(i)));
+      low[i] = static_cast<uint8_t>(bits >> 16);
+      high[i] = static_cast<uint8_t>(bits >> 24);
+    }
+  }
+};
+template <class F>
+constexpr ByteTables<F> kBytes{};
+
+struct Tables {
+  __m512i low[2], high[2], sign;
+};
+struct Pair {
+  __m512i first, second;  // in each 128-bit part: codes 0 to 7, codes 8 to 15
+};
+
+template <class F>
+FP8_TARGET_AVX512BF16 FP8_INLINE Tables tables() {
+  const auto* low = reinterpret_cast<const __m512i*>(kBytes<F>.low);
+  const auto* high = reinterpret_cast<const __m512i*>(kBytes<F>.high);
+  return {{low[0], low[1]}, {high[0], high[1]}, _mm512_set1_epi8(static_cast<char>(0x80))};
+}
+
+FP8_TARGET_AVX512BF16 FP8_INLINE Pair widen(const Tables& t, __m512i codes) {
+  const __m512i low = _mm512_permutex2var_epi8(t.low[0], codes, t.low[1]);
+  const __m512i magnitude = _mm512_permutex2var_epi8(t.high[0], codes, t.high[1]);
+  const __m512i high =
+      _mm512_ternarylogic_epi32(magnitude, codes, t.sign, 0xf8);  // magnitude | (codes & sign)
+  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+}
+
+}  // namespace fp8serve::gemm
+#endif

@@ -1,0 +1,38 @@
+"""Files as tensors: mapped, read when touched, and let go again.
+
+A page that was read stays in this process's memory for as long as the mapping lives, that is, as any tensor of the
+file. Who has copied a tensor somewhere else says so by `let_go`.
+"""
+
+import mmap
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+_FILES: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the address at which each begins
+
+
+def map_file(path: Path) -> Tensor:
+    """The bytes of a file, uint8; writing to them changes this process's memory only."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    _FILES[whole.data_ptr()] = mapped
+    return whole
+
+
+def let_go(tensor: Tensor) -> None:
+    """The pages that only `tensor` covers leave this process's memory if it is a view of a mapped file.
+
+    Its values stay what they are in the file: they are read again when touched.
+    """
+    base = tensor.untyped_storage().data_ptr()
+    mapped = _FILES.get(base)
+    if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = tensor.data_ptr() - base
+    first, end = -(-start // mmap.PAGESIZE), (start + tensor.nbytes) // mmap.PAGESIZE
+    if end > first:
+        mapped.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
