@@ -80,13 +80,20 @@ gemm::Kind kind_of(ScalarType cache) {
   return cache == ScalarType::Float8_e5m2 ? gemm::Kind::e5m2 : gemm::Kind::e4m3;
 }
 
-// Pointers to each key of a tile; after the sequence's end the last one again, whose scores are masked.
-void locate(const Work& w, const void* cache, Tile tile, const void** key) {
-  const int64_t bytes = gemm::bytes_of(kind_of(w.cache));
-  for (int64_t i = 0; i < kKeys; ++i) {
-    const int64_t slot = w.slot(tile.begin + std::min(i, tile.count - 1));
-    key[i] = static_cast<const char*>(cache) + slot * w.token_stride * bytes;
+// Where each key of a tile lies, in bytes from the cache's beginning; after the sequence's end the last one
+// again, whose scores are masked. One division for all: 64 of them took longer than the tile's products.
+void locate(const Work& w, Tile tile, int64_t* at) {
+  const int64_t bytes = w.token_stride * gemm::bytes_of(kind_of(w.cache));
+  int64_t block = tile.begin / w.block_size, place = tile.begin % w.block_size;
+  for (int64_t i = 0; i < tile.count; ++i) {
+    at[i] = (w.blocks[block] * w.block_size + place) * bytes;
+    if (++place == w.block_size) place = 0, ++block;
   }
+  std::fill(at + tile.count, at + kKeys, at[tile.count - 1]);
+}
+
+void point(const void* cache, const int64_t* at, const void** key) {
+  for (int64_t i = 0; i < kKeys; ++i) key[i] = static_cast<const char*>(cache) + at[i];
 }
 
 // Up to 32 BF16, zeros after the end.
@@ -118,9 +125,11 @@ void unpack(const Work& w, Tile tile, const Space& s) {
   const gemm::Level& level = gemm::avx512bf16();
   const gemm::Kind kind = kind_of(w.cache);
   const void* key[kKeys];
-  locate(w, w.k, tile, key);
+  int64_t at[kKeys];
+  locate(w, tile, at);
+  point(w.k, at, key);
   for (int64_t g = 0; g < tile.count; g += 16) level.unpack_columns(key + g, w.dim, kind, s.k + g * s.width);
-  locate(w, w.v, tile, key);
+  point(w.v, at, key);
   for (int64_t i = 0; i < tile.count && kind != gemm::Kind::bf16; ++i) {
     level.unpack_row(key[i], w.dim, kind, s.v_rows + i * s.width);
     key[i] = s.v_rows + i * s.width;
