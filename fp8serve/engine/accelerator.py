@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8serve.engine.fused import FusedDecoder
+from fp8serve.engine.fused import FusedDecoder, Heads, Rotation
 from fp8serve.engine.graphs import Capture, CudaCapture
 from fp8serve.engine.memory import Plan, check_length, gpu_bytes_of, gpu_cache_memory, plan
 from fp8serve.engine.options import EngineOptions
@@ -46,7 +46,7 @@ def largest_step(model: Decoder, fused: FusedDecoder | None, options: EngineOpti
     tokens = torch.zeros(options.max_batch_tokens, dtype=torch.long, device=device)
     last = tokens[: options.max_num_seqs]
     if fused is not None:
-        hidden = fused(tokens, tokens, last, lambda layer, q, k, v, cos, sin: q.clone())
+        hidden = fused(tokens, tokens, last, _no_attention)
     else:
         hidden = model(tokens, tokens, lambda layer, q, k, v: q.clone())[last]
     logits = model.logits(hidden)
@@ -54,6 +54,10 @@ def largest_step(model: Decoder, fused: FusedDecoder | None, options: EngineOpti
     one = torch.ones(len(logits), dtype=torch.float64, device=device)
     _sample(chosen, one, one.long(), 0.5 * one, 0 * one, 0 * one)
     return ranked
+
+
+def _no_attention(layer: int, heads: Heads, rotation: Rotation, last: Tensor | None) -> Tensor:
+    return heads[0].clone() if last is None else heads[0][last]
 
 
 def plan_on_gpu(

@@ -8,9 +8,14 @@ The plain decoder runs about forty, each with its own read and write of the acti
 time to call than to compute. The ops round where the plain ones round, so logits are equal to the last bit, and with
 them tokens. Where inputs are scaled dynamically, by row or block, the fused casts are two ops instead of one.
 
+Logits are wanted of few rows: the last token of each prompt that is complete, and every decoding one. The last layer
+writes the keys and values of all, and computes the rest for these rows alone, as do the final norm and the head; where
+there are none, it ends there. Rows do not depend on each other, so that changes no bit, but the layer's o, gate, up and
+down projections watch these inputs only: `pruned` names them for those who read the counters.
+
 Projections that read the same input become one matrix [sum of rows, K]: where they lie side by side, as gate and up do
-in the mapped file and all do in packed memory (packing.py), that is a view; else they are copied once, and the layers in
-the model become views of the copy, so that nothing is in memory twice. Weight scales per tensor become one per row,
+in the mapped file and all do in packed memory (packing.py), that is a view; else they are copied once, and the layers
+in the model become views of the copy, so that nothing is in memory twice. Weight scales per tensor become one per row,
 which multiplies the same sum. The layers keep their names and share one counter, because they see one input.
 
 `fuse` takes what it can prove: every projection a FrozenLinear, and those joined quantized by one scale. Everything
@@ -29,8 +34,11 @@ from fp8serve.fp8.frozen import E4M3, FrozenLinear
 from fp8serve.fp8.reference import BLOCK
 from fp8serve.model.decoder import Decoder, Layer
 
-# attend(layer, q [T, heads, D], k and v [T, kv_heads, D], cos, sin [T, 1, D]) -> [T, heads, D]: rotates q and k itself
-Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, D], k and v [T, kv_heads, D]
+Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, D]
+# attend(layer, heads, rotation, last) -> [T, heads, D]: rotates q and k, writes k and v, and attends; where `last` [R]
+# is not None only the queries of these rows do -> [R, heads, D]
+Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
 _norm = torch.ops.fp8serve.rms_norm.default
@@ -118,14 +126,19 @@ class FusedLayer:
     gate_up: Matrix
     down: Matrix
 
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        mixed = attend(self.index, *self._heads(x), *rotation)
+    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend, last: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> the same; where `last` [R] is not None, [R, hidden] of these rows."""
+        mixed = attend(self.index, self._heads(x), rotation, last)
+        if last is not None:
+            x = x[last]
+            if len(x) == 0:
+                return x
         x = self.o.product_onto(x, *self.o.cast(mixed.view(len(x), -1)))
         both = self.gate_up.product(*self.gate_up.cast_norm(x, self.mlp_norm), x.dtype)
         return self.down.product_onto(x, *self.down.cast_silu_mul(*both.chunk(2, 1)))
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [T, heads, head_dim], views of one product."""
+    def _heads(self, x: Tensor) -> Heads:
+        """Views of one product."""
         joined = self.qkv.product(*self.qkv.cast_norm(x, self.attention_norm), x.dtype)
         q, k, v = (part.view(len(x), -1, self.head_dim) for part in joined.split_with_sizes(self.widths, 1))
         if self.q_norm is not None and self.k_norm is not None:
@@ -140,18 +153,27 @@ class FusedDecoder:
         self._decoder, self._layers = decoder, layers
         self._norm = _norm_of(decoder.model.norm)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, last: Tensor, attend: Attend) -> Tensor:
-        """token_ids, positions int64 [T] -> hidden [len(last), hidden] of the rows `last`, after the final norm."""
+    def __call__(self, token_ids: Tensor, positions: Tensor, last: Tensor | None, attend: Attend) -> Tensor:
+        """token_ids, positions int64 [T] -> hidden [R, hidden] of the rows `last` int64 [R], after the final norm.
+
+        None: of all T.
+        """
         x = self._decoder.model.embed_tokens(token_ids)
         rotation = self._decoder.model.rotary.cos_sin(positions, x.dtype)
-        for layer in self._layers:
+        *earlier, final = self._layers
+        for layer in earlier:
             x = layer(x, rotation, attend)
-        return self._norm(x[last])
+        return self._norm(final(x, rotation, attend, last))
 
     def joined(self) -> dict[str, FrozenLinear]:
         """The layers that were made by joining others."""
         named = ((f"layers.{i.index}", i) for i in self._layers)
         return {f"{n}.{k}": m.layer for n, i in named for k, m in (("qkv", i.qkv), ("gate_up", i.gate_up))}
+
+    def pruned(self) -> list[nn.Module]:
+        """The model's layers that see, and count, no rows but those whose logits are wanted."""
+        last = self._decoder.model.layers[-1]
+        return [last.self_attn.o_proj, *last.mlp.children()]  # type: ignore[union-attr, list-item]
 
 
 def fuse(decoder: Decoder) -> FusedDecoder | None:

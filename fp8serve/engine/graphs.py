@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.scheduler import Work
-from fp8serve.engine.step import StepTensors
+from fp8serve.engine.step import Queries, StepTensors
 
 WARM_UPS = 2  # runs before the capture: libraries load kernels and take their workspace in the first
 
@@ -80,7 +80,6 @@ class Buffers:
         self._wide_there.copy_(self._wide)
         self._narrow_there.copy_(self._narrow)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._last = torch.arange(rows, dtype=torch.long, device=device)
         self._tables = self._narrow.numpy()[rows:].reshape(rows, width)
         self._known: list[tuple[list[int], int]] = [([], 0)] * rows  # what the rows of the tables hold
         self.live_rows = self._wide_there[-1]  # int64 []
@@ -89,8 +88,8 @@ class Buffers:
         """The memory on the device that a step of `size` rows reads: the same at every call."""
         token_ids, positions, slots = (self._wide_there[i * self.rows :][:size] for i in range(3))
         tables = self._narrow_there[self.rows :].view(self.rows, self.width)[:size]
-        starts, lengths = self._starts[: size + 1], self._narrow_there[:size]
-        return StepTensors(token_ids, positions, slots, starts, lengths, tables, self._last[:size])
+        queries = Queries(self._starts[: size + 1], self._narrow_there[:size], tables)
+        return StepTensors(token_ids, positions, slots, queries, None, queries)
 
     def fill(self, work: Sequence[Work], size: int, block_size: int) -> None:
         """Sends the integers of `work`, one token each, filled up to `size` rows. Nothing waits."""

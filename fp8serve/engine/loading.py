@@ -77,9 +77,11 @@ class Loaded:
             "tiled_layers": sorted(name for name, heights in self.tiles.items() if heights),
         }
 
-    def scales(self, tokens: int) -> list[dict[str, Any]]:
-        """See `Engine.scales`; `tokens` is how many went through every layer."""
-        return [_scale_record(name, layer, tokens) for name, layer in self.frozen.items()]
+    def scales(self, tokens: int, sampled: int) -> list[dict[str, Any]]:
+        """See `Engine.scales`; `tokens` is how many were computed, `sampled` of how many there were logits."""
+        pruned = self.runner.fused.pruned() if self.runner.fused else []
+        rows = {name: sampled if layer in pruned else tokens for name, layer in self.frozen.items()}
+        return [_scale_record(name, layer, rows[name]) for name, layer in self.frozen.items()]
 
 
 def load(model_dir: Path, options: EngineOptions) -> Loaded:
@@ -177,8 +179,8 @@ def _weight_bytes(model: nn.Module) -> int:
     return sum(tensors.values())
 
 
-def _scale_record(name: str, layer: FrozenLinear, tokens: int) -> dict[str, Any]:
-    """`amax`, of the inputs since the start, `scale`, what it leaves of the range, and the share that was cut off.
+def _scale_record(name: str, layer: FrozenLinear, rows: int) -> dict[str, Any]:
+    """`amax`, of the `rows` of input since the start, `scale`, what it leaves of the range, and the share cut off.
 
     headroom = 448 / (amax * scale): 2 means that inputs twice as large would still fit. None where it is not measured,
     that is, where the scale follows every input.
@@ -187,7 +189,7 @@ def _scale_record(name: str, layer: FrozenLinear, tokens: int) -> dict[str, Any]
         unmeasured = dict.fromkeys(("amax", "scale", "headroom", "saturated", "saturation"))
         return {"name": name, "input": f"per {layer.granularity}", **unmeasured}
     amax, scale, saturated = float(layer.amax), float(layer.input_scale), int(layer.saturated)
-    elements = tokens * layer.in_features
+    elements = rows * layer.in_features
     return {
         "name": name,
         "input": "stored",

@@ -2,9 +2,9 @@
 
 A step of a few sequences waits for weights. In a checkpoint's order sixteen rows are read side by side; packed, they
 are one stream, which memory delivers faster, and need fewer loads and shuffles to become what is multiplied. So each
-weight is copied into memory of our own, in huge pages, because a stream begins anew with every page; and what was mapped
-of the file is let go, so that nothing is in memory twice. The sums, and with them the tokens, are the same to the last
-bit.
+weight is copied into memory of our own, in huge pages, because a stream begins anew with every page; and what was
+mapped of the file is let go, so that nothing is in memory twice. The sums, and with them the tokens, are the same to
+the last bit.
 """
 
 import mmap

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8serve.engine.fused import FusedDecoder
+from fp8serve.engine.fused import FusedDecoder, Heads, Rotation
 from fp8serve.engine.graphs import Buffers, Capture, GraphedDecode
 from fp8serve.engine.scheduler import Work
-from fp8serve.engine.step import StepTensors, flatten
+from fp8serve.engine.step import Queries, StepTensors, flatten
 from fp8serve.fp8 import attention
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.decoder import Decoder
@@ -104,27 +104,30 @@ class Runner:
         if self.fused is not None:
             hidden = self.fused(step.token_ids, step.positions, step.last, partial(self._rotate_and_attend, step))
         else:
-            hidden = self.model(step.token_ids, step.positions, partial(self._attend, step))[step.last]
+            hidden = self.model(step.token_ids, step.positions, partial(self._attend, step))
+            hidden = hidden if step.last is None else hidden[step.last]
         return self.model.logits(hidden)
 
     def _attend(self, step: StepTensors, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k, scale.v) if scale else (None, None)
         attention.write_kv(k, v, *self._caches[layer], step.slots, *scales)
-        return self._paged(step, layer, q)
+        return self._paged(step.queries, layer, q)
 
     def _rotate_and_attend(
-        self, step: StepTensors, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+        self, step: StepTensors, layer: int, heads: Heads, rotation: Rotation, last: Tensor | None
     ) -> Tensor:
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k, scale.v) if scale else (None, None)
-        q = _rotary_write_kv(q, k, v, cos, sin, *self._caches[layer], step.slots, *scales)
-        return self._paged(step, layer, q)
+        q = _rotary_write_kv(*heads, *rotation, *self._caches[layer], step.slots, *scales)
+        if last is None:
+            return self._paged(step.queries, layer, q)
+        return self._paged(step.last_queries, layer, q[last])
 
-    def _paged(self, step: StepTensors, layer: int, q: Tensor) -> Tensor:
-        """q [T, heads, head_dim] over what is in the cache by now -> like q."""
+    def _paged(self, queries: Queries, layer: int, q: Tensor) -> Tensor:
+        """q [T, heads, head_dim], all of `queries`, over what is in the cache by now -> like q."""
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k_inv, scale.v_inv) if scale else (None, None)
-        tables = step.block_tables, step.context_lens, step.query_starts
+        tables = queries.block_tables, queries.context_lens, queries.query_starts
         softmax_scale = self.model.config.softmax_scale
         return _paged_attention(q, *self._caches[layer], *tables, *scales, softmax_scale)  # type: ignore[no-any-return]

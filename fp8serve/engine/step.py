@@ -3,6 +3,9 @@
 All sequences of a step are flattened into one row of tokens: the model sees `[tokens]`, the paged attention op is told
 where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
 keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
+
+Logits are wanted of one token at most of each sequence. What only these need is done for them alone, and the attention
+op is told a second time: one query for each sequence that samples. In a decoding step that is every token.
 """
 
 import itertools
@@ -16,16 +19,24 @@ from fp8serve.engine.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
+class Queries:
+    """Tokens that attend, flattened over S sequences; int32."""
+
+    query_starts: Tensor  # [S + 1]
+    context_lens: Tensor  # [S]: the position of each sequence's last query, plus one
+    block_tables: Tensor  # [S, most blocks], rows filled up with 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
     """A step as the ops want it; integers, on the model's device."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: block * block_size + offset
-    query_starts: Tensor  # int32 [S + 1]
-    context_lens: Tensor  # int32 [S]
-    block_tables: Tensor  # int32 [S, most blocks], rows filled up with 0
-    last: Tensor  # int64 [samples]: rows whose logits are wanted
+    queries: Queries  # all T
+    last: Tensor | None  # int64 [samples]: rows whose logits are wanted; None: all T
+    last_queries: Queries  # these; where they are all, `queries` itself
 
 
 def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTensors:
@@ -43,14 +54,23 @@ def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTens
         starts.append(len(token_ids))
         if item.samples:
             last.append(len(token_ids) - 1)
-    most = max(len(item.seq.block_table) for item in work)
-    tables = [item.seq.block_table + [0] * (most - len(item.seq.block_table)) for item in work]
-    lengths = [item.start + item.count for item in work]
 
     ids, places, into, wanted = _parts([token_ids, positions, slots, last], torch.long, device)
+    queries = _queries(work, starts, device)
+    if len(last) == len(token_ids):
+        return StepTensors(ids, places, into, queries, None, queries)
+    one_each = _queries([item for item in work if item.samples], list(range(len(last) + 1)), device)
+    return StepTensors(ids, places, into, queries, wanted, one_each)
+
+
+def _queries(work: list[Work], starts: list[int], device: torch.device) -> Queries:
+    """The last tokens of every item of `work`, as many as `starts` says."""
+    most = max((len(item.seq.block_table) for item in work), default=0)
+    tables = [item.seq.block_table + [0] * (most - len(item.seq.block_table)) for item in work]
+    lengths = [item.start + item.count for item in work]
     blocks = list(itertools.chain.from_iterable(tables))
     begins, context, held = _parts([starts, lengths, blocks], torch.int32, device)
-    return StepTensors(ids, places, into, begins, context, held.view(len(tables), most), wanted)
+    return Queries(begins, context, held.view(len(work), most))
 
 
 def _parts(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

@@ -1,5 +1,9 @@
-"""Fused ops give the logits of the plain decoder, bit for bit, and keep its names and counters."""
+"""Fused ops give the logits of the plain decoder, bit for bit, and keep its names and counters.
 
+The last layer's rows whose logits nobody wants are left out, and nobody can tell.
+"""
+
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8serve.engine import runner as runner_module
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.fused import _join, fuse
+from fp8serve.engine.fused import Attend, Matrix, _join, fuse
 from fp8serve.engine.invariant import own_products
+from fp8serve.engine.request import Request, SamplingParams, Sequence
+from fp8serve.engine.runner import Runner
+from fp8serve.engine.scheduler import Work
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.checkpoint import load_servable
@@ -60,8 +69,21 @@ def assert_fused_equals_plain(path: Path, mode: str, tokens: int, **model: Any) 
     found, expected = (logits_of_every_step(engine, prompts, tokens) for engine in (fused, plain))
     assert len(found) == len(expected) > tokens
     assert all(map(torch.equal, found, expected))
-    watched = [{**record, "saturated": None, "saturation": None} for record in fused.scales()]
-    assert watched == [{**record, "saturated": None, "saturation": None} for record in plain.scales()]
+    assert_watched_alike(fused, plain)
+
+
+LAST = ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+
+
+def assert_watched_alike(fused: Engine, plain: Engine) -> None:
+    """What the last layer leaves out it does not see."""
+    pruned = [f"model.layers.1.{name}" for name in LAST]
+    for found, expected in zip(fused.scales(), plain.scales(), strict=True):
+        assert found["name"] == expected["name"]
+        if found["name"] not in pruned:
+            assert found["amax"] == expected["amax"]
+        elif found["input"] == "stored":
+            assert 0 < found["amax"] <= expected["amax"]
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -72,6 +94,156 @@ def test_logits_and_256_tokens_are_equal(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("model_type", [name for name in ARCHITECTURES if name != "llama"])
 def test_every_architecture(tmp_path: Path, model_type: str) -> None:
     assert_fused_equals_plain(tmp_path / "model", "delayed", 12, model_type=model_type)
+
+
+BLOCKS = 16  # tokens in each
+
+
+def mixed_steps() -> list[list[Work]]:
+    """Four sequences whose blocks lie scattered: chunks, whole prompts and decoding tokens, alone and together."""
+    lengths = {"long": 640, "chunked": 45, "short": 33, "one": 1}
+    taken = iter(torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist())
+    a, b, c, d = (sequence(i, length, taken) for i, length in enumerate(lengths.values()))
+    steps = [
+        [(a, 0, 600)],  # nobody samples
+        [(b, 0, 20), (a, 600, 640), (c, 0, 33)],  # one does not
+        [(a, 640, 641), (b, 20, 44), (c, 33, 34)],
+        [(a, 641, 642), (b, 44, 45), (c, 34, 35), (d, 0, 1)],  # one token each, and all do
+        [(a, 642, 643), (c, 35, 36), (d, 1, 2)],
+    ]
+    # tokens that were sampled are there already: what samples is said by how far the step goes
+    return [[Computed(seq, start, end - start) for seq, start, end in step] for step in steps]
+
+
+class Computed(Work):
+    """Samples at the end of the prompt and behind it, though all tokens are known."""
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.count >= self.seq.num_prompt
+
+
+def sequence(seed: int, prompt: int, blocks: Iterator[int]) -> Sequence:
+    ids = torch.randint(0, 256, (prompt + 8,), generator=torch.Generator().manual_seed(seed)).tolist()
+    seq = Sequence.of(Request(str(seed), tuple(ids[:prompt]), SamplingParams(max_new_tokens=8)))
+    seq.token_ids = ids
+    seq.block_table = [next(blocks) for _ in range(-(-len(ids) // BLOCKS))]
+    return seq
+
+
+def unpruned(runner: Runner) -> Callable[..., Tensor]:
+    """The fused decoder that computes every row of every layer, and drops rows at the end."""
+    fused = runner.fused
+    assert fused is not None
+
+    def run(token_ids: Tensor, positions: Tensor, last: Tensor | None, attend: Attend) -> Tensor:
+        hidden = fused(token_ids, positions, None, attend)
+        return hidden if last is None else hidden[last]
+
+    return run
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_rows_that_are_left_out_change_no_bit(tmp_path: Path, mode: str, model_type: str) -> None:
+    """Logits and caches, against the plain decoder and against all rows of all layers; every step's."""
+    pruned, every, plain = (
+        make(tmp_path / "model", mode, model_type, max_position_embeddings=1024).loaded.runner for _ in range(3)
+    )
+    every.fused, plain.fused = unpruned(every), None  # type: ignore[assignment]
+    for work in mixed_steps():
+        found = pruned.run(work)
+        assert len(found) == sum(item.samples for item in work)
+        for other in (every, plain):
+            assert torch.equal(found, other.run(work))
+            for mine, theirs in ((pruned.k_cache, other.k_cache), (pruned.v_cache, other.v_cache)):
+                assert torch.equal(mine[:, :60].view(torch.uint8), theirs[:, :60].view(torch.uint8))
+    assert bool(pruned.k_cache[1, :60].float().any())
+
+
+class Spy:
+    """How many rows each product of each layer was given, and how many queries attended."""
+
+    def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert runner.fused is not None
+        self.names = {
+            id(getattr(layer, name).layer): (layer.index, name)
+            for layer in runner.fused._layers
+            for name in ("qkv", "o", "gate_up", "down")
+        }
+        self.rows: dict[tuple[int, str], int] = {}
+        self.queries: list[int] = []
+        product, product_onto, paged = Matrix.product, Matrix.product_onto, runner_module._paged_attention
+        monkeypatch.setattr(Matrix, "product", lambda m, q, *rest: product(m, self.see(m, q), *rest))
+        monkeypatch.setattr(Matrix, "product_onto", lambda m, x, q, *rest: product_onto(m, x, self.see(m, q), *rest))
+        monkeypatch.setattr(runner_module, "_paged_attention", lambda q, *rest: paged(self.attending(q), *rest))
+
+    def see(self, matrix: Matrix, q: Tensor) -> Tensor:
+        self.rows[self.names[id(matrix.layer)]] = len(q)
+        return q
+
+    def attending(self, q: Tensor) -> Tensor:
+        self.queries.append(len(q))
+        return q
+
+    def forget(self) -> None:
+        self.rows, self.queries = {}, []
+
+
+def test_the_last_layer_runs_on_rows_that_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make(tmp_path / "model", "rowwise", max_position_embeddings=1024).loaded.runner
+    spy = Spy(runner, monkeypatch)
+    for work, tokens, wanted in zip(mixed_steps(), (600, 93, 26, 4, 3), (0, 2, 2, 4, 3), strict=True):
+        spy.forget()
+        runner.run(work)
+        of_all = {(0, name): tokens for name in ("qkv", "o", "gate_up", "down")} | {(1, "qkv"): tokens}
+        of_some = {(1, name): wanted for name in ("o", "gate_up", "down") if wanted}
+        assert spy.rows == of_all | of_some
+        assert spy.queries == [tokens, wanted]
+
+
+class Ops(TorchDispatchMode):
+    """The names of the ops that are called, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decoding_step_pays_nothing_for_it(tmp_path: Path) -> None:
+    """Its layers are all alike, and no rows are picked."""
+    runner = make(tmp_path / "model", "delayed", max_position_embeddings=1024).loaded.runner
+    prompts, decode = mixed_steps()[1], mixed_steps()[3]
+    with torch.inference_mode(), Ops() as mixed:
+        runner.run(prompts)
+    with torch.inference_mode(), Ops() as decoding:
+        runner.run(decode)
+    assert sum(name.startswith("aten.index") for name in mixed.names) == 2  # of x and of q
+    assert not any(name.startswith("aten.index") for name in decoding.names)
+    ours = [name for name in decoding.names if name.startswith("fp8serve")]
+    first, last = [i for i, name in enumerate(ours) if "rms_norm_quantize" in name][::2]
+    layer = ours[first:last]
+    assert "fp8serve.paged_attention.default" in layer
+    assert ours[last : last + len(layer)] == layer
+
+
+def test_shares_are_of_the_rows_that_were_seen(tmp_path: Path) -> None:
+    """By scales at which everything but zero is cut off, the share is one, of whole prompts or of few rows."""
+    engine = make(tmp_path / "model", "delayed")
+    runner = engine.loaded.runner
+    assert runner.fused is not None
+    for layer in (*engine.loaded.frozen.values(), *runner.fused.joined().values()):
+        layer.input_scale.fill_(1e30)  # type: ignore[union-attr]
+        layer.input_scale_inv.fill_(1 / 448)  # type: ignore[union-attr]  # what is cut off becomes one
+        layer.limit = 0.0
+    engine.generate([list(range(1, 90)), [7, 8, 9]], temperature=0.0, max_new_tokens=3, ignore_eos=True)
+    assert len(engine.scales()) == 14
+    for record in engine.scales():
+        assert 0.98 < record["saturation"] <= 1, record
 
 
 def test_odd_sizes(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""A step as tensors: every token's place, and which of them attend where nobody needs the others."""
+
+from typing import Any
+
+import torch
+
+from fp8serve.engine.request import Request, SamplingParams, Sequence
+from fp8serve.engine.scheduler import Work
+from fp8serve.engine.step import Queries, StepTensors, flatten
+
+CPU = torch.device("cpu")
+
+
+def sequence(token_ids: list[int], block_table: list[int]) -> Sequence:
+    seq = Sequence.of(Request("name", tuple(token_ids), SamplingParams()))
+    seq.block_table = block_table
+    return seq
+
+
+def lists(tensors: StepTensors | Queries, *names: str) -> list[Any]:
+    return [getattr(tensors, name).tolist() for name in names]
+
+
+QUERIES = ("query_starts", "context_lens", "block_tables")
+CHUNKED = sequence([10, 11, 12, 13, 14, 15, 16], [5, 2])  # blocks of 4
+PROMPT = sequence([20, 21, 22], [7])
+DECODING = sequence([30, 31, 32, 33, 34, 35, 36, 37, 38], [1, 9, 4])
+
+
+def test_all_kinds_of_work_in_one_row() -> None:
+    step = flatten([Work(DECODING, 8, 1), Work(CHUNKED, 2, 3), Work(PROMPT, 0, 3)], 4, CPU)
+    assert lists(step, "token_ids", "positions", "slots") == [
+        [38, 12, 13, 14, 20, 21, 22],
+        [8, 2, 3, 4, 0, 1, 2],
+        [16, 22, 23, 8, 28, 29, 30],
+    ]
+    assert lists(step.queries, *QUERIES) == [[0, 1, 4, 7], [9, 5, 3], [[1, 9, 4], [5, 2, 0], [7, 0, 0]]]
+
+
+def test_what_samples_has_one_query_and_the_rest_none() -> None:
+    step = flatten([Work(DECODING, 8, 1), Work(CHUNKED, 2, 3), Work(PROMPT, 0, 3)], 4, CPU)
+    assert step.last is not None
+    assert step.last.tolist() == [0, 6]
+    assert lists(step.last_queries, *QUERIES) == [[0, 1, 2], [9, 3], [[1, 9, 4], [7, 0, 0]]]
+
+
+def test_a_chunk_that_ends_its_prompt_samples() -> None:
+    step = flatten([Work(CHUNKED, 2, 5)], 4, CPU)
+    assert step.last is not None
+    assert step.last.tolist() == [4]
+    assert lists(step.last_queries, *QUERIES) == [[0, 1], [7], [[5, 2]]]
+
+
+def test_nothing_samples() -> None:
+    step = flatten([Work(CHUNKED, 0, 4)], 4, CPU)
+    assert step.last is not None
+    assert step.last.tolist() == []
+    assert lists(step.last_queries, *QUERIES) == [[0], [], []]
+
+
+def test_where_every_token_samples_there_is_nothing_to_pick() -> None:
+    step = flatten([Work(DECODING, 8, 1), Work(PROMPT, 2, 1)], 4, CPU)
+    assert step.last is None
+    assert step.last_queries is step.queries
+
+
+def test_one_token_that_does_not_sample() -> None:
+    step = flatten([Work(DECODING, 8, 1), Work(PROMPT, 1, 1)], 4, CPU)
+    assert step.last is not None
+    assert step.last.tolist() == [0]
