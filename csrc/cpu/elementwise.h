@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
+#include "cpu/isa.h"
 #include "cpu/rows.h"
 #include "cpu/vectormath.h"
 
@@ -28,11 +30,24 @@ FP8_INLINE void norm_row(const T* x, const T* weight, T* y, int64_t n, float eps
 }
 
 template <class T>
-FP8_INLINE void silu_mul_row(const T* gate, const T* up, T* y, int64_t n) {
+FP8_INLINE void silu_mul_row_plain(const T* gate, const T* up, T* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float x = load(gate[i]);
     store(rounded<T>(x / (1.0f + exp_of(-x))) * load(up[i]), y + i);
   }
+}
+
+// The same bits with AVX-512.
+void silu_mul_row_zmm(const BF16* gate, const BF16* up, BF16* y, int64_t n);
+
+template <class T>
+FP8_INLINE void silu_mul_row(const T* gate, const T* up, T* y, int64_t n) {
+#if FP8_X86
+  if constexpr (std::is_same_v<T, BF16>) {
+    if (isa() >= Isa::avx512) return silu_mul_row_zmm(gate, up, y, n);
+  }
+#endif
+  silu_mul_row_plain(gate, up, y, n);
 }
 
 }  // namespace fp8serve
