@@ -39,6 +39,12 @@ constexpr ByteChoice choose(int at) {
   for (int i = 0; i < 32; ++i) choice.from[i] = static_cast<uint8_t>(4 * i + at);
   return choice;
 }
+// The lowest byte of each dword of two vectors, in turn.
+constexpr ByteChoice choose_in_turn() {
+  ByteChoice choice{};
+  for (int i = 0; i < 32; ++i) choice.from[i] = static_cast<uint8_t>(4 * (i / 2) + 64 * (i % 2));
+  return choice;
+}
 // Byte 1 of each word of two vectors.
 constexpr ByteChoice choose_high() {
   ByteChoice choice{};
@@ -46,13 +52,15 @@ constexpr ByteChoice choose_high() {
   return choice;
 }
 constexpr ByteChoice kLowest = choose(0), kHighest = choose(3), kHigh = choose_high();
+constexpr ByteChoice kInTurn = choose_in_turn();
 
 FP8_TARGET FP8_INLINE __m512i constant(const ByteChoice& choice) { return _mm512_load_si512(choice.from); }
 
 // 64 values: as four vectors of FP32, and what the end needs of them.
 struct Values {
   __m512 part[4];
-  __m512i signs;  // bit 7 of each byte
+  const ByteChoice* order;  // in which two parts hold 32 values
+  __m512i signs;            // bit 7 of each byte
   __mmask64 nans;
 };
 
@@ -76,27 +84,33 @@ FP8_TARGET FP8_INLINE Values values(const float* x) {
     bits[i] = _mm512_castps_si512(v.part[i]);
     nan[i] = _mm512_cmp_ps_mask(v.part[i], v.part[i], _CMP_UNORD_Q);
   }
+  v.order = &kLowest;
   v.signs = bytes(bits, kHighest);
   v.nans = join(_mm512_kunpackw(nan[1], nan[0]), _mm512_kunpackw(nan[3], nan[2]));
   return v;
 }
 
-FP8_TARGET FP8_INLINE __m512 widen(const BF16* x) {
-  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+// Two parts of 32 values: of BF16 those at even and at odd places, which a shift and a mask leave as FP32.
+FP8_TARGET FP8_INLINE void widen(__m512i words, BF16, __m512* part) {
+  part[0] = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+  part[1] = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
-FP8_TARGET FP8_INLINE __m512 widen(const F16* x) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+FP8_TARGET FP8_INLINE void widen(__m512i words, F16, __m512* part) {
+  part[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(words));
+  part[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1));
 }
+constexpr const ByteChoice* order(BF16) { return &kInTurn; }
+constexpr const ByteChoice* order(F16) { return &kLowest; }
 constexpr short infinity(BF16) { return 0x7f80; }
 constexpr short infinity(F16) { return 0x7c00; }
 
 template <class T>
 FP8_TARGET FP8_INLINE Values values(const T* x) {
   Values v;
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) v.part[i] = widen(x + 16 * i);
   const __m512i low = _mm512_loadu_si512(x), high = _mm512_loadu_si512(x + 32);
+  widen(low, T{}, v.part);
+  widen(high, T{}, v.part + 2);
+  v.order = order(T{});
   const __m512i mask = _mm512_set1_epi16(0x7fff), limit = _mm512_set1_epi16(infinity(T{}));
   v.signs = _mm512_permutex2var_epi8(low, constant(kHigh), high);
   v.nans = join(_mm512_cmpgt_epi16_mask(_mm512_and_si512(low, mask), limit),
@@ -117,7 +131,7 @@ FP8_TARGET FP8_INLINE __m512i encode64(const Values& v, __m512 scale) {
     const __m512i magic = _mm512_permutex2var_epi32(table[0], exponent, table[1]);
     sums[i] = _mm512_castps_si512(_mm512_add_ps(mag, _mm512_castsi512_ps(magic)));
   }
-  const __m512i codes = _mm512_mask_mov_epi8(bytes(sums, kLowest), v.nans, _mm512_set1_epi8(0x7f));
+  const __m512i codes = _mm512_mask_mov_epi8(bytes(sums, *v.order), v.nans, _mm512_set1_epi8(0x7f));
   return _mm512_ternarylogic_epi32(codes, v.signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
 }
 

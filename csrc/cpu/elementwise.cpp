@@ -2,7 +2,7 @@
 // one write instead of the four to eight of separate ops.
 //
 // They round where the separate ops round (an intermediate of a BF16 model is BF16), so that a layer gives
-// the same tokens fused or not. The loops are plain C++ and vectorise at every level.
+// the same tokens fused or not. The loops are in elementwise.h.
 #include "cpu/elementwise.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,9 +1,11 @@
-// RMSNorm and the gated activation, one row at a time: what the fused ops and the plain ones share, so that a
-// model gives the same bits whichever of them runs it.
+// RMSNorm, the gated activation and rotary, one row at a time: what the fused ops and the plain ones share,
+// so that a model gives the same bits whichever of them runs it.
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
+#include "cpu/isa.h"
 #include "cpu/rows.h"
 #include "cpu/vectormath.h"
 
@@ -21,17 +23,76 @@ FP8_INLINE float norm_factor(const T* x, int64_t n, float eps) {
   return 1.0f / std::sqrt(lane_sum(lanes) / static_cast<float>(n) + eps);
 }
 
+// The loops over BF16 with AVX-512, of the same bits, for whole strips of values (elementwise_zmm.cpp).
+constexpr int64_t kStrip = 32;
+void norm_row_zmm(const BF16* x, const BF16* weight, BF16* y, int64_t n, float factor);
+void silu_mul_row_zmm(const BF16* gate, const BF16* up, BF16* y, int64_t n);
+void rotate_heads_zmm(const BF16* x, const BF16* cos, const BF16* sin, BF16* y, int64_t heads, int64_t dim);
+
+// How many of n values those loops take.
 template <class T>
-FP8_INLINE void norm_row(const T* x, const T* weight, T* y, int64_t n, float eps) {
-  const float factor = norm_factor(x, n, eps);
+FP8_INLINE int64_t in_strips(int64_t n) {
+  return FP8_X86 && std::is_same_v<T, BF16> && isa() >= Isa::avx512 ? n / kStrip * kStrip : 0;
+}
+
+template <class T>
+FP8_INLINE void norm_row_plain(const T* x, const T* weight, T* y, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) store(load(weight[i]) * rounded<T>(load(x[i]) * factor), y + i);
 }
 
 template <class T>
-FP8_INLINE void silu_mul_row(const T* gate, const T* up, T* y, int64_t n) {
+FP8_INLINE void norm_row(const T* x, const T* weight, T* y, int64_t n, float eps) {
+  const float factor = norm_factor(x, n, eps);
+  const int64_t strips = in_strips<T>(n);
+#if FP8_X86
+  if constexpr (std::is_same_v<T, BF16>) {
+    if (strips > 0) norm_row_zmm(x, weight, y, strips, factor);
+  }
+#endif
+  norm_row_plain(x + strips, weight + strips, y + strips, n - strips, factor);
+}
+
+template <class T>
+FP8_INLINE void silu_mul_row_plain(const T* gate, const T* up, T* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float x = load(gate[i]);
     store(rounded<T>(x / (1.0f + exp_of(-x))) * load(up[i]), y + i);
+  }
+}
+
+template <class T>
+FP8_INLINE void silu_mul_row(const T* gate, const T* up, T* y, int64_t n) {
+  const int64_t strips = in_strips<T>(n);
+#if FP8_X86
+  if constexpr (std::is_same_v<T, BF16>) {
+    if (strips > 0) silu_mul_row_zmm(gate, up, y, strips);
+  }
+#endif
+  silu_mul_row_plain(gate + strips, up + strips, y + strips, n - strips);
+}
+
+// Half a head: a * cos + sign * b * sin. Nothing overlaps, and saying so lets the loop vectorise.
+template <class T>
+FP8_INLINE void turn(const T* __restrict a, const T* __restrict b, const T* __restrict cos,
+                     const T* __restrict sin, T* __restrict y, float sign, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    store(rounded<T>(load(a[i]) * load(cos[i])) + rounded<T>(sign * load(b[i]) * load(sin[i])), y + i);
+  }
+}
+
+// One token's heads: x * cos + (-second half, first half) * sin.
+template <class T>
+FP8_INLINE void rotate_heads(const T* x, const T* cos, const T* sin, T* y, int64_t heads, int64_t dim) {
+  const int64_t half = dim / 2;
+#if FP8_X86
+  if constexpr (std::is_same_v<T, BF16>) {
+    if (half > 0 && in_strips<T>(half) == half) return rotate_heads_zmm(x, cos, sin, y, heads, dim);
+  }
+#endif
+  for (int64_t h = 0; h < heads; ++h) {
+    const T *first = x + h * dim, *second = first + half;
+    turn(first, second, cos, sin, y + h * dim, -1.0f, half);
+    turn(second, first, cos + half, sin + half, y + h * dim + half, 1.0f, half);
   }
 }
 

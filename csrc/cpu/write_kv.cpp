@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "cpu/cast_rows.h"
+#include "cpu/elementwise.h"
 #include "cpu/isa.h"
 #include "cpu/rows.h"
 #include "cpu/tensors.h"
@@ -28,24 +29,10 @@ struct EncodeRow {
   }
 };
 
-// One token's heads: x * cos + (-second half, first half) * sin. Nothing overlaps, and saying so lets the
-// loop vectorise.
 struct RotateHeads {
   template <class T>
-  static FP8_INLINE void turn(const T* __restrict a, const T* __restrict b, const T* __restrict cos,
-                              const T* __restrict sin, T* __restrict out, float sign, int64_t half) {
-    for (int64_t i = 0; i < half; ++i) {
-      store(rounded<T>(load(a[i]) * load(cos[i])) + rounded<T>(sign * load(b[i]) * load(sin[i])), out + i);
-    }
-  }
-  template <class T>
   static FP8_INLINE void run(const T* x, const T* cos, const T* sin, T* out, int64_t heads, int64_t dim) {
-    const int64_t half = dim / 2;
-    for (int64_t h = 0; h < heads; ++h) {
-      const T *first = x + h * dim, *second = first + half;
-      turn(first, second, cos, sin, out + h * dim, -1.0f, half);
-      turn(second, first, cos + half, sin + half, out + h * dim + half, 1.0f, half);
-    }
+    rotate_heads(x, cos, sin, out, heads, dim);
   }
 };
 
@@ -53,28 +40,38 @@ bool is_fp8(ScalarType dtype) {
   return dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2;
 }
 
-// x [T, row] into cache rows; a negative slot skips its token.
-void write(const Rows& x, const Tensor& cache, const Tensor& slots, const std::optional<Tensor>& scale) {
+// Rows of T into cache rows; a negative slot skips its token. source(t) is where token t's row lies.
+template <class T, class Source>
+void write(int64_t width, const Tensor& cache, const Tensor& slots, const std::optional<Tensor>& scale,
+           const Source& source) {
   const auto* slot = data<const int64_t>(slots);
   const float factor = scale ? *data<float>(*scale) : 1.0f;
-  with_element(x.held.scalar_type(), [&](auto from) {
-    const auto* in = data<const typename decltype(from)::type>(x.held);
-    const auto each = [&](auto* base, const auto& convert) {
-      parallel_rows(x.count, x.width, [&](int64_t t) {
-        if (slot[t] >= 0) convert(in + t * x.stride, base + slot[t] * x.width);
-      });
-    };
-    if (is_fp8(cache.scalar_type())) {
-      with_format(cache.scalar_type(), [&](auto format) {
-        using F = typename decltype(format)::type;
-        each(data<uint8_t>(cache), [&](auto* a, auto* b) { dispatch<EncodeRow<F>>(a, b, x.width, factor); });
-      });
-    } else {
-      with_element(cache.scalar_type(), [&](auto to) {
-        using U = typename decltype(to)::type;
-        each(data<U>(cache), [&](auto* a, auto* b) { dispatch<ConvertRow>(a, b, x.width); });
-      });
-    }
+  const auto each = [&](auto* base, const auto& convert) {
+    parallel_rows(slots.numel(), width, [&](int64_t t) {
+      if (slot[t] >= 0) convert(source(t), base + slot[t] * width);
+    });
+  };
+  if (is_fp8(cache.scalar_type())) {
+    with_format(cache.scalar_type(), [&](auto format) {
+      using F = typename decltype(format)::type;
+      each(data<uint8_t>(cache),
+           [&](const T* x, auto* out) { dispatch<EncodeRow<F>>(x, out, width, factor); });
+    });
+  } else {
+    with_element(cache.scalar_type(), [&](auto to) {
+      using U = typename decltype(to)::type;
+      each(data<U>(cache), [&](const T* x, auto* out) { dispatch<ConvertRow>(x, out, width); });
+    });
+  }
+}
+
+void write_rows(const Tensor& x, const Tensor& cache, const Tensor& slots,
+                const std::optional<Tensor>& scale) {
+  const Rows rows = rows_of(x);
+  with_element(x.scalar_type(), [&](auto element) {
+    using T = typename decltype(element)::type;
+    write<T>(rows.width, cache, slots, scale,
+             [&](int64_t t) { return data<const T>(rows.held) + t * rows.stride; });
   });
 }
 
@@ -120,23 +117,49 @@ void write_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
   const Write args{k, v, k_cache, v_cache, slots_in, k_scale, v_scale};
   args.verify(check);
   const Tensor slots = args.checked_slots(check);
-  write(rows_of(k), k_cache, slots, k_scale);
-  write(rows_of(v), v_cache, slots, v_scale);
+  write_rows(k, k_cache, slots, k_scale);
+  write_rows(v, v_cache, slots, v_scale);
 }
 
-// x [T, heads, dim] turned by cos and sin [T, dim].
+// The rows of x [T, heads, dim], and how to turn one by cos and sin [T, dim].
+struct Turned {
+  Rows rows;
+  int64_t heads, dim;
+  Tensor cos, sin;
+  Turned(const Tensor& x, const Tensor& cos_in, const Tensor& sin_in)
+      : rows(rows_of(x)), heads(x.size(1)), dim(x.size(2)), cos(dense(cos_in)), sin(dense(sin_in)) {}
+
+  template <class T>
+  void row(int64_t t, T* out) const {
+    dispatch<RotateHeads>(data<const T>(rows.held) + t * rows.stride, data<const T>(cos) + t * dim,
+                          data<const T>(sin) + t * dim, out, heads, dim);
+  }
+};
+
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
-  const int64_t heads = x.size(1), dim = x.size(2);
-  const Tensor out = empty({x.size(0), heads, dim}, x.scalar_type());
-  const Rows rows = rows_of(x);
+  const Turned turned(x, cos, sin);
+  const int64_t width = turned.rows.width;
+  const Tensor out = empty({x.size(0), turned.heads, turned.dim}, x.scalar_type());
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
-    parallel_rows(rows.count, rows.width, [&](int64_t t) {
-      dispatch<RotateHeads>(data<const T>(rows.held) + t * rows.stride, data<const T>(cos) + t * dim,
-                            data<const T>(sin) + t * dim, data<T>(out) + t * rows.width, heads, dim);
-    });
+    parallel_rows(turned.rows.count, width, [&](int64_t t) { turned.row(t, data<T>(out) + t * width); });
   });
   return out;
+}
+
+// Turned on its way into the cache: only a row of it is ever held.
+void rotate_into(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& cache,
+                 const Tensor& slots, const std::optional<Tensor>& scale) {
+  const Turned turned(x, cos, sin);
+  with_element(x.scalar_type(), [&](auto element) {
+    using T = typename decltype(element)::type;
+    write<T>(turned.rows.width, cache, slots, scale, [&](int64_t t) {
+      thread_local Scratch scratch;
+      T* row = scratch.get<T>(turned.rows.width);
+      turned.row(t, row);
+      return row;
+    });
+  });
 }
 
 Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin) {
@@ -147,11 +170,11 @@ Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   check.require(dim.value() % 2 == 0, "x", "head_dim is ", dim.value(), ", must be even");
   check.tensor("cos", cos, {x.scalar_type()}, {t, exactly(1), dim});
   check.tensor("sin", sin, {x.scalar_type()}, {t, exactly(1), dim});
-  return rotate(x, dense(cos), dense(sin));
+  return rotate(x, cos, sin);
 }
 
-Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos_in,
-                       const Tensor& sin_in, const Tensor& k_cache, const Tensor& v_cache,
+Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
+                       const Tensor& sin, const Tensor& k_cache, const Tensor& v_cache,
                        const Tensor& slots_in, const std::optional<Tensor>& k_scale,
                        const std::optional<Tensor>& v_scale) {
   const Contract check("rotary_write_kv");
@@ -161,11 +184,11 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
   const Size t{"T", k.size(0)}, heads{"heads", q.size(1)}, dim{"head_dim", k.size(2)};
   check.tensor("q", q, {k.scalar_type()}, {t, heads, dim});
   check.require(dim.value() % 2 == 0, "q", "head_dim is ", dim.value(), ", must be even");
-  check.tensor("cos", cos_in, {k.scalar_type()}, {t, exactly(1), dim});
-  check.tensor("sin", sin_in, {k.scalar_type()}, {t, exactly(1), dim});
-  const Tensor cos = dense(cos_in), sin = dense(sin_in), slots = args.checked_slots(check);
-  write(rows_of(rotate(k, cos, sin)), k_cache, slots, k_scale);
-  write(rows_of(v), v_cache, slots, v_scale);
+  check.tensor("cos", cos, {k.scalar_type()}, {t, exactly(1), dim});
+  check.tensor("sin", sin, {k.scalar_type()}, {t, exactly(1), dim});
+  const Tensor slots = args.checked_slots(check);
+  rotate_into(k, cos, sin, k_cache, slots, k_scale);
+  write_rows(v, v_cache, slots, v_scale);
   return rotate(q, cos, sin);
 }
 

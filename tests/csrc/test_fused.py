@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fp8serve.fp8 import reference, reference_fused
 from tests.csrc.conftest import LEVELS
-from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile, tame
+from tests.csrc.helpers import FORMATS, HIGH, all_bf16, assert_bits_equal, assert_codes_equal, hostile, tame
 
 OPS = torch.ops.fp8serve
 E4M3, E5M2 = FORMATS
@@ -68,6 +68,35 @@ def test_silu_of_extremes(level):
     up = torch.ones_like(gate)
     q, _ = OPS.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)
     assert_codes_equal(q, reference.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)[0])
+
+
+def at_every_level(op, *arguments) -> None:
+    """The op gives the bits of the portable level at every other one. For BF16: its NaN is always the same one."""
+    OPS.cpu_isa(LEVELS[0])
+    expected = op(*arguments)
+    for cap in LEVELS[1:]:
+        OPS.cpu_isa(cap)
+        assert_codes_equal(op(*arguments), expected)
+    OPS.cpu_isa("best")
+
+
+def test_silu_of_every_bf16_is_the_same_at_every_level(library):
+    """Levels may find it in different ways: all agree once it is rounded."""
+    gate = all_bf16().reshape(64, 1024)
+    ordinary = gate.nan_to_num(1.0).clamp(-80.0, 80.0)  # nothing that a fast path leaves to a slow one
+    for x in (gate, ordinary):
+        at_every_level(OPS.silu_mul, x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 100, 2048])
+def test_bf16_is_the_same_at_every_level(library, width):
+    for make in (hostile, tame):
+        x, y = make(5, 2 * width, torch.bfloat16), make(5, width, torch.bfloat16, 1)
+        at_every_level(OPS.silu_mul, x[:, :width], x[:, width:])
+        at_every_level(OPS.silu_mul, y, x[:, 1 : width + 1])
+        at_every_level(OPS.rms_norm, x[:, width:], y[0], 1e-5)
+        heads = torch.stack([x, x.flip(1)], 1)  # dim 2 * width
+        at_every_level(OPS.rotary, heads, make(5, 2 * width, torch.bfloat16, 2)[:, None], x.flip(0)[:, None])
 
 
 def rotary_arguments(tokens, heads, kv_heads, dim, high, stored):
