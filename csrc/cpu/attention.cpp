@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t kQueryTokens = 16;
 constexpr int64_t kMaxDim = 512;
+constexpr int64_t kAlone = 1 << 20;  // fewer products with keys are done before another thread is awake
 
 // --- contract
 
@@ -167,7 +168,17 @@ Plan plan(const Path& path, const std::vector<Work>& works) {
   return out;
 }
 
+bool alone(const std::vector<Work>& works) {
+  int64_t products = 0;
+  for (const Work& w : works) products += w.tokens * w.group * w.context * w.dim;
+  return products < kAlone;
+}
+
 void compute(const Path& path, const std::vector<Work>& works) {
+  if (alone(works)) {
+    for (const Work& w : works) whole(path, w);
+    return;
+  }
   const Plan todo = plan(path, works);
   parallel_tasks(static_cast<int64_t>(todo.pieces.size()), [&](int64_t i) {
     const Piece& p = todo.pieces[static_cast<size_t>(i)];

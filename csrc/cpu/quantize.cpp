@@ -109,7 +109,7 @@ float amax_of(const T* x, int64_t n) {
 
 Tensor quantized_like(const Tensor& x, ScalarType dtype) {
   const auto sizes = x.sizes();
-  return torch::stable::new_empty(x, sizes, dtype);
+  return empty(sizes.data(), sizes.size(), dtype);
 }
 
 Tensor input(const Contract& check, const Tensor& x, ScalarType dtype) {

@@ -6,6 +6,7 @@
 namespace fp8serve {
 
 constexpr int64_t kRowGrain = 1 << 14;  // elements a task handles
+constexpr int64_t kAlone = 1 << 16;     // fewer are done before another thread is awake
 
 // Rows that lie `stride` elements apart: a slice of a fused projection is read where it is.
 struct Rows {
@@ -26,7 +27,8 @@ inline Rows rows_of(const Tensor& x) {
 // f(row) over threads, in tasks of about kRowGrain elements.
 template <class F>
 void parallel_rows(int64_t rows, int64_t width, const F& f) {
-  const int64_t per_task = std::max<int64_t>(1, kRowGrain / std::max<int64_t>(1, width));
+  const int64_t grain = rows * width < kAlone ? kAlone : kRowGrain;
+  const int64_t per_task = std::max<int64_t>(1, grain / std::max<int64_t>(1, width));
   parallel_tasks((rows + per_task - 1) / per_task, [&](int64_t task) {
     for (int64_t r = task * per_task; r < std::min(rows, (task + 1) * per_task); ++r) f(r);
   });

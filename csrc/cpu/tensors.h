@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "check.h"
 #include "fp8.h"
@@ -72,19 +73,23 @@ void with_format(ScalarType dtype, const F& f) {
 
 // --- tensors
 
-inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype) {
-  int64_t strides[8] = {};
+inline Tensor empty(const int64_t* sizes, size_t dims, ScalarType dtype) {
+  std::vector<int64_t> strides(dims);
   int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0;) {
+  for (size_t d = dims; d-- > 0;) {
     strides[d] = stride;
-    stride *= std::max<int64_t>(sizes.begin()[d], 1);
+    stride *= std::max<int64_t>(sizes[d], 1);
   }
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
+      aoti_torch_empty_strided(static_cast<int64_t>(dims), sizes, strides.data(),
                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
                                aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
+}
+
+inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  return empty(sizes.begin(), sizes.size(), dtype);
 }
 
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }

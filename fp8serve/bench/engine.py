@@ -40,6 +40,8 @@ def measure(
     loaded = time.perf_counter()
     _first_tokens(engine, _requests(engine, 1, 8, 1))
     first = time.perf_counter()
+    engine.pack_weights()
+    packed = time.perf_counter()
     tell("prefill", 0, len(batches) + 1)
     prefill = min(_prefill(engine, prompt) for _ in range(REPEATS))
     decode = []
@@ -50,6 +52,7 @@ def measure(
         "model": engine.info(),
         "load_seconds": loaded - began,
         "first_token_seconds": first - began,
+        "packing_seconds": packed - first,
         "peak_resident_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "prefill": {"tokens": prompt, "ms": 1e3 * prefill, "tokens_per_second": prompt / prefill},
         "decode": decode,

@@ -9,6 +9,7 @@ attention keep it, too, but matrix products choose their kernel by the number of
 """
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence as Items
@@ -80,6 +81,7 @@ class Engine:
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
         self._ids = itertools.count()
+        self._step_seconds = 0.0  # that the last step took
         self._load_seconds = time.monotonic() - started
 
     def add_request(self, request: Request) -> None:
@@ -112,6 +114,19 @@ class Engine:
         work = self.scheduler.schedule()
         if not work:
             return []
+        self.pack_weights(self._step_seconds)
+        began = time.perf_counter()
+        try:
+            return self._compute(work)
+        finally:
+            self._step_seconds = time.perf_counter() - began
+
+    def pack_weights(self, seconds: float = math.inf) -> bool:
+        """For at most about `seconds`: what makes coming steps faster (packing.py). Whether something is left to do."""
+        self.loaded.packer.pack(seconds)
+        return self.loaded.packer.pending
+
+    def _compute(self, work: list[Work]) -> list[RequestOutput]:
         seqs = [item.seq for item in work if item.samples]
         try:
             logits = self.loaded.runner.run(work)

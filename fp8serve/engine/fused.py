@@ -13,10 +13,10 @@ writes the keys and values of all, and computes the rest for these rows alone, a
 there are none, it ends there. Rows do not depend on each other, so that changes no bit, but the layer's o, gate, up and
 down projections watch these inputs only: `pruned` names them for those who read the counters.
 
-Projections that read the same input become one matrix [sum of rows, K]: where they lie side by side, as gate and up do
-in the mapped file and all do in packed memory (packing.py), that is a view; else they are copied once, and the layers
-in the model become views of the copy, so that nothing is in memory twice. Weight scales per tensor become one per row,
-which multiplies the same sum. The layers keep their names and share one counter, because they see one input.
+Projections that read the same input become one matrix [sum of rows, K]: where they lie side by side in the mapped file
+(gate and up do) that is a view; else they are copied once (q, k and v), and the layers in the model become views of the
+copy, so that nothing is in memory twice. Weight scales per tensor become one per row, which multiplies the same sum.
+The layers keep their names and share one counter, because they see one input.
 
 `fuse` takes what it can prove: every projection a FrozenLinear, and those joined quantized by one scale. Everything
 else runs as the plain decoder.
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import E4M3, FrozenLinear
 from fp8serve.fp8.reference import BLOCK
+from fp8serve.fp8.reference_packed import GROUP
 from fp8serve.model.decoder import Decoder, Layer
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, D], k and v [T, kv_heads, D]
@@ -53,9 +54,13 @@ _scaled_mm_add = torch.ops.fp8serve.scaled_mm_add.default
 
 @dataclass(slots=True)
 class Matrix:
-    """A FrozenLinear with its tensors at hand: a module's attributes are looked up in three dictionaries."""
+    """A FrozenLinear with its tensors at hand: a module's attributes are looked up in three dictionaries.
+
+    `parts`: the layers of the model that were joined to make it; none where it is one of them itself.
+    """
 
     layer: FrozenLinear
+    parts: list[FrozenLinear]
     weight: Tensor
     weight_scale_inv: Tensor
     bias: Tensor | None
@@ -64,9 +69,16 @@ class Matrix:
     is_packed: bool
 
     @classmethod
-    def of(cls, layer: FrozenLinear) -> "Matrix":
+    def of(cls, layer: FrozenLinear, parts: Sequence[FrozenLinear] = ()) -> "Matrix":
         scales = layer.input_scale, layer.input_scale_inv
-        return cls(layer, layer.weight_q, layer.weight_scale_inv, layer.bias, *scales, layer.is_packed)
+        return cls(layer, list(parts), layer.weight_q, layer.weight_scale_inv, layer.bias, *scales, layer.is_packed)
+
+    def pack(self, out: Tensor) -> None:
+        """Reads the weight from now on where it is packed; see FrozenLinear.pack."""
+        self.layer.pack(out)
+        self.weight, self.is_packed = self.layer.weight_q, True
+        if self.parts:
+            _share_weight(self.layer, self.parts)
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.input_scale is None:
@@ -165,6 +177,11 @@ class FusedDecoder:
             x = layer(x, rotation, attend)
         return self._norm(final(x, rotation, attend, last))
 
+    def matrices(self) -> list[Matrix]:
+        """All of them, in the order in which a step reads them, that can be packed: their parts in whole groups."""
+        all_of_them = [m for i in self._layers for m in (i.qkv, i.o, i.gate_up, i.down)]
+        return [m for m in all_of_them if not any(part.out_features % GROUP for part in m.parts)]
+
     def joined(self) -> dict[str, FrozenLinear]:
         """The layers that were made by joining others."""
         named = ((f"layers.{i.index}", i) for i in self._layers)
@@ -211,9 +228,9 @@ def _fused(index: int, head_dim: int, layer: Layer, qkv: list[FrozenLinear], gat
         _norm_of(layer.post_attention_layernorm),
         None if attention.q_norm is None else _norm_of(attention.q_norm),
         None if attention.k_norm is None else _norm_of(attention.k_norm),
-        Matrix.of(_join(qkv)),
+        Matrix.of(_join(qkv), qkv),
         Matrix.of(attention.o_proj),  # type: ignore[arg-type]  # _plan looked
-        Matrix.of(_join(gate_up)),
+        Matrix.of(_join(gate_up), gate_up),
         Matrix.of(layer.mlp.down_proj),  # type: ignore[arg-type]
     )
 
@@ -226,16 +243,16 @@ def _can_join(parts: Sequence[FrozenLinear]) -> bool:
     """All cast their input alike, and a scale of their own for each row, or whole blocks of rows, says it all."""
     first = parts[0]
     for part in parts:
-        if _kind(part) != _kind(first):
+        if (part.granularity, part.power_2_scale, part.out_dtype) != (
+            first.granularity,
+            first.power_2_scale,
+            first.out_dtype,
+        ):
             return False
         if not _equal(part.input_scale, first.input_scale) or (part.bias is None) != (first.bias is None):
             return False
     blocked = {_is_blocked(part) for part in parts}
     return len(blocked) == 1 and not (blocked.pop() and any(part.out_features % BLOCK for part in parts[:-1]))
-
-
-def _kind(part: FrozenLinear) -> tuple[object, ...]:
-    return part.granularity, part.power_2_scale, part.out_dtype, part.is_packed
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -261,10 +278,18 @@ def _join(parts: Sequence[FrozenLinear]) -> FrozenLinear:
         first.power_2_scale,
         first.out_dtype,
     )
-    rows = [len(part.weight_q) for part in parts]
-    for part, weight in zip(parts, joined.weight_q.split_with_sizes(rows), strict=True):
-        part.weight_q, part.amax, part.saturated = weight, joined.amax, joined.saturated
+    _share_weight(joined, parts)
+    for part in parts:
+        part.amax, part.saturated = joined.amax, joined.saturated
     return joined
+
+
+def _share_weight(joined: FrozenLinear, parts: Sequence[FrozenLinear]) -> None:
+    """The parts' weights become views of the joined one, packed or not."""
+    unit = GROUP if joined.is_packed else 1
+    rows = [part.out_features // unit for part in parts]
+    for part, weight in zip(parts, joined.weight_q.split_with_sizes(rows), strict=True):
+        part.weight_q = weight
 
 
 def _per_row(part: FrozenLinear) -> Tensor:
@@ -275,7 +300,7 @@ def _stack(weights: Sequence[Tensor]) -> Tensor:
     """Their rows under each other: a view where they lie so already, else a copy."""
     first, rows = weights[0], sum(map(len, weights))
     if all(_follows(a, b) for a, b in pairwise(weights)):
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
+        return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
     return torch.cat([w.view(torch.uint8) for w in weights]).view(first.dtype)
 
 

@@ -23,7 +23,7 @@ from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
 from fp8serve.engine.memory import Plan, check_length, plan
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.packing import pack, worth_packing
+from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.runner import KvScale, Runner
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import ops, recipe
@@ -50,6 +50,7 @@ class Loaded:
     frozen: dict[str, FrozenLinear]  # FP8 layers, by their names in the checkpoint
     tiles: dict[str, tuple[int, ...]]  # heights in which a layer runs; see invariant.py
     graphs: GraphReport
+    packer: Packer
 
     def info(self) -> dict[str, Any]:
         """JSON: the model, its numbers and its limits."""
@@ -100,7 +101,8 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     graphs = capture_decoding(runner, options, sizes.max_model_len)
     forget_trial_runs(list(frozen.values()))
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
-    return Loaded(model_dir, options, config, _tokenizer(model_dir), grammars, sizes, runner, frozen, tiles, graphs)
+    tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model, fused)
+    return Loaded(model_dir, options, config, tokenizer, grammars, sizes, runner, frozen, tiles, graphs, packer)
 
 
 def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
@@ -134,8 +136,6 @@ def _separate_rows(
         return fuse(model), {}
     if own_products(options.device):
         use_own_products(model)
-        if worth_packing():
-            pack(model)
         return fuse(model), {}
     return None, _measured_rows(model, frozen, options)
 

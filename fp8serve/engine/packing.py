@@ -1,17 +1,26 @@
-"""Weights in the order in which decoding reads them (csrc/cpu/gemm_packed.h): packed once, when a model is loaded.
+"""Weights in the order in which decoding reads them (csrc/cpu/gemm_packed.h): packed once, beside the first requests.
 
 A step of a few sequences waits for weights. In a checkpoint's order sixteen rows are read side by side; packed, they
 are one stream, which memory delivers faster, and need fewer loads and shuffles to become what is multiplied. So each
 weight is copied into memory of our own, in huge pages, because a stream begins anew with every page; and what was
-mapped of the file is let go, so that nothing is in memory twice. The sums, and with them the tokens, are the same to
-the last bit.
+mapped of the file is let go, so that nothing is in memory twice.
+
+A gigabyte takes a second or two, for which the first token does not wait. Sums, and with them tokens, are the same to
+the last bit packed or not, so a matrix can be packed at any time between two steps: an idle engine does it at once, a
+busy one for as long as its last step took, until all is done.
 """
 
+import math
 import mmap
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fp8serve.engine.fused import FusedDecoder, Matrix
 from fp8serve.engine.invariant import OwnLinear
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
@@ -25,17 +34,47 @@ def worth_packing() -> bool:
     return ops.cpu_isa() == "avx512bf16" and "cpu kernel" in ops.backends()["packed_mm"]
 
 
-def pack(model: Decoder) -> None:
-    """Packs every linear of `model`, in place; a head that is the embedding too stays as it is."""
-    layers = [module for module in model.modules() if isinstance(module, FrozenLinear | OwnLinear)]
-    shared = model.model.embed_tokens.weight.data_ptr()
-    chosen = [m for m in layers if m.weight.data_ptr() != shared and is_packable(m.weight)]
-    memory = _huge_pages(sum(layer.weight.nbytes for layer in chosen))
-    for layer in chosen:  # in the order of the model: projections that are read together lie side by side
-        weight = layer.weight
-        own, memory = memory[: weight.nbytes], memory[weight.nbytes :]
-        layer.pack(own.view(weight.dtype))
+class Packable(Protocol):
+    """A weight [N, K] that can be read packed instead."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    def pack(self, out: Tensor) -> None: ...
+
+
+class Packer:
+    """Packs matrices one by one, in the order in which a step reads them."""
+
+    def __init__(self, matrices: Sequence[Packable]) -> None:
+        self._left = deque(matrix for matrix in matrices if is_packable(matrix.weight))
+        self._memory = _huge_pages(sum(matrix.weight.nbytes for matrix in self._left))
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._left)
+
+    def pack(self, seconds: float = math.inf) -> None:
+        """Packs until `seconds` have gone by or nothing is left; what was begun is finished."""
+        end = time.perf_counter() + seconds
+        while self._left and time.perf_counter() < end:
+            self._pack_next(self._left.popleft())
+
+    def _pack_next(self, matrix: Packable) -> None:
+        weight = matrix.weight
+        own, self._memory = self._memory[: weight.nbytes], self._memory[weight.nbytes :]
+        matrix.pack(own.view(weight.dtype))
         let_go(weight)
+
+
+def packer_of(model: Decoder, fused: FusedDecoder | None) -> Packer:
+    """Of every linear that runs; a head that is the embedding too stays as it is. Nothing where packing has no use."""
+    if not worth_packing():
+        return Packer([])
+    head = model.lm_head
+    layers: list[nn.Module | Matrix] = [*fused.matrices(), head] if fused else list(model.modules())
+    shared = model.model.embed_tokens.weight.data_ptr()
+    kinds = FrozenLinear | OwnLinear | Matrix
+    return Packer([layer for layer in layers if isinstance(layer, kinds) and layer.weight.data_ptr() != shared])
 
 
 def _huge_pages(size: int) -> Tensor:

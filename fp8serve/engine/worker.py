@@ -33,6 +33,7 @@ from fp8serve.errors import Fp8ServeError, RequestError
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
+PACK_SECONDS = 0.02  # of an idle engine between two looks at the inbox
 
 Message = dict[str, Any]
 
@@ -89,7 +90,7 @@ class Worker:
 
     def _obey(self) -> None:
         """All waiting commands; waits for one when there is nothing else to do."""
-        idle = not self._engine.has_work() and self._deadline is None
+        idle = not self._engine.has_work() and self._deadline is None and not self._engine.pack_weights(PACK_SECONDS)
         with contextlib.suppress(Empty):
             message = self._wire.inbox.get(block=idle)
             while True:
