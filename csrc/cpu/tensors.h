@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/threads.h"
 #include "fp8.h"
 
 namespace fp8serve {
@@ -107,19 +108,13 @@ T* data(const Tensor& t) {
 
 // --- threads
 
-// f(task) for every task, over torch's threads; a thread takes the next task when it is done with one, so
-// that uneven work and busy cores balance. Results must not depend on which thread runs a task.
+// f(task) for every task, over as many threads as torch has; a thread takes the next task when it is done
+// with one, so that uneven work and busy cores balance. Results must not depend on which thread runs a task.
 template <class F>
 void parallel_tasks(int64_t tasks, const F& f) {
   const int64_t threads = tasks > 1 ? torch::stable::get_num_threads() : 1;
-  if (threads == 1) {
-    for (int64_t i = 0; i < tasks; ++i) f(i);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min(threads, tasks), 1, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < tasks; i = next++) f(i);
-  });
+  run_tasks(
+      tasks, threads, [](const void* context, int64_t task) { (*static_cast<const F*>(context))(task); }, &f);
 }
 
 // Per-thread working memory, 64-byte aligned, grown on demand and kept: no page faults after the first call.

@@ -102,8 +102,8 @@ def _print_engine(result: Mapping[str, Any]) -> None:
     prefill, made = result["prefill"], result["model"]
     print(
         f"{made['model']}: loaded in {result['load_seconds']:.2f} s, first token after "
-        f"{result['first_token_seconds']:.2f} s; {made['weight_bytes'] / 1e6:.0f} MB of weights, at most "
-        f"{result['peak_resident_mb']:.0f} MB resident"
+        f"{result['first_token_seconds']:.2f} s, weights packed in {result['packing_seconds']:.2f} s more; "
+        f"{made['weight_bytes'] / 1e6:.0f} MB of weights, at most {result['peak_resident_mb']:.0f} MB resident"
     )
     print(f"prefill of {prefill['tokens']}: {prefill['tokens_per_second']:.0f} tokens/s, {prefill['ms']:.1f} ms\n")
     rows = [
