@@ -15,9 +15,12 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
 from fp8serve.bench.clock import Call
+from fp8serve.engine.packing import huge_pages
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8 import reference_fused, reference_sampling
+from fp8serve.fp8.frozen import packed as packed_weight
 from fp8serve.fp8.reference import rms_norm, silu_mul
+from fp8serve.fp8.reference_packed import packed_shape
 
 OPS = torch.ops.fp8serve
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -107,6 +110,10 @@ def _fp8_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, 
     return OPS.scaled_mm(OPS.quantize(x, scale, E4M3)[0], weight, *scales, None, BF16)
 
 
+def _packed_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> object:
+    return OPS.packed_mm(OPS.quantize(x, scale, E4M3)[0], weight, *scales, None, None, BF16)
+
+
 def linears() -> Iterator[Entry]:
     """BF16 in, quantized, multiplied, BF16 out; torch: its BF16 linear.
 
@@ -115,19 +122,32 @@ def linears() -> Iterator[Entry]:
     """
     for (m, n, k), goal in LINEAR.items():
         size = f"{m} x {n} x {k}"
-        yield _linear(m, n, k, 1, size, goal)
+        yield from _linear(m, n, k, 1, size, goal)
         if m <= MEMORY_BOUND:
-            yield _linear(m, n, k, TURNS, f"{size}, {TURNS} in turn", None)
+            yield from _linear(m, n, k, TURNS, f"{size}, {TURNS} in turn", None)
 
 
-def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -> Entry:
+def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -> Iterator[Entry]:
+    """Weights as a checkpoint has them, and, for few rows, packed, as they are served."""
     x, scale = _noise(m, k), torch.tensor(64.0)
     weights = [_noise(n, k) for _ in range(count)]
     cast = [OPS.quantize_current(w, E4M3, False) for w in weights]
-    ours = _in_turn([partial(_fp8_linear, x, scale, q, (scale.reciprocal(), s)) for q, s in cast])
-    theirs = _in_turn([partial(F.linear, x, w) for w in weights])
-    moved = n * k + 2.0 * m * (n + k)
-    return Entry("quantize + scaled_mm", size, ours, theirs, moved, 2.0 * m * n * k, goal)
+    inverse, theirs = scale.reciprocal(), _in_turn([partial(F.linear, x, w) for w in weights])
+    figures = theirs, n * k + 2.0 * m * (n + k), 2.0 * m * n * k, goal
+    plain = _in_turn([partial(_fp8_linear, x, scale, q, (inverse, s)) for q, s in cast])
+    yield Entry("quantize + scaled_mm", size, plain, *figures)
+    if m <= MEMORY_BOUND:
+        packed = [(packed_weight(q, huge_pages(q.nbytes).view(E4M3)), s) for q, s in cast]
+        served = _in_turn([partial(_packed_linear, x, scale, q, (inverse, s)) for q, s in packed])
+        yield Entry("quantize + packed_mm", size, served, *figures)
+
+
+def packing() -> Iterator[Entry]:
+    """A weight into the order of packed_mm; torch: its copy."""
+    weight = _noise(4096, 4096).to(E4M3)
+    out = huge_pages(weight.nbytes).view(E4M3).view(packed_shape(*weight.shape))
+    copy = partial(torch.Tensor.copy_, torch.empty_like(weight), weight)
+    yield Entry("pack_weight", "4096 x 4096", partial(OPS.pack_weight, weight, out), copy, 2.0 * weight.nbytes)
 
 
 def products() -> Iterator[Entry]:
@@ -255,4 +275,4 @@ def updates() -> Iterator[Entry]:
     yield Entry("delayed_update", f"{count} histories of {length}", call, None, 8.0 * count * length)
 
 
-MAKERS = (casts, linears, products, heads, between, positions, attention, draws, updates)
+MAKERS = (casts, linears, products, packing, heads, between, positions, attention, draws, updates)

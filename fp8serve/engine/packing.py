@@ -47,7 +47,7 @@ class Packer:
 
     def __init__(self, matrices: Sequence[Packable]) -> None:
         self._left = deque(matrix for matrix in matrices if is_packable(matrix.weight))
-        self._memory = _huge_pages(sum(matrix.weight.nbytes for matrix in self._left))
+        self._memory = huge_pages(sum(matrix.weight.nbytes for matrix in self._left))
 
     @property
     def pending(self) -> bool:
@@ -77,7 +77,7 @@ def packer_of(model: Decoder, fused: FusedDecoder | None) -> Packer:
     return Packer([layer for layer in layers if isinstance(layer, kinds) and layer.weight.data_ptr() != shared])
 
 
-def _huge_pages(size: int) -> Tensor:
+def huge_pages(size: int) -> Tensor:
     """Zeroed memory, uint8 [size], in huge pages where the system has them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)

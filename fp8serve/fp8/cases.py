@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.reference import BLOCK, FLT_MAX, FP8_MAX, saturate
+from fp8serve.fp8.reference_packed import pack_weight, packed_shape
 
 
 @dataclass(frozen=True)
@@ -293,6 +294,41 @@ def _turned_cases() -> list[Case]:
     return [Case(f"{s} {d}", partial(_turned_case, *s, d)) for s, d in product(shapes, FP8_MAX)]
 
 
+PACKABLE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
+
+
+def _weight(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    return _normal(rows, cols, dtype, 3) if dtype == torch.bfloat16 else _codes(rows, cols, dtype, 3)
+
+
+def _pack_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return _weight(rows, cols, dtype), torch.zeros(packed_shape(rows, cols)).to(dtype)
+
+
+def _pack_cases() -> list[Case]:
+    shapes = ((16, 8), (48, 72), (32, 1024), (16, 2064))
+    return [Case(f"{s} {d}", partial(_pack_case, *s, d)) for s, d in product(shapes, PACKABLE)]
+
+
+def _packed_mm_case(rows: int, dtype: torch.dtype, blocks: bool, onto: bool) -> tuple[Any, ...]:
+    """A product of [rows, 1160] with a packed [144, 1160]."""
+    n, k = 144, 1160
+    weight, packed = _pack_case(n, k, dtype)
+    pack_weight(weight, packed)
+    residual = _normal(rows, n, torch.bfloat16, 5) if onto else None
+    if dtype == torch.bfloat16:
+        return _weight(rows, k, dtype), packed, None, None, _normal(n, 1, torch.float32, 6)[:, 0], residual, dtype
+    across = -(-k // BLOCK)
+    scales = (_normal(size, across, torch.float32, 8).abs() + 0.5 for size in (rows, -(-n // BLOCK)))
+    a_scale, b_scale = scales if blocks else (torch.tensor(0.5), torch.tensor(0.25))
+    return _codes(rows, k, torch.float8_e4m3fn, 4), packed, a_scale, b_scale, None, residual, torch.bfloat16
+
+
+def _packed_mm_cases() -> list[Case]:
+    grid = product((1, 8, 70), PACKABLE, (False, True), (False, True))
+    return [Case(f"{m} rows {d} blocks {b} onto {o}", partial(_packed_mm_case, m, d, b, o)) for m, d, b, o in grid]
+
+
 CASES: dict[str, list[Case]] = {
     "quantize": _given_scale_cases(),
     "quantize_transpose": _given_scale_cases(),
@@ -309,6 +345,8 @@ CASES: dict[str, list[Case]] = {
     "write_kv": _write_cases(),
     "scaled_mm_add": _fused_rows(_add_case),
     "mm": _fused_rows(_mm_bf16_case),
+    "pack_weight": _pack_cases(),
+    "packed_mm": _packed_mm_cases(),
     "rotary_write_kv": _fused_rows(_rotary_case),
     "rms_norm": _fused_rows(_plain_norm_case),
     "rms_norm_backward": _upstream(_plain_norm_case),

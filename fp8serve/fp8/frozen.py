@@ -207,7 +207,8 @@ def packed(weight: Tensor, out: Tensor) -> Tensor:
 
 def _features(weight_q: Tensor) -> tuple[int, int]:
     """(out, in) of a weight, packed or not."""
-    return (GROUP * weight_q.shape[0], RUN * weight_q.shape[1]) if weight_q.dim() == 3 else tuple(weight_q.shape)
+    rows, cols = weight_q.shape[:2]
+    return (GROUP * rows, RUN * cols) if weight_q.dim() == 3 else (rows, cols)
 
 
 def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor) -> None:

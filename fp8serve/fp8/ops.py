@@ -27,6 +27,7 @@ GranularityName = Literal["tensor", "row", "block1x128", "block128x128"]
 _LIBRARY: Any = cast(Any, torch.library.Library)("fp8serve", "DEF")  # torch leaves the class untyped
 OPS: list[str] = []  # every op that has a kernel per device
 COMPOSED: list[str] = []  # fused ops that are put together from those until a device has a kernel for them
+CPU_ONLY = ["pack_weight", "packed_mm"]  # of OPS: on a GPU nothing is gained by an order of its own
 MEASURED = ["scaled_mm_by"]  # CUDA only: the same work by a kernel that the caller names, to find out which is fastest
 
 

@@ -41,7 +41,7 @@ def pack_weight(weight: Tensor, out: Tensor) -> None:
 def unpack_weight(packed: Tensor) -> Tensor:
     """[N / 16, K / 8, 128] -> what pack_weight was given, [N, K]."""
     groups = len(packed)
-    blocks = _bits(packed).view(groups, -1).split(BLOCK * GROUP, 1)
+    blocks = torch.split(_bits(packed).view(groups, -1), BLOCK * GROUP, 1)
     rows = [_rows(block, _is_wide(packed)).reshape(groups * GROUP, -1) for block in blocks]
     return torch.cat(rows, 1).view(packed.dtype)
 

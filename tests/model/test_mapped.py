@@ -1,0 +1,69 @@
+"""Mapped files: what is let go leaves this process's memory, and is there again when it is read."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.model.mapped import let_go, map_file
+
+SIZE = 8 << 20
+SMAPS = Path("/proc/self/smaps")
+
+
+def write(path: Path) -> Tensor:
+    values = torch.arange(SIZE // 4, dtype=torch.int32)
+    path.write_bytes(values.numpy().tobytes())
+    return values
+
+
+def resident_kib(path: Path) -> int:
+    """Of this process, in the mappings of a file."""
+    kib, ours = 0, False
+    for line in SMAPS.read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = line.endswith(str(path))
+        elif ours and line.startswith("Rss:"):
+            kib += int(line.split()[1])
+    return kib
+
+
+def test_the_bytes_are_those_of_the_file(tmp_path: Path) -> None:
+    values = write(tmp_path / "file")
+    assert torch.equal(map_file(tmp_path / "file").view(torch.int32), values)
+
+
+def test_writing_stays_in_this_process(tmp_path: Path) -> None:
+    before = write(tmp_path / "file").numpy().tobytes()
+    map_file(tmp_path / "file")[:100] = 7
+    assert (tmp_path / "file").read_bytes() == before
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="only Linux tells what is resident")
+def test_what_is_let_go_leaves_memory_and_can_be_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    values = write(path)
+    whole = map_file(path)
+    assert int(whole.sum()) > 0
+    assert resident_kib(path) >= SIZE >> 10
+    let_go(whole[: SIZE // 2])
+    assert resident_kib(path) <= (SIZE >> 11) + 64
+    assert torch.equal(whole.view(torch.int32), values)
+
+
+def test_neighbours_on_the_same_page_stay(tmp_path: Path) -> None:
+    """Only whole pages go: what was written beside them is not lost."""
+    write(tmp_path / "file")
+    whole = map_file(tmp_path / "file")
+    whole[10_000], whole[50_000] = 1, 2
+    let_go(whole[10_001:50_000])
+    assert whole[10_000] == 1
+    assert whole[50_000] == 2
+
+
+def test_other_tensors_are_left_alone() -> None:
+    tensor = torch.arange(100_000)
+    let_go(tensor)
+    assert torch.equal(tensor, torch.arange(100_000))
