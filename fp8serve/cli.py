@@ -85,7 +85,8 @@ TRAINING = {"finetune", "serve", "demo", "bench training", "bench step", "bench 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    # Threads that wait for work sleep: when the engine and a trainer share cores, spinning ones slow both tenfold.
+    # torch's threads sleep while they wait for work: when the engine and a trainer share cores, spinning ones slow both
+    # tenfold. Our kernels have threads of their own (csrc/cpu/threads.h).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = list(sys.argv[1:] if argv is None else argv)
     words = [a for a in args if not a.startswith("-")]

@@ -59,8 +59,9 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
   check.rank("b", in.b, in.packed ? 3 : 2);
   const Size n{"N", in.b.size(0) * (in.packed ? kGroup : 1)};
   if (in.packed) {
+    check.require(k.value() % kRun == 0, "a", "has rows of ", k.value(), " values, must be a multiple of 8");
     check.tensor("b", in.b, operands,
-                 {{"N / 16", n.value() / kGroup}, {"K / 8", k.value(), kRun}, {"a run", kGroup * kRun}});
+                 {{"N / 16", n.value() / kGroup}, {"K / 8", k.value() / kRun}, {"a run", kGroup * kRun}});
   } else {
     check.tensor("b", in.b, operands, {n, k});
   }

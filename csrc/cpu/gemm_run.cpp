@@ -1,7 +1,8 @@
 // Work is cut into tasks of rows x columns; a task
 //  1. unpacks its rows of `a` into a panel that stays in the second-level cache,
 //  2. for every 16 columns unpacks `b` into a panel that stays in the first-level cache and runs the tiles
-//     over it; a few rows (decoding) skip that panel: the weights are converted in registers,
+//     over it; a few rows (decoding) skip that panel: the weights, packed or not, are converted in
+//     registers,
 //  3. at the last block of K each tile scales, adds the bias, rounds, adds the residual and stores.
 // gemm.h says in which order a sum is taken and why the cut into tasks cannot change a bit of it.
 #include "cpu/gemm_run.h"
@@ -85,7 +86,7 @@ class Task {
     const int64_t step = p_.k * bytes_of(p_.b.kind), last = p_.n - 1 - n;
     for (int64_t c = 0; c < kGroup; ++c) b[c] = first + std::min(c, last) * step;
   }
-  // Packed columns, for a level that wants rows: unpack() has laid them here.
+  // Packed columns, for a level that wants rows: find_rows() has laid them here.
   void unpacked(const void** b) const {
     for (int64_t c = 0; c < kGroup; ++c) b[c] = plain_ + c * kBlock * bytes_of(p_.b.kind);
   }

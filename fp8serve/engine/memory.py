@@ -77,7 +77,7 @@ def _fitting(options: EngineOptions, per_sequence: int, block_bytes: int, memory
 
 def cache_memory(device: str) -> int:
     """Bytes that the cache may take on a CPU."""
-    return _free_memory() // CPU_SHARE
+    return free_memory() // CPU_SHARE
 
 
 def gpu_cache_memory(device: torch.device, options: EngineOptions, step_bytes: int) -> int:
@@ -113,8 +113,8 @@ def gpu_bytes_of(run: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _free_memory() -> int:
-    """What the machine has free, or what the container (control group version 2) is still allowed, if that is less."""
+def free_memory() -> int:
+    """Bytes that the machine has free, or that the container (control group version 2) still may take, if fewer."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):

@@ -22,11 +22,14 @@ from torch import Tensor, nn
 
 from fp8serve.engine.fused import FusedDecoder, Matrix
 from fp8serve.engine.invariant import OwnLinear
+from fp8serve.engine.memory import free_memory
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.reference_packed import is_packable
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.mapped import let_go
+
+ROOM = 0.6  # of free memory may become packed weights; up to a quarter is the cache's
 
 
 def worth_packing() -> bool:
@@ -46,8 +49,11 @@ class Packer:
     """Packs matrices one by one, in the order in which a step reads them."""
 
     def __init__(self, matrices: Sequence[Packable]) -> None:
-        self._left = deque(matrix for matrix in matrices if is_packable(matrix.weight))
-        self._memory = huge_pages(sum(matrix.weight.nbytes for matrix in self._left))
+        chosen = [matrix for matrix in matrices if is_packable(matrix.weight)]
+        size = sum(matrix.weight.nbytes for matrix in chosen)
+        if size > free_memory() * ROOM:  # mapped weights of a model that is too large can be read again and again
+            chosen, size = [], 0
+        self._left, self._memory = deque(chosen), huge_pages(size)
 
     @property
     def pending(self) -> bool:

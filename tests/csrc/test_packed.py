@@ -115,6 +115,7 @@ WEIGHT, ONE = torch.ones(16, 8).to(E4M3), torch.ones(())
         (lambda: OPS.pack_weight(WEIGHT, torch.zeros(1, 1, 128)), "out"),
         (lambda: OPS.packed_mm(WEIGHT, WEIGHT, ONE, ONE, None, None, torch.float32), "has 2 dimensions, must have 3"),
         (lambda: OPS.packed_mm(torch.ones(1, 16).to(E4M3), pack(WEIGHT), ONE, ONE, None, None, torch.float32), "dim 1"),
+        (lambda: OPS.packed_mm(WEIGHT[:, :7], pack(WEIGHT), ONE, ONE, None, None, torch.float32), "a multiple of 8"),
         (lambda: OPS.packed_mm(WEIGHT, pack(WEIGHT), ONE, None, None, None, torch.float32), "must both be given"),
         (
             lambda: OPS.packed_mm(WEIGHT.bfloat16(), pack(WEIGHT.bfloat16()), ONE, ONE, None, None, torch.float32),

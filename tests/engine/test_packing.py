@@ -124,3 +124,10 @@ def test_what_cannot_be_packed_runs_as_it_is(tmp_path: Path, monkeypatch: pytest
     assert weights_of(engine)["model.layers.0.self_attn.k_proj"] == 2
     assert weights_of(engine)["model.layers.0.self_attn.o_proj"] == 3
     assert tokens_of(engine) == tokens_of(never)
+
+
+def test_a_model_that_hardly_fits_stays_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "free_memory", lambda: 1 << 20)
+    engine = make(tmp_path / "model", "delayed")
+    assert not engine.pack_weights()
+    assert set(weights_of(engine).values()) == {2}
