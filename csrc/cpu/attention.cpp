@@ -13,6 +13,7 @@
 
 #include "check.h"
 #include "cpu/isa.h"
+#include "cpu/scratch.h"
 #include "cpu/tensors.h"
 #include "cpu/vectormath.h"
 

@@ -17,6 +17,7 @@
 #include <cmath>
 
 #include "cpu/gemm.h"
+#include "cpu/scratch.h"
 #include "cpu/tensors.h"
 
 #define FP8_TARGET FP8_TARGET_AVX512BF16

@@ -6,6 +6,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/isa.h"
+#include "cpu/scratch.h"
 #include "cpu/tensors.h"
 #include "cpu/vectormath.h"
 #include "fp8.h"

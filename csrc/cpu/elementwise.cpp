@@ -13,6 +13,7 @@
 #include "cpu/cast_rows.h"
 #include "cpu/isa.h"
 #include "cpu/rows.h"
+#include "cpu/scratch.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
 

@@ -56,7 +56,7 @@ struct Ending {
 
 // `rows` rows by 16 columns over one block of K.
 struct Tile {
-  const void* a = nullptr;  // panel rows, `a_stride` elements apart
+  const void* a = nullptr;  // panel rows, `a_stride` elements apart; as many behind them are fetched ahead
   const void* b = nullptr;  // panel of 16 columns, or their packed block
   int64_t a_stride = kBlock;
   int64_t k = 0;  // of this block
@@ -80,10 +80,12 @@ struct Level {
   // once; `next` is where the call after this one reads, to be fetched ahead. Null if the level has none.
   void (*stream)(const Tile& tile, const void* const* b, const void* const* next, Kind kind);
   int64_t stream_rows;
-  // The same two for packed weights (gemm_packed.h), or null: `tile.b` and `block` are a packed block. Beyond
-  // `stream_rows`, and up to `packed_rows`, streaming it several times is faster than a panel.
+  // The same two for packed weights (gemm_packed.h), or null: `tile.b` and `block` are a packed block, of
+  // which k = begin to end is unpacked. Beyond `stream_rows`, and up to `packed_rows`, streaming it several
+  // times is faster than a panel.
   void (*stream_packed)(const Tile& tile, Kind kind) = nullptr;
-  void (*unpack_packed)(const void* block, int64_t k, Kind kind, void* panel) = nullptr;
+  void (*unpack_packed)(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind,
+                        void* panel) = nullptr;
   int64_t packed_rows = 0;
 };
 

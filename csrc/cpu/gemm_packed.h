@@ -29,7 +29,7 @@ void unpack_block(const char* packed, int64_t k, Kind kind, int64_t stride, char
 // AVX-512 BF16 reads packed blocks as they are; for other levels unpack_block() makes them rows again.
 namespace packed_avx512bf16 {
 void stream(const Tile& tile, Kind kind);  // up to kMaxStream rows; tile.b: the block
-void unpack_columns(const void* block, int64_t k, Kind kind, void* panel);
+void unpack_columns(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind, void* panel);
 }  // namespace packed_avx512bf16
 
 }  // namespace fp8serve::gemm

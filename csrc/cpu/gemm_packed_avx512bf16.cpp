@@ -141,10 +141,10 @@ FP8_TARGET FP8_INLINE void store_run(uint16_t* panel, const __m512i (&columns)[4
 }
 
 template <class F>
-FP8_TARGET void unpack_codes(const char* block, int64_t k, uint16_t* panel) {
+FP8_TARGET void unpack_codes(const char* block, int64_t k, int64_t begin, int64_t end, uint16_t* panel) {
   const Tables t = tables<F>();
   const char* second = block + k * (kGroup / 2);
-  for (int64_t i = 0; i < k; i += kRun) {
+  for (int64_t i = begin; i < end; i += kRun) {
     const __m512i a = _mm512_loadu_si512(block + i * (kGroup / 2)),
                   b = _mm512_loadu_si512(second + i * (kGroup / 2));
     const Pair even = widen(t, _mm512_unpacklo_epi32(a, b)), odd = widen(t, _mm512_unpackhi_epi32(a, b));
@@ -152,9 +152,9 @@ FP8_TARGET void unpack_codes(const char* block, int64_t k, uint16_t* panel) {
   }
 }
 
-FP8_TARGET void unpack_values(const char* block, int64_t k, uint16_t* panel) {
+FP8_TARGET void unpack_values(const char* block, int64_t k, int64_t begin, int64_t end, uint16_t* panel) {
   const char* second = block + k * kGroup;
-  for (int64_t i = 0; i < k; i += kRun) {
+  for (int64_t i = begin; i < end; i += kRun) {
     const Operands a = Values{}.load(block + i * kGroup), b = Values{}.load(second + i * kGroup);
     store_run(panel + i * kGroup,
               {_mm512_unpacklo_epi64(a.low, b.low), _mm512_unpackhi_epi64(a.low, b.low),
@@ -171,11 +171,12 @@ void stream(const Tile& tile, Kind kind) {
   kind == Kind::e5m2 ? stream_from<Codes<E5M2>>(tile) : stream_from<Codes<E4M3>>(tile);
 }
 
-void unpack_columns(const void* block, int64_t k, Kind kind, void* panel) {
+void unpack_columns(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind, void* panel) {
   const auto* from = static_cast<const char*>(block);
   auto* out = static_cast<uint16_t*>(panel);
-  if (kind == Kind::bf16) return unpack_values(from, k, out);
-  kind == Kind::e5m2 ? unpack_codes<E5M2>(from, k, out) : unpack_codes<E4M3>(from, k, out);
+  if (kind == Kind::bf16) return unpack_values(from, k, begin, end, out);
+  kind == Kind::e5m2 ? unpack_codes<E5M2>(from, k, begin, end, out)
+                     : unpack_codes<E4M3>(from, k, begin, end, out);
 }
 
 }  // namespace fp8serve::gemm::packed_avx512bf16

@@ -39,12 +39,16 @@ FP8_TARGET FP8_INLINE void finish_rows(const Vector (&sums)[R * 4], const Tile& 
   finish_sums<R>(done, t, row);
 }
 
+// The rows behind these are fetched meanwhile, a piece of them with each run: they may lie in memory.
 template <int R>
 struct PanelAdd {
-  static constexpr int64_t kStep = kRun;
+  static constexpr int64_t kStep = kRun, kBytes = R * kRun * static_cast<int64_t>(sizeof(Element));
   const Element *a, *b;
   int64_t a_stride;
   FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * 4], int64_t k, int64_t) const {
+    const char* behind = reinterpret_cast<const char*>(a + R * a_stride + k * R);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(behind + i, 0, 2);
     run_of<R>(sums, a + k, a_stride, b + k * kGroup);
   }
 };

@@ -15,6 +15,7 @@
 #include "check.h"
 #include "cpu/cast_rows.h"
 #include "cpu/isa.h"
+#include "cpu/scratch.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
 

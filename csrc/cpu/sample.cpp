@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "cpu/isa.h"
+#include "cpu/scratch.h"
 #include "cpu/tensors.h"
 
 namespace fp8serve {

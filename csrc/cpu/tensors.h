@@ -8,8 +8,6 @@
 #include <atomic>
 #include <cstring>
 #include <initializer_list>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "check.h"
@@ -116,27 +114,5 @@ void parallel_tasks(int64_t tasks, const F& f) {
   run_tasks(
       tasks, threads, [](const void* context, int64_t task) { (*static_cast<const F*>(context))(task); }, &f);
 }
-
-// Per-thread working memory, 64-byte aligned, grown on demand and kept: no page faults after the first call.
-class Scratch {
- public:
-  template <class T>
-  T* get(int64_t count) {
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T) + 64;
-    if (bytes > size_) {
-      memory_.reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{64})));
-      std::memset(memory_.get(), 0, bytes);
-      size_ = bytes;
-    }
-    return reinterpret_cast<T*>(memory_.get());
-  }
-
- private:
-  struct Free {
-    void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t{64}); }
-  };
-  std::unique_ptr<std::byte, Free> memory_;
-  size_t size_ = 0;
-};
 
 }  // namespace fp8serve

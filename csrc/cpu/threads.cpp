@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <exception>
@@ -36,35 +37,58 @@ bool look_for(const F& found) {
   return false;
 }
 
-// What there is to do. Every thread that has entered takes the next task until none is left.
-struct Job {
-  void (*call)(const void*, int64_t);
-  const void* context;
-  int64_t tasks, threads;
-  std::atomic<int64_t> next{0};
-  std::atomic<bool> failed{false};
-  std::exception_ptr problem{};
-
-  void work() {
-    try {
-      for (int64_t i = next++; i < tasks; i = next++) call(context, i);
-    } catch (...) {
-      next = tasks;
-      if (!failed.exchange(true)) problem = std::current_exception();
+// What there is to do. Every thread that has entered begins with a share of its own, so that its tasks follow
+// one another, as does what they read, and then takes what is left of the others' shares.
+class Job {
+ public:
+  Job(int64_t tasks, int64_t most, void (*call)(const void*, int64_t), const void* context)
+      : threads(most), call_(call), context_(context), count_(std::min(most, kShares)) {
+    for (int64_t i = 0; i < count_; ++i) {
+      shares_[i].next = tasks * i / count_;
+      shares_[i].end = tasks * (i + 1) / count_;
     }
   }
+
+  void work(int64_t member) {
+    try {
+      for (int64_t i = 0; i < count_; ++i) take(shares_[(member + i) % count_]);
+    } catch (...) {
+      for (int64_t i = 0; i < count_; ++i) shares_[i].next = shares_[i].end;
+      if (!failed_.exchange(true)) problem = std::current_exception();
+    }
+  }
+
+  const int64_t threads;
+  std::exception_ptr problem{};
+
+ private:
+  static constexpr int64_t kShares = 64;
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+
+  void take(Share& share) {
+    for (int64_t i = share.next++; i < share.end; i = share.next++) call_(context_, i);
+  }
+
+  void (*call_)(const void*, int64_t);
+  const void* context_;
+  int64_t count_;
+  Share shares_[kShares];
+  std::atomic<bool> failed_{false};
 };
 
 class Crew {
  public:
   void run(Job& job) {
-    if (busy_.exchange(true, std::memory_order_acquire)) return job.work();
+    if (busy_.exchange(true, std::memory_order_acquire)) return job.work(0);
     hire(job.threads - 1);
     job_ = &job;
     inside_.store(0, std::memory_order_release);
     ++calls_;
     calls_.notify_all();
-    job.work();
+    job.work(0);
     close();
     busy_.store(false, std::memory_order_release);
   }
@@ -98,7 +122,7 @@ class Crew {
       if (!look_for([&] { return calls_.load(std::memory_order_acquire) != seen; })) calls_.wait(seen);
       seen = calls_.load(std::memory_order_acquire);
       if (!enter()) continue;
-      if (member < job_->threads - 1) job_->work();
+      if (member < job_->threads - 1) job_->work(member + 1);
       inside_.fetch_sub(1, std::memory_order_release);
       inside_.notify_all();
     }
@@ -124,8 +148,13 @@ Crew& the_crew() {
 }  // namespace
 
 void run_tasks(int64_t tasks, int64_t threads, void (*call)(const void*, int64_t), const void* context) {
-  Job job{call, context, tasks, threads};
-  tasks > 1 && threads > 1 ? the_crew().run(job) : job.work();
+  const int64_t useful = std::min(tasks, threads);
+  if (useful < 2) {
+    for (int64_t i = 0; i < tasks; ++i) call(context, i);
+    return;
+  }
+  Job job(tasks, useful, call, context);
+  the_crew().run(job);
   if (job.problem) std::rethrow_exception(job.problem);
 }
 

@@ -7,6 +7,7 @@
 #include "cpu/elementwise.h"
 #include "cpu/isa.h"
 #include "cpu/rows.h"
+#include "cpu/scratch.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
 

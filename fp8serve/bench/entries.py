@@ -128,7 +128,7 @@ def linears() -> Iterator[Entry]:
 
 
 def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -> Iterator[Entry]:
-    """Weights as a checkpoint has them, and, for few rows, packed, as they are served."""
+    """Weights as a checkpoint has them, and packed, as they are served."""
     x, scale = _noise(m, k), torch.tensor(64.0)
     weights = [_noise(n, k) for _ in range(count)]
     cast = [OPS.quantize_current(w, E4M3, False) for w in weights]
@@ -136,10 +136,9 @@ def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -
     figures = theirs, n * k + 2.0 * m * (n + k), 2.0 * m * n * k, goal
     plain = _in_turn([partial(_fp8_linear, x, scale, q, (inverse, s)) for q, s in cast])
     yield Entry("quantize + scaled_mm", size, plain, *figures)
-    if m <= MEMORY_BOUND:
-        packed = [(packed_weight(q, huge_pages(q.nbytes).view(E4M3)), s) for q, s in cast]
-        served = _in_turn([partial(_packed_linear, x, scale, q, (inverse, s)) for q, s in packed])
-        yield Entry("quantize + packed_mm", size, served, *figures)
+    packed = [(packed_weight(q, huge_pages(q.nbytes).view(E4M3)), s) for q, s in cast]
+    served = _in_turn([partial(_packed_linear, x, scale, q, (inverse, s)) for q, s in packed])
+    yield Entry("quantize + packed_mm", size, served, *figures)
 
 
 def packing() -> Iterator[Entry]:

@@ -1,0 +1,46 @@
+// Sixteen columns of `b`, a block of K at a time: where they lie, packed or not, and how they reach the
+// tiles.
+#pragma once
+
+#include "cpu/gemm.h"
+#include "cpu/gemm_run.h"
+
+namespace fp8serve::gemm {
+
+// Block kb of K of the 16 columns from n.
+struct Place {
+  int64_t n, kb;
+};
+
+class Columns {
+ public:
+  Columns(const Problem& problem, const Level& level);
+
+  // With at most so many rows the columns are streamed, else unpacked to a panel.
+  int64_t stream_rows() const { return reads_packed_ ? level_.packed_rows : level_.stream_rows; }
+
+  // Multiplies them straight from where they lie; those of `next` are fetched meanwhile.
+  void stream(Tile tile, Place at, Place next) const;
+
+  // The least of K that is worth unpacking by itself: rows lie in as many pages, which all of it should
+  // share.
+  int64_t piece() const { return reads_packed_ ? kChunk : kBlock; }
+
+  // Their values from k = begin to end, multiples of kChunk or the block's end, to their place in its panel.
+  void unpack(Place at, int64_t begin, int64_t end, std::byte* panel) const;
+
+  // What unpack() will read, into the second-level cache.
+  void fetch(Place at, int64_t begin, int64_t end) const;
+
+ private:
+  const char* block(Place at) const { return p_.b.block(at.n, at.kb * kBlock); }
+  void point(Place at, const void** b) const;
+  void lay_out(Place at) const;
+
+  const Problem& p_;
+  const Level& level_;
+  bool reads_packed_;
+  char* rows_ = nullptr;  // where packed columns become rows again, for a level that wants them so
+};
+
+}  // namespace fp8serve::gemm
