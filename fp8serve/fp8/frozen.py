@@ -174,19 +174,7 @@ class FrozenLinear(nn.Module):
 
     def watch(self, q: Tensor, amax: Tensor) -> None:
         """Count an input that another op has cast by `input_scale` to the codes q; amax FP32 []."""
-        if q.is_cuda:
-            counters = self.amax, self.saturated, self.limit, self.live_rows
-            return cast(None, torch.ops.fp8serve.count_saturated(q, amax, *counters))
-        seen = amax.item()
-        if seen > self.amax.item():
-            self.amax.fill_(seen)
-        if seen > self.limit:
-            self.count_saturated(q)
-        return None
-
-    def count_saturated(self, q: Tensor) -> None:
-        """Add the elements of q that lie at +-448."""
-        self.saturated += (q.view(torch.uint8) & 0x7F).eq(0x7E).sum()
+        torch.ops.fp8serve.count_saturated(q, amax, self.amax, self.saturated, self.limit, self.live_rows)
 
     def reset_counters(self) -> None:
         """Start watching anew."""
