@@ -1,10 +1,11 @@
 // paged_attention: causal attention of new tokens over paged caches of FP32, BF16, FP16 or FP8, heads in
 // groups.
 //
-// Here: what the op demands of its arguments, and how its work is cut. A task is one sequence, one kv head
-// and up to 16 query tokens, and goes through the parts of its keys. Where threads would be left without
-// work, the parts of a long sequence are pieces of their own, joined when all are done: the same arithmetic,
-// hence the same bits. attention.h says in which order sums are taken.
+// Here: what the op demands of its arguments, and how its work is cut. A task is one sequence, up to 16 query
+// tokens and one kv head, or, where that makes few rows, some adjacent ones, and goes through the parts of
+// its keys. Where threads would be left without work, the parts of a long sequence are pieces of their own,
+// joined when all are done: the same arithmetic, hence the same bits. attention.h says in which order sums
+// are taken.
 #include "cpu/attention.h"
 
 #include <torch/csrc/stable/library.h>
@@ -22,6 +23,8 @@ namespace attention {
 namespace {
 
 constexpr int64_t kQueryTokens = 16;
+constexpr int64_t kTogether = 64;  // query rows, of all heads, that a task has at least if there are others
+constexpr int64_t kMostHeads = 8;  // of a task
 constexpr int64_t kMaxDim = 512;
 constexpr int64_t kAlone = 1 << 20;  // fewer products with keys are done before another thread is awake
 
@@ -36,10 +39,11 @@ struct Task {
   int64_t sequence, kv_head, first, last;  // query tokens [first, last) of the sequence
 };
 
-// What a thread does at once: a task from end to end, or one part of its keys into `state`.
+// What a thread does at once: a task from end to end, or one part of its keys into states in `memory`.
 struct Piece {
-  Work work;
-  State state;
+  const Work* heads;
+  int64_t count;
+  float* memory;
   int64_t part;  // -1: all of them
 };
 
@@ -124,25 +128,55 @@ struct Join {
   }
 };
 
-void join(const Work& w, int64_t part, const State& total, const State& more) {
-  dispatch<Join>(&total, &more, w.first_row(part * kPart));
+// The states of a task's heads.
+struct States {
+  State of[kMostHeads];
+
+  static int64_t size(const Path& path, const Work& w) {
+    return State::size(w.tokens * w.group, path.width(w.dim));
+  }
+  States(const Path& path, const Work& w, int64_t heads, float* memory) {
+    for (int64_t i = 0; i < heads; ++i)
+      of[i] = State::at(memory + i * size(path, w), w.tokens * w.group, path.width(w.dim));
+  }
+};
+
+void join(const Piece& p, int64_t part, const States& total, const States& more) {
+  for (int64_t i = 0; i < p.count; ++i)
+    dispatch<Join>(&total.of[i], &more.of[i], p.heads[i].first_row(part * kPart));
 }
 
-void whole(const Path& path, const Work& w) {
+void finish(const Path& path, const Piece& p, const States& total) {
+  for (int64_t i = 0; i < p.count; ++i) path.finish(p.heads[i], total.of[i]);
+}
+
+Reading reading(const Piece& p, int64_t part) { return {p.heads, p.count, keys_of(*p.heads, part)}; }
+
+void whole(const Path& path, const Piece& p, const Reading& next) {
   thread_local Scratch memory[2];
-  const int64_t rows = w.tokens * w.group, width = path.width(w.dim), size = State::size(rows, width);
-  const State total = State::at(memory[0].get<float>(size), rows, width);
-  path.attend(w, keys_of(w, 0), total);
-  for (int64_t part = 1; part < parts_of(w); ++part) {
-    const State more = State::at(memory[1].get<float>(size), rows, width);
-    path.attend(w, keys_of(w, part), more);
-    join(w, part, total, more);
+  const int64_t size = p.count * States::size(path, *p.heads), parts = parts_of(*p.heads);
+  const States total(path, *p.heads, p.count, memory[0].get<float>(size));
+  const States more(path, *p.heads, p.count, memory[1].get<float>(size));
+  for (int64_t part = 0; part < parts; ++part) {
+    const States& states = part == 0 ? total : more;
+    path.attend(reading(p, part), states.of, part + 1 < parts ? reading(p, part + 1) : next);
+    if (part > 0) join(p, part, total, more);
   }
-  path.finish(w, total);
+  finish(path, p, total);
+}
+
+// --- pieces
+
+// Adjacent heads of the same query tokens: all of them would be one thread's work alone.
+int64_t heads_together(const Work& w, int64_t kv_heads, int64_t tasks) {
+  const int64_t wanted = 2 * static_cast<int64_t>(torch::stable::get_num_threads());
+  int64_t count = std::min({kv_heads, kMostHeads, std::max<int64_t>(1, kTogether / (w.tokens * w.group))});
+  while (count > 1 && tasks * ((kv_heads + count - 1) / count) < wanted) count /= 2;
+  return count;
 }
 
 // Tasks that would take one thread longer than a fair share of everything are cut into their parts, each of
-// which leaves a state. `cut`: their pieces, behind each other.
+// which leaves its states. `cut`: their pieces, behind each other.
 struct Plan {
   std::vector<Piece> pieces, cut;
 };
@@ -150,20 +184,23 @@ struct Plan {
 Plan plan(const Path& path, const std::vector<Work>& works) {
   thread_local Scratch states;
   const int64_t threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t kv_heads = works.front().heads / works.front().group;
+  const int64_t tasks = static_cast<int64_t>(works.size()) / kv_heads;
   int64_t all = 0, floats = 0;
   for (const Work& w : works) all += parts_of(w);
   const auto long_one = [&](const Work& w) { return parts_of(w) > 1 && parts_of(w) * threads > all; };
-  const auto size = [&](const Work& w) { return State::size(w.tokens * w.group, path.width(w.dim)); };
-  for (const Work& w : works) floats += long_one(w) ? parts_of(w) * size(w) : 0;
+  for (const Work& w : works) floats += long_one(w) ? parts_of(w) * States::size(path, w) : 0;
   float* memory = states.get<float>(floats);
   Plan out;
-  for (const Work& w : works) {
-    if (!long_one(w)) {
-      out.pieces.push_back({w, {}, -1});
-      continue;
+  for (const Work* w = works.data(); w < works.data() + works.size();) {
+    const int64_t head = (w - works.data()) % kv_heads;
+    const int64_t count = std::min(heads_together(*w, kv_heads, tasks), kv_heads - head);
+    if (!long_one(*w)) out.pieces.push_back({w, count, nullptr, -1});
+    for (int64_t part = 0; long_one(*w) && part < parts_of(*w); ++part) {
+      out.cut.push_back({w, count, memory, part});
+      memory += count * States::size(path, *w);
     }
-    for (int64_t part = 0; part < parts_of(w); ++part, memory += size(w))
-      out.cut.push_back({w, State::at(memory, w.tokens * w.group, path.width(w.dim)), part});
+    w += count;
   }
   out.pieces.insert(out.pieces.begin(), out.cut.begin(), out.cut.end());  // the long ones first
   return out;
@@ -175,22 +212,33 @@ bool alone(const std::vector<Work>& works) {
   return products < kAlone;
 }
 
+void compute_piece(const Path& path, const Piece& p, const Piece* next) {
+  const Reading then = next == nullptr ? Reading{} : reading(*next, std::max<int64_t>(next->part, 0));
+  if (p.part < 0) return whole(path, p, then);
+  path.attend(reading(p, p.part), States(path, *p.heads, p.count, p.memory).of, then);
+}
+
+void join_parts(const Path& path, const Piece* first) {
+  const auto states = [&](int64_t part) {
+    return States(path, *first->heads, first->count, first[part].memory);
+  };
+  for (int64_t part = 1; part < parts_of(*first->heads); ++part) join(*first, part, states(0), states(part));
+  finish(path, *first, states(0));
+}
+
 void compute(const Path& path, const std::vector<Work>& works) {
   if (alone(works)) {
-    for (const Work& w : works) whole(path, w);
+    for (const Work& w : works) whole(path, {&w, 1, nullptr, -1}, {});
     return;
   }
   const Plan todo = plan(path, works);
-  parallel_tasks(static_cast<int64_t>(todo.pieces.size()), [&](int64_t i) {
-    const Piece& p = todo.pieces[static_cast<size_t>(i)];
-    p.part < 0 ? whole(path, p.work) : path.attend(p.work, keys_of(p.work, p.part), p.state);
+  const auto count = static_cast<int64_t>(todo.pieces.size());
+  parallel_tasks(count, [&](int64_t i) {
+    const Piece* p = todo.pieces.data() + i;
+    compute_piece(path, *p, i + 1 < count ? p + 1 : nullptr);
   });
   parallel_tasks(static_cast<int64_t>(todo.cut.size()), [&](int64_t i) {
-    const Piece* first = todo.cut.data() + i;
-    if (first->part != 0) return;
-    const int64_t parts = parts_of(first->work);
-    for (int64_t part = 1; part < parts; ++part) join(first->work, part, first->state, first[part].state);
-    path.finish(first->work, first->state);
+    if (todo.cut[static_cast<size_t>(i)].part == 0) join_parts(path, todo.cut.data() + i);
   });
 }
 

@@ -53,6 +53,14 @@ struct Keys {
   int64_t first, last;
 };
 
+// What a thread attends to at once: some keys of adjacent kv heads of the same query tokens. Side by side in
+// the cache, they come from memory together.
+struct Reading {
+  const Work* heads = nullptr;
+  int64_t count = 0;  // of the heads
+  Keys keys{};
+};
+
 // A task's query rows after some keys: output not yet divided by its sum, the maximum its weights refer to,
 // and the sum of weights in 16 lanes.
 struct State {
@@ -74,8 +82,9 @@ struct State {
 // How a pair of element types is computed.
 struct Path {
   int64_t unit;  // rows of a state are padded to multiples of this
-  void (*attend)(const Work& work, Keys keys, const State& state);  // from nothing, over at most kPart keys
-  void (*finish)(const Work& work, const State& state);             // -> work.out
+  // From nothing, over at most kPart keys, into a state of each head; `next` is what is read after that.
+  void (*attend)(const Reading& now, const State* states, const Reading& next);
+  void (*finish)(const Work& work, const State& state);  // -> work.out
 
   int64_t width(int64_t dim) const { return (dim + unit - 1) / unit * unit; }
 };

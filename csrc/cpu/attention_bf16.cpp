@@ -31,7 +31,7 @@ constexpr int64_t kMost = 512;  // dimensions of a head
 
 // One task's working memory, beside its state.
 struct Space : State {
-  uint16_t* q;        // [rows][width]
+  uint16_t* q;        // [heads][rows][width]
   float* scores;      // [4 groups of 16 keys][rows][16]
   uint16_t* weights;  // [rows][64]
   float* correction;  // [rows]
@@ -40,11 +40,11 @@ struct Space : State {
   uint16_t* v;        // [32 pairs of keys][width][2]
 };
 
-Space allocate(const State& state) {
+Space allocate(const State& state, int64_t heads) {
   thread_local Scratch scratch[7];
   const int64_t rows = state.rows, width = state.width;
   return {state,
-          scratch[0].get<uint16_t>(rows * width),
+          scratch[0].get<uint16_t>(heads * rows * width),
           scratch[1].get<float>(rows * kKeys),
           scratch[2].get<uint16_t>(rows * kKeys),
           scratch[3].get<float>(rows),
@@ -97,6 +97,42 @@ void point(const void* cache, const int64_t* at, const void** key) {
   for (int64_t i = 0; i < kKeys; ++i) key[i] = static_cast<const char*>(cache) + at[i];
 }
 
+// What the next tile of all heads will read, a few lines at a time, so that it comes from memory while this
+// one is computed. The lines of many keys at once would not: beyond a few dozen on their way, the rest is
+// dropped.
+class Ahead {
+ public:
+  // Between two calls some() is called `steps` times.
+  void aim(const Reading& next, int64_t first, int64_t steps) {
+    const Tile tile{first, std::min(kKeys, next.keys.last - first)};
+    token_ = line_ = 0;
+    tokens_ = next.count > 0 ? std::max<int64_t>(tile.count, 0) : 0;
+    if (tokens_ == 0) return;
+    const Work& w = *next.heads;
+    k_ = static_cast<const char*>(w.k);
+    v_ = static_cast<const char*>(w.v);
+    lines_ = (next.count * w.dim * gemm::bytes_of(kind_of(w.cache)) + 63) / 64;
+    share_ = (tokens_ * lines_ + steps - 1) / steps;
+    locate(w, tile, at_);
+  }
+
+  void some() {
+    for (int64_t i = 0; i < share_ && token_ < tokens_; ++i) {
+      const int64_t at = at_[token_] + line_ * 64;
+      __builtin_prefetch(k_ + at, 0, 2);
+      __builtin_prefetch(v_ + at, 0, 2);
+      if (++line_ == lines_) line_ = 0, ++token_;
+    }
+  }
+
+ private:
+  const char *k_ = nullptr, *v_ = nullptr;
+  int64_t tokens_ = 0, lines_ = 0;  // keys, and lines of each
+  int64_t token_ = 0, line_ = 0;    // up to here they have been asked for
+  int64_t share_ = 0;
+  int64_t at_[kKeys];
+};
+
 // Up to 32 BF16, zeros after the end.
 FP8_TARGET FP8_INLINE __m512i load32(const uint16_t* p, int64_t left) {
   return left >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << left) - 1, p);
@@ -122,7 +158,7 @@ FP8_TARGET FP8_INLINE void in_order(__m512 low, __m512 high, float* out) {
 }
 
 // A tile's keys into panels of 16, its values into pairs. FP8 values become BF16 rows first.
-void unpack(const Work& w, Tile tile, const Space& s) {
+void unpack(const Work& w, Tile tile, const Space& s, Ahead& ahead) {
   const gemm::Level& level = gemm::avx512bf16();
   const gemm::Kind kind = kind_of(w.cache);
   const void* key[kKeys];
@@ -139,6 +175,7 @@ void unpack(const Work& w, Tile tile, const Space& s) {
     interleave(static_cast<const uint16_t*>(key[i]),
                i + 1 < tile.count ? static_cast<const uint16_t*>(key[i + 1]) : nullptr, w.dim, s.width,
                s.v + i * s.width);
+    ahead.some();
   }
 }
 
@@ -232,7 +269,7 @@ FP8_TARGET void mix(const Space& s, int64_t row, int64_t seen) {
   }
 }
 
-void attend_tile(const Work& w, Tile tile, const Space& s) {
+void attend_tile(const Work& w, Tile tile, const Space& s, Ahead& ahead) {
   const auto seen = [&](int64_t row) { return std::min(w.position(row) - tile.begin + 1, kKeys); };
   int64_t row = 0;
   while (row < s.rows && seen(row) <= 0) ++row;
@@ -241,7 +278,10 @@ void attend_tile(const Work& w, Tile tile, const Space& s) {
     int64_t same = 1;
     while (same < 4 && row + same < s.rows && seen(row + same) == seen(row)) ++same;
     const int64_t together = same == 4 ? 4 : 1;
-    for (int64_t r = row; r < row + together; ++r) soften(s, r, seen(r), w.score_scale);
+    for (int64_t r = row; r < row + together; ++r) {
+      soften(s, r, seen(r), w.score_scale);
+      ahead.some();
+    }
     together == 4 ? mix<4>(s, row, seen(row)) : mix<1>(s, row, seen(row));
     row += together;
   }
@@ -256,14 +296,32 @@ void load_queries(const Work& w, const Space& s) {
   }
 }
 
-void attend(const Work& w, Keys keys, const State& state) {
-  const Space s = allocate(state);
-  state.clear();
-  load_queries(w, s);
-  for (int64_t first = keys.first; first < keys.last; first += kKeys) {
-    const Tile tile{first, std::min(kKeys, keys.last - first)};
-    unpack(w, tile, s);
-    attend_tile(w, tile, s);
+// One head's part of the working memory that all share.
+Space of_head(const Space& all, const State& state, int64_t head) {
+  Space s = all;
+  static_cast<State&>(s) = state;
+  s.q += head * state.rows * state.width;
+  return s;
+}
+
+// The heads take turns at every tile.
+void attend(const Reading& now, const State* states, const Reading& next) {
+  const Space all = allocate(*states, now.count);
+  for (int64_t i = 0; i < now.count; ++i) {
+    states[i].clear();
+    load_queries(now.heads[i], of_head(all, states[i], i));
+  }
+  Ahead ahead;
+  for (int64_t first = now.keys.first; first < now.keys.last; first += kKeys) {
+    const Tile tile{first, std::min(kKeys, now.keys.last - first)};
+    const int64_t steps = now.count * (tile.count / 2 + states->rows);
+    const bool more = first + kKeys < now.keys.last;
+    ahead.aim(more ? now : next, more ? first + kKeys : next.keys.first, steps);
+    for (int64_t i = 0; i < now.count; ++i) {
+      const Space s = of_head(all, states[i], i);
+      unpack(now.heads[i], tile, s, ahead);
+      attend_tile(now.heads[i], tile, s, ahead);
+    }
   }
 }
 

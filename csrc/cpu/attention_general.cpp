@@ -108,13 +108,16 @@ void finish(const Work& w, const State& s) {
 }
 
 template <class Q, class C>
-void attend_keys(const Work& w, Keys keys, const State& s) {
-  float* q = memory.rows.get<float>(s.rows * s.width);
-  float* tile = memory.tile.get<float>(2 * kTile * s.width);
-  std::fill_n(q, s.rows * s.width, 0.0f);
-  std::fill_n(tile, 2 * kTile * s.width, 0.0f);
-  s.clear();
-  dispatch<Attend<Q, C>>(&w, &keys, &s, q, tile, tile + kTile * s.width);
+void attend_keys(const Reading& now, const State* states, const Reading&) {
+  for (int64_t i = 0; i < now.count; ++i) {
+    const State& s = states[i];
+    float* q = memory.rows.get<float>(s.rows * s.width);
+    float* tile = memory.tile.get<float>(2 * kTile * s.width);
+    std::fill_n(q, s.rows * s.width, 0.0f);
+    std::fill_n(tile, 2 * kTile * s.width, 0.0f);
+    s.clear();
+    dispatch<Attend<Q, C>>(now.heads + i, &now.keys, &s, q, tile, tile + kTile * s.width);
+  }
 }
 
 template <class F>
