@@ -112,6 +112,20 @@ def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype):
 
 
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 2), (11, 1), (5, 8)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, kv_heads, group, count):
+    torch.set_num_threads(count)
+    batch = Batch([(700, 1), (70, 1), (90, 1), (200, 3)], kv_heads * group, kv_heads, 40, q_dtype, cache_dtype)
+    q, k, v, *rest = batch.args()
+    whole = OPS.paged_attention(q, k, v, *rest)
+    for head in range(kv_heads):
+        queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        alone = OPS.paged_attention(q[:, queries], k[:, :, keys], v[:, :, keys], *rest)
+        assert_bits_equal(alone, whole[:, queries])
+
+
+@pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 def test_long_sequences_are_right(level, q_dtype, cache_dtype):
     batch = Batch(LONG, 4, 2, 24, q_dtype, cache_dtype)
     args = list(batch.args())

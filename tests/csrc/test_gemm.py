@@ -120,6 +120,17 @@ def test_a_row_does_not_depend_on_its_batch(level, a_by, b_by, k):
         assert_bits_equal(part, whole[first:last])
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_more_rows_than_are_unpacked_at_a_time(level, dtype):
+    """At K = 4096 a panel of 8 MiB is 512 rows of FP32 or 1,024 of BF16."""
+    a, a_scale = quantized(tame(1100, 4096, seed=5), "row")
+    b, b_scale = quantized(tame(40, 4096, seed=6), "row", dtype)
+    whole = OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.bfloat16)
+    for first, last in [(0, 3), (362, 380), (545, 560), (1090, 1100)]:
+        part = OPS.scaled_mm(a[first:last], b, a_scale[first:last], b_scale, None, torch.bfloat16)
+        assert_bits_equal(part, whole[first:last])
+
+
 def test_threads_do_not_change_the_result(threads):
     a, a_scale = quantized(tame(530, 1100, seed=3), "row")
     b, b_scale = quantized(tame(700, 1100, seed=4), "row")
