@@ -25,7 +25,6 @@ void Columns::stream(Tile tile, Place at, Place next) const {
 }
 
 void Columns::unpack(Place at, int64_t begin, int64_t end, std::byte* panel) const {
-  if (begin == end) return;
   if (reads_packed_) return level_.unpack_packed(block(at), p_.k_count(at.kb), begin, end, p_.b.kind, panel);
   const void* b[kGroup];
   if (rows_ != nullptr && begin == 0) lay_out(at);

@@ -55,6 +55,27 @@ struct Panel {
   }
 };
 
+// A block of K in pieces that are dealt with beside tiles, as many beside each. Tiles may be short, so
+// without a division for each.
+class Pieces {
+ public:
+  Pieces(int64_t k, int64_t size, int64_t tiles)
+      : k_(k), size_(size), count_((k + size - 1) / size), tiles_(tiles) {}
+
+  // f(begin, end) for what is due beside the next tile, if anything is.
+  template <class F>
+  void next(const F& f) {
+    const int64_t before = done_;
+    for (due_ += count_; done_ * tiles_ < due_; ++done_) {
+    }
+    if (done_ > before) f(before * size_, std::min(done_ * size_, k_));
+  }
+
+ private:
+  int64_t k_, size_, count_, tiles_;
+  int64_t done_ = 0, due_ = 0;  // pieces, and pieces x tiles
+};
+
 // Which of its two loops a task has outside. Over columns where all of K stays in the cache: each weight row
 // is read from its beginning to its end. Else over blocks of K, of which one stays.
 enum class Outside { columns, blocks };
@@ -111,31 +132,24 @@ class Task {
       ending = end_of(at.n, b_outer, bias);
       tile.ending = &ending;
     }
-    const Place next = after(at);
-    const int64_t most = streams_ ? rows_per_stream() : kMaxRows;
+    const int64_t most = streams_ ? rows_per_stream() : kMaxRows, tiles = (rows_ + most - 1) / most;
+    const Place next = after(at), later = after(next);
+    Pieces unpacking(within(next) ? p_.k_count(next.kb) : 0, columns_.piece(), tiles);
+    Pieces fetching(exists(later) ? p_.k_count(later.kb) : 0, kChunk, tiles);
     for (int64_t r = 0; r < rows_; r += tile.rows) {
       tile.rows = static_cast<int>(std::min(most, rows_ - r));
       tile.a = panel_.at(m0_ + r, at.kb);
       if (sums_ != nullptr) tile.out = sums_ + (at.n - n0_) * rows_ + r * kGroup;
       for (int i = 0; p_.blocked() && i < tile.rows; ++i) a_scale[i] = inner(p_.a, m0_ + r + i, at.kb);
-      if (!streams_) prepare(next, r, r + tile.rows);
-      streams_ ? columns_.stream(tile, at, exists(next) ? next : at) : level_.tile(tile);
+      if (streams_) {
+        columns_.stream(tile, at, exists(next) ? next : at);
+      } else {
+        unpacking.next([&](int64_t begin, int64_t end) { columns_.unpack(next, begin, end, next_); });
+        fetching.next([&](int64_t begin, int64_t end) { columns_.fetch(later, begin, end); });
+        level_.tile(tile);
+      }
       if (tile.ending != nullptr) advance(ending, tile.rows);
     }
-  }
-
-  // The share of `next` that is due beside the tile of rows [from, to), and what comes after it from memory.
-  void prepare(Place next, int64_t from, int64_t to) const {
-    if (!within(next)) return;
-    columns_.unpack(next, due(next, from, columns_.piece()), due(next, to, columns_.piece()), next_);
-    const Place later = after(next);
-    if (exists(later)) columns_.fetch(later, due(later, from, kChunk), due(later, to, kChunk));
-  }
-
-  // How much of a block of K, in pieces, is due before a row.
-  int64_t due(Place at, int64_t row, int64_t piece) const {
-    const int64_t k = p_.k_count(at.kb), pieces = (k + piece - 1) / piece;
-    return std::min(pieces * row / rows_ * piece, k);
   }
 
   // Even shares: 9 rows are 5 and 4.
