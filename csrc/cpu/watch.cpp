@@ -1,5 +1,7 @@
 // count_saturated: what serving keeps of every FP8 input, its largest magnitude and how many elements were
 // cut off. The codes are read only in the rare step whose amax lies beyond the limit.
+#include "watch.h"
+
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"
@@ -20,12 +22,7 @@ struct CountAtEnd {
 void count_saturated(const Tensor& q_in, const Tensor& amax, const Tensor& seen, const Tensor& saturated,
                      double limit, const std::optional<Tensor>& rows) {
   const Contract check("count_saturated");
-  check.rank("q", q_in, 2);
-  check.tensor("q", q_in, {ScalarType::Float8_e4m3fn}, {{"T", q_in.size(0)}, {"K", q_in.size(1)}});
-  check.tensor("amax", amax, {ScalarType::Float}, {});
-  check.tensor("seen", seen, {ScalarType::Float}, {});
-  check.tensor("saturated", saturated, {ScalarType::Long}, {});
-  if (rows) check.tensor("rows", *rows, {ScalarType::Long}, {});
+  check_counters(check, q_in, amax, seen, saturated, rows);
   const float here = *data<const float>(amax);
   float& most = *data<float>(seen);
   if (here > most) most = here;

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/cast.h"
+#include "watch.h"
 
 namespace fp8serve {
 namespace {
@@ -42,12 +43,7 @@ __global__ void __launch_bounds__(kThreads) count(const __grid_constant__ Watch 
 void count_saturated(const Tensor& q_in, const Tensor& amax, const Tensor& seen, const Tensor& saturated,
                      double limit, const std::optional<Tensor>& rows) {
   const DeviceContract check("count_saturated", q_in);
-  check.rank("q", q_in, 2);
-  check.tensor("q", q_in, {ScalarType::Float8_e4m3fn}, {{"T", q_in.size(0)}, {"K", q_in.size(1)}});
-  check.tensor("amax", amax, {ScalarType::Float}, {});
-  check.tensor("seen", seen, {ScalarType::Float}, {});
-  check.tensor("saturated", saturated, {ScalarType::Long}, {});
-  if (rows) check.tensor("rows", *rows, {ScalarType::Long}, {});
+  check_counters(check, q_in, amax, seen, saturated, rows);
   const OnDevice device(q_in);
   const Tensor q = dense(q_in);
   const int64_t blocks = std::max<int64_t>(1, ceil_over(q.numel(), kThreads * 64));
