@@ -23,7 +23,7 @@ namespace attention {
 namespace {
 
 constexpr int64_t kQueryTokens = 16;
-constexpr int64_t kTogether = 64;  // query rows, of all heads, that a task has at least if there are others
+constexpr int64_t kTogether = 64;  // query rows of a task with several heads, at most
 constexpr int64_t kMostHeads = 8;  // of a task
 constexpr int64_t kMaxDim = 512;
 constexpr int64_t kAlone = 1 << 20;  // fewer products with keys are done before another thread is awake
@@ -167,7 +167,7 @@ void whole(const Path& path, const Piece& p, const Reading& next) {
 
 // --- pieces
 
-// Adjacent heads of the same query tokens: all of them would be one thread's work alone.
+// How many adjacent heads a task takes: those of few rows, and not so many that a thread has no task.
 int64_t heads_together(const Work& w, int64_t kv_heads, int64_t tasks) {
   const int64_t wanted = 2 * static_cast<int64_t>(torch::stable::get_num_threads());
   int64_t count = std::min({kv_heads, kMostHeads, std::max<int64_t>(1, kTogether / (w.tokens * w.group))});

@@ -106,7 +106,7 @@ class Ahead {
   void aim(const Reading& next, int64_t first, int64_t steps) {
     const Tile tile{first, std::min(kKeys, next.keys.last - first)};
     token_ = line_ = 0;
-    tokens_ = next.count > 0 ? std::max<int64_t>(tile.count, 0) : 0;
+    tokens_ = tile.count;  // none where nothing comes after
     if (tokens_ == 0) return;
     const Work& w = *next.heads;
     k_ = static_cast<const char*>(w.k);
@@ -158,12 +158,10 @@ FP8_TARGET FP8_INLINE void in_order(__m512 low, __m512 high, float* out) {
 }
 
 // A tile's keys into panels of 16, its values into pairs. FP8 values become BF16 rows first.
-void unpack(const Work& w, Tile tile, const Space& s, Ahead& ahead) {
+void unpack(const Work& w, Tile tile, const int64_t* at, const Space& s, Ahead& ahead) {
   const gemm::Level& level = gemm::avx512bf16();
   const gemm::Kind kind = kind_of(w.cache);
   const void* key[kKeys];
-  int64_t at[kKeys];
-  locate(w, tile, at);
   point(w.k, at, key);
   for (int64_t g = 0; g < tile.count; g += 16) level.unpack_columns(key + g, w.dim, kind, s.k + g * s.width);
   point(w.v, at, key);
@@ -317,9 +315,11 @@ void attend(const Reading& now, const State* states, const Reading& next) {
     const int64_t steps = now.count * (tile.count / 2 + states->rows);
     const bool more = first + kKeys < now.keys.last;
     ahead.aim(more ? now : next, more ? first + kKeys : next.keys.first, steps);
+    int64_t at[kKeys];
+    locate(*now.heads, tile, at);
     for (int64_t i = 0; i < now.count; ++i) {
       const Space s = of_head(all, states[i], i);
-      unpack(now.heads[i], tile, s, ahead);
+      unpack(now.heads[i], tile, at, s, ahead);
       attend_tile(now.heads[i], tile, s, ahead);
     }
   }

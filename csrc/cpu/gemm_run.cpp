@@ -66,8 +66,8 @@ class Pieces {
   template <class F>
   void next(const F& f) {
     const int64_t before = done_;
-    for (due_ += count_; done_ * tiles_ < due_; ++done_) {
-    }
+    due_ += count_;
+    while (done_ * tiles_ < due_) ++done_;
     if (done_ > before) f(before * size_, std::min(done_ * size_, k_));
   }
 

@@ -1,7 +1,8 @@
 // A thread's working memory, grown on demand and kept: no page faults after the first call.
 //
-// Large ones are in huge pages. The second-level cache places lines by physical address, and small pages
-// crowd some of its sets and leave others empty: a panel of half its size that is to stay there does not.
+// Large ones, few enough to round up, are in huge pages. The second-level cache places lines by physical
+// address, and small pages crowd some of its sets and leave others empty: a panel of half its size that is to
+// stay there does not.
 #pragma once
 
 #include <sys/mman.h>
@@ -29,7 +30,7 @@ class Scratch {
   }
 
  private:
-  static constexpr size_t kHugePage = 2 << 20, kLarge = 64 << 10;
+  static constexpr size_t kHugePage = 2 << 20, kLarge = 1 << 20;
   static constexpr std::align_val_t kLine{64};
 
   void grow(size_t bytes) {

@@ -70,7 +70,7 @@ def count_saturated(
     """Watch an input that was cast to q [T, K]: seen FP32 [] rises to its amax []; where that is beyond `limit`, the
     largest input that is not cut off, saturated int64 [] counts the codes at the format's end (E4M3) among the first
     `rows` int64 [], None for all."""
-    torch.maximum(seen, amax, out=seen)
+    torch.fmax(seen, amax, out=seen)  # a NaN is no largest magnitude
     cut = (q.view(torch.uint8) & 0x7F).eq(0x7E)
     if rows is not None:
         cut = cut & (torch.arange(q.shape[0], device=q.device) < rows).unsqueeze(1)

@@ -22,6 +22,14 @@ def test_both_signs_are_counted_onto_what_was_before(level):
     assert (float(seen), int(saturated)) == (500.0, 7 + 7500)
 
 
+def test_nan_is_no_largest_magnitude(level):
+    q, nan = torch.zeros(2, 16).to(torch.float8_e4m3fn), torch.tensor(float("nan"))
+    for count in (torch.ops.fp8serve.count_saturated, reference_fused.count_saturated):
+        seen, saturated = torch.tensor(3.0), torch.tensor(7)
+        count(q, nan, seen, saturated, 448.0, None)
+        assert (float(seen), int(saturated)) == (3.0, 7)
+
+
 def test_a_wrong_counter_is_refused(level):
     q = torch.zeros(2, 16).to(torch.float8_e4m3fn)
     with pytest.raises(RuntimeError, match=r"count_saturated: saturated"):
