@@ -1,7 +1,5 @@
 """The sandbox and its budget, and finding the assistant's words."""
 
-import time
-
 import pytest
 
 from fp8serve.errors import ModelError, RequestError
@@ -104,10 +102,9 @@ def test_sandbox_shows_nothing_of_pythons_internals(source: str) -> None:
     ],
 )
 def test_budget_stops_templates_that_run_or_grow(source: str) -> None:
-    start = time.monotonic()
+    """Without a budget these take hours or all memory: pytest's limit on a test would end them."""
     with pytest.raises((ModelError, RequestError)):
         ChatTemplate(source, {}).render(TURNS)
-    assert time.monotonic() - start < 20  # not a benchmark: without a budget these take hours or all memory
 
 
 def test_budget_does_not_touch_long_conversations() -> None:
