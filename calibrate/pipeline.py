@@ -47,6 +47,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from .compare import compare
 from .data import Batches, calibration_batches, data_files, source_names
 from .device import check_device
+from .lengths import fitting
 from .observe import Observer, observe, settle
 from .progress import Progress, Stages
 from .report import html_report
@@ -89,7 +90,7 @@ def calibrate(
     stages = Stages(progress)
     with stages.stage("load"):
         decoder, linears = load(source, device)
-        seq_len = min(seq_len, decoder.config.max_full_attention_len)
+        seq_len, notes = fitting(seq_len, decoder.config)
         tokenizer, vocab_size, files = Tokenizer.from_dir(source), decoder.config.vocab_size, data_files(data)
         batches = calibration_batches(
             files,
@@ -122,6 +123,7 @@ def calibrate(
         bytes_after=weight_bytes(source),
         seconds={},
         versions=versions(),
+        notes=notes,
     )
     return _write(source, out, checkpoint, draft, scales_only, stages)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fp8serve.errors import RecipeError
-from fp8serve.terminal import AsJson, print_rich, progress
+from fp8serve.terminal import AsJson, print_rich, progress, remark
 
 RecipeName = Literal["delayed", "current", "rowwise", "block"]
 
@@ -81,6 +81,8 @@ def command(
             scales_only=scales_only,
             progress=lambda stage, done, total: advance(done, total, stage),
         )
+    for note in report.notes:
+        remark(note)
     print(report.to_json()) if json else print_rich(summary_table(report))
 
 

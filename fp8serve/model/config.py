@@ -76,6 +76,22 @@ class ModelConfig:
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     @property
+    def length_bound(self) -> str:
+        """What `max_full_attention_len` is, in words."""
+        return "trained context" if self.window_note is None else "attention window"
+
+    @property
+    def window_note(self) -> str | None:
+        """What a user must know of a model whose window is shorter than its context; None for other models."""
+        window = self.sliding_window
+        if window is None or window >= self.max_position_embeddings:
+            return None
+        return (
+            f"This model attends to windows of {window} tokens, and attention beyond a window is not computed yet: "
+            f"sequences end at {window} tokens instead of the {self.max_position_embeddings} that it was trained for."
+        )
+
+    @property
     def softmax_scale(self) -> float:
         return float(self.head_dim**-0.5)
 

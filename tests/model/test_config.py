@@ -61,6 +61,17 @@ def test_windows_per_layer() -> None:
     assert (config.sliding_window, config.max_full_attention_len) == (8, 8)
 
 
+def test_a_window_below_the_context_is_said() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
+    windowed = parse_config(LLAMA | mistral | {"sliding_window": 8, "max_position_embeddings": 64})
+    assert windowed.length_bound == "attention window"
+    assert windowed.window_note is not None
+    assert "sequences end at 8 tokens instead of the 64" in windowed.window_note
+    whole = parse_config(LLAMA | mistral | {"sliding_window": 64, "max_position_embeddings": 64})
+    for config in (whole, parse_config(LLAMA)):
+        assert (config.length_bound, config.window_note) == ("trained context", None)
+
+
 def test_harmless_keys_are_ignored() -> None:
     notes = {"use_cache": True, "attention_dropout": 0.1, "_name_or_path": "x", "transformers_version": "5",
              "auto_map": {"AutoModel": "evil.py"}, "pretraining_tp": 2, "logit_scale": 1.0,
