@@ -34,12 +34,14 @@ from fp8serve.model.checkpoint import (
     fingerprint,
     linear_names,
     load_servable,
+    open_checkpoint,
     save_scales,
 )
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.files import check_absent, whole_directory
 from fp8serve.model.quantization_config import quantization_files
+from fp8serve.model.readers import reader_notes
 from fp8serve.model.scales import FILE_NAME
 from fp8serve.model.shards import open_shards
 from fp8serve.model.tokenizer import Tokenizer
@@ -228,7 +230,8 @@ def _write(
 
     def extra_files(folder: Path) -> dict[str, str | bytes]:
         seconds = stages.seconds | {"total": stages.total()}
-        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds)
+        notes = (*draft.notes, *reader_notes(open_checkpoint(folder)))
+        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds, notes=notes)
         return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
 
     with stages.stage("write"):

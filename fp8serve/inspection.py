@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model import transformer_engine
+from fp8serve.model.readers import reader_notes
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, load_scales
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
@@ -39,7 +40,7 @@ class Scale:
 def inspect(path: Path) -> dict[str, Any]:
     """{"path", "holds", "scales": [Scale as a dict, ...], "notes"} of a model directory, of a scales.safetensors, or of
     a .safetensors file with the `_extra_state` tensors of Transformer Engine. `notes` are sentences on what the model
-    loses here.
+    loses here and on who else cannot read it.
 
     ModelError, ScalesError: there is nothing to inspect, or it is damaged.
     """
@@ -56,7 +57,7 @@ def inspect(path: Path) -> dict[str, Any]:
         checkpoint = open_checkpoint(path)
         found += _from_checkpoint(checkpoint)
         holds = _describe(checkpoint)
-        notes = [note for note in (checkpoint.config.window_note,) if note]
+        notes = [note for note in (checkpoint.config.window_note, *reader_notes(checkpoint)) if note]
     elif not (path / FILE_NAME).is_file():
         raise ModelError(f"{path} holds neither config.json nor {FILE_NAME}; give a model directory.")
     if (path / FILE_NAME).is_file():

@@ -37,7 +37,8 @@ def command(
     kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Also find scales for an FP8 KV cache.")] = False,
     gradients: Annotated[bool, typer.Option("--gradients", help="Also observe gradients, for training.")] = False,
     format: Annotated[
-        Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="Spelling of the FP8 weights.")
+        Literal["compressed-tensors", "fp8", "modelopt"],
+        typer.Option(help="Spelling of the FP8 weights; docs/formats.md says who reads it."),
     ] = "compressed-tensors",
     scales_only: Annotated[
         bool, typer.Option("--scales-only", help="Write scales.safetensors and no weights.")
