@@ -20,6 +20,7 @@ from fp8serve.model.tokenizer import Tokenizer
 
 from .data import data_files, load_samples, make_batches, source_names
 from .device import check_device
+from .lengths import fitting
 from .measure import LayerTally, TokenTally, add_logits
 from .passes import against as compared
 from .passes import forward
@@ -56,7 +57,7 @@ def evaluate(
         reference = None if against is None else load_servable(against, "bf16", device=device)
         if reference is not None:
             _check_comparable(model, reference, source, Path(str(against)))
-        limit = min(seq_len, *(m.config.max_full_attention_len for m in (model, reference) if m is not None))
+        limit, notes = fitting(seq_len, *(m.config for m in (model, reference) if m is not None))
         files = data_files(data)
         found = load_samples(
             files, Tokenizer.from_dir(source), model.config.vocab_size, count=samples, seq_len=limit, seed=seed
@@ -78,6 +79,7 @@ def evaluate(
         quality=tokens.quality(compared=reference is not None),
         layers=tuple(LayerReport(name, tally.sqnr_db, tally.saturated_fraction) for name, tally in layers.items()),
         seconds=stages.total(),
+        notes=notes,
     )
 
 

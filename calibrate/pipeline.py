@@ -34,12 +34,14 @@ from fp8serve.model.checkpoint import (
     fingerprint,
     linear_names,
     load_servable,
+    open_checkpoint,
     save_scales,
 )
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.files import check_absent, whole_directory
 from fp8serve.model.quantization_config import quantization_files
+from fp8serve.model.readers import reader_notes
 from fp8serve.model.scales import FILE_NAME
 from fp8serve.model.shards import open_shards
 from fp8serve.model.tokenizer import Tokenizer
@@ -47,6 +49,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from .compare import compare
 from .data import Batches, calibration_batches, data_files, source_names
 from .device import check_device
+from .lengths import fitting
 from .observe import Observer, observe, settle
 from .progress import Progress, Stages
 from .report import html_report
@@ -89,7 +92,7 @@ def calibrate(
     stages = Stages(progress)
     with stages.stage("load"):
         decoder, linears = load(source, device)
-        seq_len = min(seq_len, decoder.config.max_full_attention_len)
+        seq_len, notes = fitting(seq_len, decoder.config)
         tokenizer, vocab_size, files = Tokenizer.from_dir(source), decoder.config.vocab_size, data_files(data)
         batches = calibration_batches(
             files,
@@ -122,6 +125,7 @@ def calibrate(
         bytes_after=weight_bytes(source),
         seconds={},
         versions=versions(),
+        notes=notes,
     )
     return _write(source, out, checkpoint, draft, scales_only, stages)
 
@@ -226,7 +230,8 @@ def _write(
 
     def extra_files(folder: Path) -> dict[str, str | bytes]:
         seconds = stages.seconds | {"total": stages.total()}
-        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds)
+        notes = (*draft.notes, *reader_notes(open_checkpoint(folder)))
+        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds, notes=notes)
         return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
 
     with stages.stage("write"):

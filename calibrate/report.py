@@ -26,6 +26,7 @@ def html_report(report: CalibrationReport) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(verdict(report))}</p>",
+        *(f"<p>{escape(note)}</p>" for note in report.notes),
         _cards(report),
         _charts(report),
         "<h2>Worst layers first</h2>",

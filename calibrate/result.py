@@ -77,6 +77,7 @@ class CalibrationReport:
     bytes_after: int  # weights as FP8 and scales, rest as before
     seconds: Mapping[str, float]  # per stage, and "total"
     versions: Mapping[str, str]
+    notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
@@ -103,6 +104,7 @@ class CalibrationReport:
                     "quality": Quality(**raw["quality"]),
                     "layers": tuple(LayerReport(**layer) for layer in raw["layers"]),
                     "tensors": tuple(TensorReport(**t | {"history": tuple(t["history"])}) for t in raw["tensors"]),
+                    "notes": tuple(raw.get("notes", ())),
                 }
             )
         except (ValueError, TypeError, KeyError) as e:
@@ -129,6 +131,7 @@ class EvalReport:
     quality: Quality
     layers: tuple[LayerReport, ...]  # empty without a reference
     seconds: float
+    notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fp8serve.errors import RecipeError
-from fp8serve.terminal import AsJson, print_rich, progress
+from fp8serve.terminal import AsJson, print_rich, progress, remark
 
 RecipeName = Literal["delayed", "current", "rowwise", "block"]
 
@@ -37,7 +37,8 @@ def command(
     kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Also find scales for an FP8 KV cache.")] = False,
     gradients: Annotated[bool, typer.Option("--gradients", help="Also observe gradients, for training.")] = False,
     format: Annotated[
-        Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="Spelling of the FP8 weights.")
+        Literal["compressed-tensors", "fp8", "modelopt"],
+        typer.Option(help="Spelling of the FP8 weights; docs/formats.md says who reads it."),
     ] = "compressed-tensors",
     scales_only: Annotated[
         bool, typer.Option("--scales-only", help="Write scales.safetensors and no weights.")
@@ -81,6 +82,8 @@ def command(
             scales_only=scales_only,
             progress=lambda stage, done, total: advance(done, total, stage),
         )
+    for note in report.notes:
+        remark(note)
     print(report.to_json()) if json else print_rich(summary_table(report))
 
 

@@ -2,8 +2,8 @@
 
 Four published architectures are one decoder with switches: which projections carry a bias, whether queries and keys are
 normalised, which layers see only a window. Every key of the file is sorted into one of three: honoured (becomes a
-field), harmless (listed below: sizes of nothing, training-time settings, notes), or unknown. An unknown key that is set
-is an error, because a model that runs with one term of its maths missing looks healthy and answers wrongly.
+field), harmless (`config_keys`), or unknown. An unknown key that is set is an error, because a model that runs with one
+term of its maths missing looks healthy and answers wrongly.
 
 transformers 5 writes `rope_parameters` and `dtype` where 4 wrote `rope_theta` + `rope_scaling` and `torch_dtype`: both
 are read. Defaults of omitted keys are those of transformers' class for the architecture. No torch here.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import ModelError
+from fp8serve.model.config_keys import is_harmless
 from fp8serve.model.files import read_json
 
 
@@ -75,6 +76,22 @@ class ModelConfig:
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     @property
+    def length_bound(self) -> str:
+        """What `max_full_attention_len` is, in words."""
+        return "trained context" if self.window_note is None else "attention window"
+
+    @property
+    def window_note(self) -> str | None:
+        """What a user must know of a model whose window is shorter than its context; None for other models."""
+        window = self.sliding_window
+        if window is None or window >= self.max_position_embeddings:
+            return None
+        return (
+            f"This model attends to windows of {window} tokens, and attention beyond a window is not computed yet: "
+            f"sequences end at {window} tokens instead of the {self.max_position_embeddings} that it was trained for."
+        )
+
+    @property
     def softmax_scale(self) -> float:
         return float(self.head_dim**-0.5)
 
@@ -99,7 +116,7 @@ _COMMON: dict[str, Any] = {
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 _QWEN = {"max_position_embeddings": 32768, "vocab_size": 151936, "use_sliding_window": False, "sliding_window": 4096,
          "max_window_layers": 28, "num_key_value_heads": 32}  # fmt: skip
-_WINDOWED = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+_WINDOWED = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
 
 FAMILIES: dict[str, _Family] = {
     "llama": _Family("LlamaForCausalLM", _COMMON | _SPECIAL, optional=frozenset({"attention_bias", "mlp_bias"})),
@@ -122,21 +139,7 @@ _HONOURED = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
     "rope_parameters", "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id", "eos_token_id",
-    "dtype", "torch_dtype", "quantization_config",
-})  # fmt: skip
-# Initialisation, training-time noise, caching, notes of tools, and generation defaults: none changes a forward pass.
-# `pretraining_tp` only ever reordered a sum; `auto_map` points at remote code, which is never run.
-_HARMLESS = frozenset({
-    "initializer_range", "attention_dropout", "use_cache", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-    "pretraining_tp", "transformers_version", "auto_map", "is_decoder", "is_encoder_decoder", "output_attentions",
-    "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward", "id2label", "label2id",
-    "problem_type", "task_specific_params", "tokenizer_class", "prefix", "finetuning_task", "max_length",
-    "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams", "num_beam_groups", "num_return_sequences",
-    "early_stopping", "diversity_penalty", "max_new_tokens", "bad_words_ids", "begin_suppress_tokens",
-    "suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
-    "remove_invalid_values", "return_dict_in_generate", "output_scores", "use_bfloat16", "gradient_checkpointing",
-    "name_or_path", "license", "model_name", "unsloth_version", "unsloth_fixed",
+    "dtype", "torch_dtype", "quantization_config", "layer_types",
 })  # fmt: skip
 
 
@@ -210,17 +213,11 @@ def _family(raw: Mapping[str, Any], where: str) -> _Family:
 
 def _refuse_unknown(raw: Mapping[str, Any], family: _Family, where: str) -> None:
     for key, value in raw.items():
-        known = key in _HONOURED or key in _HARMLESS or key in family.optional or key.startswith("_")
-        if not known and value not in (None, False, [], {}, "") and value != _neutral(key):
+        if key not in _HONOURED and key not in family.optional and not is_harmless(key, value):
             raise ModelError(
                 f"{where}: the key {key!r} is {value!r}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."
             )
-
-
-def _neutral(key: str) -> Any:
-    """The value at which a foreign key does nothing; a window is off for a family that has none only when null."""
-    return {"partial_rotary_factor": 1.0, "logit_scale": 1.0, "attention_multiplier": 1.0}.get(key)
 
 
 class _Reader:
@@ -284,16 +281,21 @@ def _head_dim(get: _Reader, heads: int, where: str) -> int:
 
 
 def _windows(get: _Reader, layers: int, where: str) -> tuple[int | None, ...]:
-    """Per layer. `layer_types` rules where the family has it; otherwise layers from `max_window_layers` on."""
+    """Per layer: `layer_types` where it is given, otherwise the layers from `max_window_layers` on."""
     enabled = get.boolean("use_sliding_window") and get("sliding_window") is not None
     window = get.positive("sliding_window") if enabled else None
     types = get("layer_types")
     if types is None:
         first = get("max_window_layers")
         return tuple(window if i >= first else None for i in range(layers))
-    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
         raise ModelError(f"{where}: layer_types is not {layers} of 'full_attention' and 'sliding_attention'.")
-    return tuple(window if t == "sliding_attention" else None for t in types)
+    windows = tuple(window if t == "sliding_attention" else None for t in types)
+    uniform = "max_window_layers" not in get.family.optional  # transformers gives all layers of the family the window
+    if windows.count(None) != types.count("full_attention") or (uniform and set(windows) != {window}):
+        raise ModelError(f"{where}: layer_types contradicts sliding_window {window} of {get.family.architecture}.")
+    return windows
 
 
 def _eos(get: _Reader, generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -314,7 +316,7 @@ _ROPE_KEYS = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-                       "mscale", "mscale_all_dim", "truncate"}),
+                       "mscale", "mscale_all_dim", "truncate", "finetuned"}),  # the last is a note
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.files import check_absent, read_json, regular_file, whole_directory, write_json
 from fp8serve.model.quantization_config import FORMATS, quantization_files
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
-from fp8serve.model.shards import DTYPES, INDEX, SINGLE, inside
+from fp8serve.model.shards import DTYPES, SINGLE, inside, write_index
 from fp8serve.model.stored import open_checkpoint
 
 __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]
@@ -232,15 +232,11 @@ def _write_extra(folder: Path, extra: ExtraFiles | None) -> None:
 
 def _write_weights(folder: Path, items: list[_Item], max_shard_bytes: int) -> None:
     shards = _divide(items, max_shard_bytes)
-    if len(shards) == 1:
-        _write_shard(folder / SINGLE, items)
-        return
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        name = f"model-{i:05}-of-{len(shards):05}.safetensors"
+    many = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = many if len(shards) > 1 else [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
         _write_shard(folder / name, shard)
-        weight_map |= {item.name: name for item in shard}
-    write_json(folder / INDEX, {"metadata": {"total_size": sum(i.size for i in items)}, "weight_map": weight_map})
+    write_index(folder, names)
 
 
 def _divide(items: list[_Item], max_shard_bytes: int) -> list[list[_Item]]:

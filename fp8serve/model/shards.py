@@ -7,13 +7,16 @@ until it is used, so a model larger than memory can be walked through layer by l
 one mapping, so that neighbours can be seen as one matrix (engine/fused.py); one that lies at an address its type does
 not allow is copied.
 
+A directory that we write has an index even when all its weights lie in one file, because vLLM and SGLang take every
+`*.safetensors` of a directory without one, and `scales.safetensors` is no file of weights.
+
 We chose not to read pickle (`pytorch_model.bin`): loading one runs what is in it.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp8serve.errors import ModelError
-from fp8serve.model.files import no_duplicates, read_json, regular_file
+from fp8serve.model.files import no_duplicates, read_json, regular_file, write_json
 from fp8serve.model.mapped import map_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -127,6 +130,14 @@ class Shards(Mapping[str, Tensor]):
             except (SafetensorError, OSError) as e:
                 raise ModelError(f"{path} is truncated or damaged ({e}); download or write it again.") from None
         return self._open[path]
+
+
+def write_index(model_dir: Path, files: Iterable[str] = (SINGLE,)) -> None:
+    """Write the index of the weights in `files`, which lie in `model_dir`, from their headers."""
+    found = {name: entry for file in files for name, entry in read_header(model_dir / file)[0].items()}
+    total_size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in found.values())
+    weight_map = {name: entry.file.name for name, entry in found.items()}
+    write_json(model_dir / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def open_shards(model_dir: Path) -> Shards:

@@ -165,7 +165,7 @@ def _check_all(served: Served, requests: Sequence[Request]) -> None:
             raise Fault(
                 Code.CONTEXT_LENGTH_EXCEEDED,
                 f"The prompt has {prompt} tokens and {new} new ones are asked for, but this model's context holds "
-                f"{limit}.",
+                f"{served.engine.limits.context()}.",
                 hint="Shorten the prompt or ask for fewer tokens.",
             )
         try:

@@ -186,6 +186,8 @@ class Models:
         except BaseException:
             await engine.close()
             raise
+        for note in engine.info.get("notes", ()):
+            log.warning("%s", note)
         return Served(source, engine, tokenizer, f"{source.key}-{version}")
 
     async def _canary(self, engine: Engine) -> None:

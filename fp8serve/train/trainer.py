@@ -27,6 +27,8 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.scaling import ScalingState
+from fp8serve.model.readers import reader_notes
+from fp8serve.model.stored import open_checkpoint
 from fp8serve.train import checkpoint, events, state
 from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
@@ -270,6 +272,8 @@ class _Run:
         if not model.exists():
             export(self._newest(), model)
             self.on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
+            for note in reader_notes(open_checkpoint(model)):
+                self.on_event(events.message("readers", note, level="warn"))
         return self._result("succeeded", str(model))
 
     def _newest(self) -> Path:

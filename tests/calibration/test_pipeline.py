@@ -15,6 +15,7 @@ from fp8serve.errors import DataError, Fp8ServeError, MachineError, ModelError, 
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, from_name, to_json
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
+from fp8serve.model.readers import MODELOPT, SPELLING
 from fp8serve.model.tokenizer import Tokenizer
 
 from .conftest import VOCAB, write_model
@@ -91,6 +92,8 @@ def test_other_formats_hold_the_same_model(
     )
     for name, entry in mine.tensors.items():
         assert torch.equal(entry.scale, theirs.tensors[name].scale)
+    assert calibrated[1].notes == ()
+    assert report.notes == ((SPELLING,) if format_ == "fp8" else (MODELOPT,))
     assert served_quality(tmp_path / "out", report).perplexity == report.quality.perplexity
 
 
