@@ -40,7 +40,7 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

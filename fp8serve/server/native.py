@@ -153,9 +153,8 @@ async def prepare(body: GenerateBody, request: Request, house: House) -> Answer:
     with served.lease():
         prompt = await prompt_ids(served, body)
         params = sampling(body.parameters)
-        request_id: str = request.scope["request_id"]
-        generation = house.generation(served, request_id, [prompt], params)
-    return Answer(body, request_id, generation, params)
+        generation = house.generation(served, [prompt], params)
+    return Answer(body, request.scope["request_id"], generation, params)
 
 
 async def prompt_ids(served: Served, body: GenerateBody) -> tuple[int, ...]:

@@ -38,9 +38,7 @@ async def completions(body: CompletionBody, request: Request, house: HouseDep) -
     served = house.served(body.model)
     with served.lease():
         prompts = [tuple(await _prompt_ids(served, prompt)) for prompt in _bounded(body, house)]
-        answer = admit(
-            body, request, house, served, prompts, _params(body, body.max_tokens or COMPLETION_TOKENS), TextShape()
-        )
+        answer = admit(body, house, served, prompts, _params(body, body.max_tokens or COMPLETION_TOKENS), TextShape())
     return await reply(answer, request, house)
 
 
@@ -59,7 +57,7 @@ async def chat(body: ChatBody, request: Request, house: HouseDep) -> Response:
         prompt = tuple(await encode_chat(served.tokenizer, body.messages))
         room = served.engine.limits.max_model_len - len(prompt)
         params = _params(body, body.token_limit or max(1, room))
-        answer = admit(body, request, house, served, [prompt], params, ChatShape())
+        answer = admit(body, house, served, [prompt], params, ChatShape())
     return await reply(answer, request, house)
 
 
@@ -116,7 +114,6 @@ def _params(body: CompletionBody | ChatBody, max_tokens: int) -> SamplingParams:
 
 def admit(
     body: Sampled,
-    request: Request,
     house: House,
     served: Served,
     prompts: list[tuple[int, ...]],
@@ -130,8 +127,8 @@ def admit(
             f"n is {body.choices}, more than this server's limit of {house.settings.limits.n}.",
             param="n",
         )
-    generation = house.generation(served, request.scope["request_id"], prompts, params, body.choices)
-    return Answer(body, request.scope["request_id"], generation, shape)
+    generation = house.generation(served, prompts, params, body.choices)
+    return Answer(body, generation, shape)
 
 
 # -- the two shapes ----------------------------------------------------------------------------------------------------
@@ -247,7 +244,6 @@ class Answer:
     """An admitted request and its choices: prompt 0's n, then prompt 1's n, ..."""
 
     body: Sampled
-    request_id: str
     generation: Generation
     shape: TextShape | ChatShape
     created: int = field(default_factory=lambda: int(time.time()))
@@ -262,7 +258,7 @@ class Answer:
 
     def frame(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         identity = {
-            "id": f"{self.shape.prefix}-{self.request_id.removeprefix('req-')}",
+            "id": f"{self.shape.prefix}-{self.generation.id}",
             "object": kind,
             "created": self.created,
         }

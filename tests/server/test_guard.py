@@ -14,6 +14,7 @@ from fp8serve.server.guard import OPEN_PATHS, presented_key
 from fp8serve.server.settings import Settings
 from fp8serve.server.status import PAGES
 from tests.server.conftest import Start
+from tests.server.fakes import FakeEngine, Launcher
 
 KEY = "a-secret-key-é"
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -128,11 +129,31 @@ def test_request_ids_are_ours_unless_they_are_plain(start: Start) -> None:
             assert (await server.client.get("/version", headers={"x-request-id": "abc-1"})).headers[
                 "x-request-id"
             ] == "abc-1"
-            for odd in ("a b", "x" * 65, "a\tb", '"'):
+            for odd in ("a b", "x" * 65, "a\tb", '"', "naïve".encode("latin-1"), "a\x7f", ""):
                 assert (
                     (await server.client.get("/version", headers={"x-request-id": odd}))
                     .headers["x-request-id"]
                     .startswith("req-")
                 )
+
+    asyncio.run(body())
+
+
+def test_two_requests_may_carry_the_same_id(start: Start) -> None:
+    """A gateway that tries again sends the same id, while the first may still run."""
+
+    async def body() -> None:
+        async with start(Launcher(lambda: FakeEngine(delay=0.01))) as server:
+            given = {"x-request-id": "again"}
+            ask = {"inputs": "ab", "parameters": {"max_new_tokens": 5}}
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+            routes = [("/generate", ask), ("/generate_stream", ask), ("/v1/chat/completions", chat)]
+            answers = await asyncio.gather(
+                *(server.client.post(path, json=one, headers=given) for path, one in routes for _ in range(3))
+            )
+            assert [answer.status_code for answer in answers] == [200] * 9
+            assert all('"error"' not in answer.text for answer in answers)
+            assert {answer.headers["x-request-id"] for answer in answers} == {"again"}
+            assert len({answer.json()["id"] for answer in answers[-3:]}) == 3
 
     asyncio.run(body())
