@@ -12,12 +12,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 import fp8serve
 from fp8serve.errors import DataError, Fp8ServeError, MachineError
 from fp8serve.server import files, finetune, native, openai, openai_jobs, status
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.guard import Envelope, Gate, Intake
+from fp8serve.server.guard import METHODS, Envelope, Gate, Intake
 from fp8serve.server.house import House
 from fp8serve.server.models import Launch
 from fp8serve.server.settings import Settings
@@ -106,11 +107,22 @@ async def _on_http(request: Request, error: Exception) -> Response:
             request, Fault(Code.ROUTE_NOT_FOUND, "There is no such route here.", hint="GET /docs lists them.")
         )
     if status_code == 405:
-        return _render(
-            request,
-            Fault(Code.METHOD_NOT_ALLOWED, "This route does not take that method.", hint="GET /docs lists them."),
-        )
+        fault = Fault(Code.METHOD_NOT_ALLOWED, "This route does not take that method.", hint="GET /docs lists them.")
+        answer = _render(request, fault)
+        answer.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        return answer
     return _render(request, Fault(Code.INVALID_JSON, "The request body is not JSON that can be read."))
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path of `request` takes, over all routes that it matches."""
+    scope = {"type": "http", "path": request.scope["path"], "headers": []}
+
+    def allowed(method: str) -> bool:
+        found = (route.matches(scope | {"method": method})[0] for route in request.app.routes)
+        return Match.FULL in found
+
+    return {method for method in METHODS if allowed(method)}
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:

@@ -29,7 +29,7 @@ log = logging.getLogger("fp8serve.server.access")
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 STREAMED_UPLOADS = frozenset({"/v1/files"})
-SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+SAFEMETHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -86,14 +86,14 @@ class Envelope:
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
         route = _route(scope)
-        method = scope["method"] if scope["method"] in _METHODS else "other"
+        method = scope["method"] if scope["method"] in METHODS else "other"
         self.metrics.responses.labels(route, method, str(status or 499)).inc()
         self.metrics.http_seconds.labels(route).observe(seconds)
         level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO  # probes come every few seconds
         log.log(level, "%s %s %s %.1f ms %s", method, route, status or 499, seconds * 1e3, scope["request_id"])
 
 
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 def _route(scope: Scope) -> str:
@@ -146,7 +146,7 @@ class Gate:
                 "This server needs an API key, and the one given is missing or wrong.",
                 hint="Send it as: Authorization: Bearer KEY.",
             )
-        if scope["method"] not in SAFE_METHODS and header(scope, b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        if scope["method"] not in SAFEMETHODS and header(scope, b"sec-fetch-site") in (b"cross-site", b"same-site"):
             return Fault(Code.FORBIDDEN, "A page of another site may not use this server.")
         return None
 
