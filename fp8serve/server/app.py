@@ -17,6 +17,7 @@ from starlette.routing import Match
 import fp8serve
 from fp8serve.errors import DataError, Fp8ServeError, MachineError
 from fp8serve.server import files, finetune, native, openai, openai_jobs, status
+from fp8serve.server.description import describe
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.guard import METHODS, Envelope, Gate, Intake
 from fp8serve.server.house import House
@@ -48,6 +49,7 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     app.state.house = house
     for router in (native.router, openai.router, finetune.router, files.router, openai_jobs.router, status.router):
         app.include_router(router)
+    describe(app)
     _add_error_handlers(app)
     limits = settings.limits
     app.add_middleware(Intake, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
