@@ -19,6 +19,9 @@ from fp8serve.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
+GREEDY_TEMPERATURE = 1e-5
+"""Below it a difference of 1e-4 between two logits makes one 20,000 times as likely as the other, and far below it the
+quotient of a logit and the temperature is no number."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -52,7 +55,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 16
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # below GREEDY_TEMPERATURE the most probable token is taken
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -116,6 +119,11 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens and ignore_eos cannot be used with json_schema or regex, which say when to end."
             )
+
+    @property
+    def greedy(self) -> bool:
+        """The most probable token is taken; nothing is drawn."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
     def has_form(self) -> bool:

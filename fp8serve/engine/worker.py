@@ -17,7 +17,6 @@ import contextlib
 import json
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from fp8serve.ending import end_process
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request, RequestOutput
@@ -173,4 +173,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

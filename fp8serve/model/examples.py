@@ -199,8 +199,9 @@ def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer) -> tuple[list
     tokenized together, they are tokenized apart."""
     prompt = tokenizer.encode(example.prompt)
     joined = tokenizer.encode(example.prompt + example.completion)
-    apart = prompt + tokenizer.encode(example.completion, add_special_tokens=False)
-    ids = (joined if joined[: len(prompt)] == prompt else apart) + _eos(tokenizer)
+    if joined[: len(prompt)] != prompt:
+        joined = prompt + tokenizer.encode(example.completion, add_special_tokens=False)
+    ids = joined + _eos(tokenizer)
     return ids, [i >= len(prompt) for i in range(len(ids))]
 
 

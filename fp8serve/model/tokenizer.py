@@ -42,6 +42,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
         self._byte_ids = frozenset(i for t, i in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(t))
 
     @classmethod
@@ -89,6 +90,22 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token on its own, specials included, as shown beside log-probabilities."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int, first: bool = False) -> bytes:
+        """The UTF-8 bytes that one token adds to a text, often part of a character. `first`: no text is before it.
+
+        The bytes of all tokens of a text, joined, are the text's.
+        """
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            return _byte_level_bytes(piece)
+        alone = self.token_text(token_id)
+        if token_id in self._byte_ids:
+            return b"" if first and not alone else bytes([int(piece[3:5], 16)])
+        # a leading space is lost at the start of a text and nowhere else: what a second one adds is the whole token
+        return (alone if first else self.decode([token_id] * 2, skip_special_tokens=False)[len(alone) :]).encode()
 
     def stream(self, skip_special_tokens: bool = True) -> "IncrementalDecoder":
         """A new incremental decoder for one answer."""
@@ -154,6 +171,23 @@ class IncrementalDecoder:
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._window, self._skip)
+
+
+def _byte_symbols() -> dict[str, int]:
+    """The printable character by which byte-level BPE writes each byte in its vocabulary -> the byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_SYMBOLS = _byte_symbols()
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    """As the decoder reads a piece: a word with a character that stands for no byte was added, and is plain text."""
+    if all(symbol in _BYTE_SYMBOLS for symbol in piece):
+        return bytes(_BYTE_SYMBOLS[symbol] for symbol in piece)
+    return piece.encode()
 
 
 def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:

@@ -50,7 +50,7 @@ class Admission:
         return self.in_flight * 10 >= self.capacity * 9
 
     def admit(self, token_counts: list[int]) -> list[Ticket]:
-        """One ticket for each request, or a 429 for all of them."""
+        """One ticket for each request, or none: a Fault, 429 when they may fit later and 400 when they never can."""
         self._check(len(token_counts), sum(token_counts))
         self.in_flight += len(token_counts)
         self.tokens += sum(token_counts)
@@ -59,6 +59,11 @@ class Admission:
         return [Ticket(self, tokens) for tokens in token_counts]
 
     def _check(self, count: int, tokens: int) -> None:
+        if count > self.capacity:
+            message = (
+                f"The request asks for {count} sequences, but this server holds at most {self.capacity} at a time."
+            )
+            raise Fault(Code.INVALID_PARAMETER, message, param="n", hint="Send fewer prompts or choices at once.")
         if self.in_flight + count > self.capacity:
             self._refuse(
                 "requests",

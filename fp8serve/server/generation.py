@@ -8,6 +8,7 @@ what still runs and frees its blocks. An engine that fails, a drain deadline and
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -37,6 +38,11 @@ class Generation:
         self._lease = contextlib.ExitStack()
         self._tickets = admission.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
+
+    @property
+    def id(self) -> str:
+        """Unique on this server, whatever the client calls the request."""
+        return self.requests[0].request_id.rpartition("-")[0]
 
     @property
     def prompt_tokens(self) -> int:
@@ -144,15 +150,18 @@ class _Clock:
             self._metrics.per_token.observe((now - self._first) / (output.num_generated - 1))
 
 
-def build_requests(
-    served: Served, request_id: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int
-) -> list[Request]:
-    """`n` requests for each prompt, in order; each choice has its own seed. Raises Fault when one could never run."""
+def build_requests(served: Served, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int) -> list[Request]:
+    """`n` requests for each prompt, in order; each choice has its own seed. Raises Fault when one could never run.
+
+    The engine knows them by ids made here. A client's own request id is for its log and ours: two requests may carry
+    the same one.
+    """
     requests: list[Request] = []
+    group = secrets.token_hex(12)
     for prompt in prompts:
         for choice in range(n):
             seeded = params if params.seed is None else replace(params, seed=(params.seed + choice) % 2**63)
-            requests.append(Request(f"{request_id}-{len(requests)}", prompt, seeded))
+            requests.append(Request(f"{group}-{len(requests)}", prompt, seeded))
     _check_all(served, requests)
     return requests
 

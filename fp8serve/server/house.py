@@ -196,10 +196,10 @@ class House:
         return self.models.resolve(model)
 
     def generation(
-        self, served: Served, request_id: str, prompts: list[tuple[int, ...]], params: SamplingParams, n: int = 1
+        self, served: Served, prompts: list[tuple[int, ...]], params: SamplingParams, n: int = 1
     ) -> Generation:
         """Checks and admits; after this the answer is a 200. Fault otherwise."""
-        requests = build_requests(served, request_id, prompts, params, n)
+        requests = build_requests(served, prompts, params, n)
         generation = Generation(served, requests, n, self.admission, self.metrics)
         self.active.add(generation)
         return generation

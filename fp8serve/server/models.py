@@ -36,6 +36,9 @@ WATCH_SECONDS = 0.2
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 CANARY_SECONDS = 120.0
 STATS_SECONDS = 5.0
+PLACEHOLDERS = frozenset({"dummy", "tgi"})
+"""Names by which official clients say "the model you serve": huggingface_hub's InferenceClient, given an address, and
+what text-generation-inference tells users of OpenAI's client to send."""
 
 
 class Engine(Protocol):
@@ -109,10 +112,13 @@ class Models:
         self.current: Served | None = None
         self.state = "loading"
         self.problem: Fp8ServeError | None = None
-        self.stats: dict[str, Any] = {}
+        self._stats: tuple[Served | None, dict[str, Any]] = (None, {})
         self.busy_since: float | None = time.monotonic()
         self._launch = start_engine
         self._metrics = metrics
+        self.activating: tuple[str, float] | None = (
+            None  # what a swap is loading, and since when on the monotonic clock
+        )
         self._swap = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._canaries = itertools.count()
@@ -131,7 +137,7 @@ class Models:
             raise Fault(
                 code, "The model is loading." if code is Code.STARTING else "The engine is restarting.", retry_after=2
             )
-        if model is not None and model not in self.names():
+        if model is not None and model not in self.names() and model not in PLACEHOLDERS:
             hint = f"This server answers to {', '.join(self.names())}; a fine-tuned model must be activated first."
             raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param="model", hint=hint)
         return served
@@ -139,6 +145,12 @@ class Models:
     @property
     def ready(self) -> bool:
         return self.state == "ready" and self.current is not None and self.current.engine.alive
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the present engine said last about itself; empty when it is dead, or has said nothing yet."""
+        of, stats = self._stats
+        return stats if of is self.current and self.ready else {}
 
     def live(self, limit: float) -> bool:
         """Whether the engine gave a sign of life within `limit` seconds, or is being loaded."""
@@ -162,6 +174,7 @@ class Models:
                 Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint="Try again when it is done."
             )
         async with self._swap:
+            self.activating = source.model_id, time.monotonic()
             try:
                 new = await self._ready_engine(source)
             except Fp8ServeError as error:
@@ -169,6 +182,8 @@ class Models:
                 raise Fault(
                     Code.ACTIVATION_FAILED, f"The new weights cannot be served, and the old ones keep serving: {error}"
                 ) from None
+            finally:
+                self.activating = None
             old, self.current = self.current, new
             self.state = "ready"
             self._metrics.swaps.labels("ok").inc()
@@ -230,7 +245,7 @@ class Models:
     async def _read_stats(self, served: Served) -> bool:
         try:
             async with asyncio.timeout(STATS_SECONDS):
-                self.stats = await served.engine.stats()
+                self._stats = (served, await served.engine.stats())
         except (Fp8ServeError, OSError, TimeoutError):
             return False
         return True

@@ -23,19 +23,14 @@ from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.generation import Generation
 from fp8serve.server.house import House, HouseDep
+from fp8serve.server.logprobs import finite
 from fp8serve.server.models import Served
 from fp8serve.server.protocol import DetokenizeBody, GenerateBody, GenerateParameters, Message, TokenizeBody
 from fp8serve.server.streams import EventStream, event, until_disconnect
 
 router = APIRouter(tags=["generation"])
 DEFAULT_NEW_TOKENS = 16
-LOWEST_LOGPROB = -9999.0
 STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}, "application/json": {}}}}
-
-
-def finite(logprob: float) -> float:
-    """JSON has no minus infinity."""
-    return max(logprob, LOWEST_LOGPROB)
 
 
 @router.post("/generate", summary="Generate text", response_model=None, responses=STREAM_RESPONSE)
@@ -153,9 +148,8 @@ async def prepare(body: GenerateBody, request: Request, house: House) -> Answer:
     with served.lease():
         prompt = await prompt_ids(served, body)
         params = sampling(body.parameters)
-        request_id: str = request.scope["request_id"]
-        generation = house.generation(served, request_id, [prompt], params)
-    return Answer(body, request_id, generation, params)
+        generation = house.generation(served, [prompt], params)
+    return Answer(body, request.scope["request_id"], generation, params)
 
 
 async def prompt_ids(served: Served, body: GenerateBody) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """What a server is told when it starts: one frozen object, checked once, in one sentence per mistake.
 
-The command line fills it; `create_app` and `run` read it; nothing here comes from the environment. Sizes are bytes,
+The command line fills it; `create_app` and `run` read it; nothing here reads the environment. Sizes are bytes,
 times are seconds. `Limits` bounds everything that a request can multiply and is shown by `GET /info`.
 """
 
@@ -37,6 +37,8 @@ class Limits:
     header_bytes: int = 64 << 10
     upload_bytes: int = 1 << 30
     body_seconds: float = 30.0
+    header_seconds: float = 10.0
+    send_seconds: float = 60.0
     queue: int = 256
     queue_tokens: int = 1 << 20
     n: int = 16
@@ -60,8 +62,9 @@ class Settings:
 
     `recipe` is "stored" (the scales that lie in the directory), "bf16", or a recipe name. `train_on` decides what a
     fine-tune job may do to the device that serves: "refuse" it, "share" the device, or "pause" serving while the job
-    runs; a `train_device` other than `device` needs no such choice. Raises RequestError or MachineError on an
-    impossible value.
+    runs; a `train_device` other than `device` needs no such choice. `allowed_hosts`: further names by which requests
+    may ask for this server (hosts.py says when that is checked). Raises RequestError or MachineError on an impossible
+    value.
     """
 
     model: Path
@@ -71,6 +74,7 @@ class Settings:
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
     allow_unauthenticated: bool = False
+    allowed_hosts: tuple[str, ...] = ()
     served_model_name: str | None = None
     device: str = "cpu"
     kv_cache_dtype: Literal["bf16", "fp8"] = "bf16"
@@ -131,7 +135,7 @@ def _check_exposure(settings: Settings) -> None:
     if settings.api_key is None and not settings.allow_unauthenticated and not is_loopback(settings.host):
         raise MachineError(
             f"Listening on {settings.host} lets other machines in, and no API key is set: "
-            "give --api-key, listen on 127.0.0.1, or say --allow-unauthenticated."
+            "give --api-key-file (or --api-key), listen on 127.0.0.1, or say --allow-unauthenticated."
         )
 
 

@@ -84,11 +84,11 @@ def _good_rows(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Row], Da
             bad.append({"file": str(path), "line": line, "message": str(error)})
             continue
         rows += made
-        sums = zip(dataclasses.astuple(report), dataclasses.astuple(one), strict=True)
-        report = DataReport(*(a + b for a, b in sums))
+        report = DataReport(*(getattr(report, name) + getattr(one, name) for name in _COUNTS))
     return rows, report, bad
 
 
+_COUNTS = [field.name for field in dataclasses.fields(DataReport)]
 _Found = tuple[Path, int | None, Example | DataError]
 
 

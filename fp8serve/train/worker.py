@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
+from fp8serve.ending import end_process
 from fp8serve.errors import Fp8ServeError, JobError
 from fp8serve.model.files import fsync
 from fp8serve.train.config import TrainConfig
@@ -157,4 +158,4 @@ def write_result(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

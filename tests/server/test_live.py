@@ -152,6 +152,10 @@ def test_hugging_faces_client(server: Process) -> None:
     assert "".join(pieces) == whole.generated_text == client.text_generation("Hello", max_new_tokens=10)
     with pytest.raises(errors.ValidationError):
         client.text_generation("Hello", max_new_tokens=1000)
+    said = client.chat_completion(CHAT, max_tokens=6, temperature=0)
+    assert (said.choices[0].finish_reason, said.usage.completion_tokens) == ("length", 6)
+    streamed = client.chat_completion(CHAT, max_tokens=6, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == said.choices[0].message.content
 
 
 def test_a_dry_run_names_bad_lines(server: Process) -> None:
