@@ -53,7 +53,8 @@ def _moment(weight: Tensor, about: Hashable) -> tuple[Any, ...]:
     """Unequal for two moments between which the weight is known to have changed; equal proves nothing."""
     version = None if weight.is_inference() else weight._version
     storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
-    return _Steps.latest, version, storage, weight.storage_offset(), about
+    # Nothing that was made under inference_mode can be saved for a backward pass.
+    return _Steps.latest, version, storage, weight.storage_offset(), torch.is_inference_mode_enabled(), about
 
 
 def _any(value: object) -> bool:
