@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import reference
 from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
-from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes
+from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes, has_infinity, unhidden
 from fp8serve.fp8.microbatch import Kept, checked
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
@@ -70,9 +70,13 @@ class Call:
         dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
         if self.rule is None:
             pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols, self.sharers)
+            if name == "grad_output":
+                pair = unhidden(pair, has_infinity(x))
         else:
             pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
+            if name == "grad_output":
+                pair = unhidden(pair, amax.isinf())
         self._show(name, pair)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
