@@ -30,6 +30,7 @@ from torch.autograd import Variable
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.compiling import constant_in_graphs
 from fp8serve.fp8.distributed import Attendance, header, reduce_staged
+from fp8serve.fp8.microbatch import checked
 from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.reference import FP8_MAX
@@ -154,8 +155,10 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
 
     enabled=False makes an island of high precision. With `calibrating=True` amaxes are recorded, also without
     gradients, and the states are updated at the end; together with enabled=False the maths stays in high precision.
-    `amax_reduction_group`: a process group over which delayed amaxes are reduced with MAX. Raises RecipeError if
-    calibrating is asked of a recipe that has no history.
+    `amax_reduction_group`: a process group over which delayed amaxes are reduced with MAX. `is_first_microbatch`, for
+    gradient accumulation: True keeps the codes of the weights, False uses those of the last True, None quantizes the
+    weights (microbatch.py); the innermost context decides. Raises RecipeError if calibrating is asked of a recipe that
+    has no history.
     """
 
     def __init__(
@@ -165,11 +168,13 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         recipe: Recipe | None = None,
         calibrating: bool = False,
         amax_reduction_group: Any = None,
+        is_first_microbatch: bool | None = None,
     ) -> None:
         self.enabled = enabled
         self.recipe: Recipe = DelayedScaling() if recipe is None else recipe
         self.calibrating = calibrating
         self.group = amax_reduction_group
+        self.is_first_microbatch = checked(is_first_microbatch)
         if not isinstance(self.recipe, Recipe):
             raise RecipeError(
                 f"recipe must be DelayedScaling, Float8CurrentScaling or Float8BlockScaling, found {recipe!r}."

@@ -183,7 +183,9 @@ class Monitor:
         in_force = {at: self._scales.get(at, 1.0) for at in states}
         self._scales = {at: row[1] for at, row in states.items()}
         found = [self._reading(at, row[0], in_force[at], int(row[2])) for at, row in states.items()]
-        return found + [self._reading(at, row[0], row[1], 0) for at, row in figures.items() if at not in states]
+        # without a state, infinities are seen by their scale, which a gradient's codes then lack (casting.unhidden)
+        counted = [(at, row, int(math.isnan(row[0]))) for at, row in figures.items() if at not in states]
+        return found + [self._reading(at, row[0], row[1], bad) for at, row, bad in counted]
 
     def _counted(self) -> dict[At, tuple[float, float, float, float]]:
         """[amax, scale, saturated, zeros] of the tensors whose codes were counted in this step."""

@@ -206,14 +206,15 @@ class _Run:
         targets = sum(row.trainable for rows in microbatches for row in rows)
         # FP64 where the model is: reading each microbatch would wait for a GPU, once for all is soon enough
         sums = torch.zeros(2, dtype=torch.float64, device=self.config.device)
-        for rows in microbatches:
-            sums += torch.stack(self._microbatch(rows, targets))
+        for i, rows in enumerate(microbatches):
+            first = i == 0 if len(microbatches) > 1 else None  # nothing is kept where nothing follows
+            sums += torch.stack(self._microbatch(rows, targets, first))
         loss, hits = sums.tolist()
         return loss / targets, hits / targets, sum(row.tokens for rows in microbatches for row in rows)
 
-    def _microbatch(self, rows: list[Row], targets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _microbatch(self, rows: list[Row], targets: int, first: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
         batch = collate(rows, self.config.device)
-        loss, hits = summed_loss(self.setup.forward.logits(batch), batch.targets)
+        loss, hits = summed_loss(self.setup.forward.logits(batch, first), batch.targets)
         (loss / targets).backward()  # type: ignore[no-untyped-call]
         self.setup.optimizer.collect()
         return loss.detach().double(), hits.double()
