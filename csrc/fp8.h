@@ -51,6 +51,14 @@ FP8_INLINE int32_t encode(float x) {
   return sign | (found > kInfinity ? 0x7f : finite);
 }
 
+// Whether a product x * scale is beyond what the format holds, and not only by the roundings of FP32: a scale
+// made for x, its inverse and the product may together end up to four steps above the maximum.
+template <class F>
+FP8_INLINE bool is_cut_off(float product) {
+  const int32_t found = std::bit_cast<int32_t>(product) & kMagnitude;
+  return found > F::max_bits + 4 && found <= kInfinity;  // NaN is not cut off
+}
+
 // FP8 -> FP32, exact.
 template <class F>
 constexpr float decode(uint8_t code) {

@@ -289,7 +289,8 @@ _define(
     composed=True,
 )
 _define(
-    "count_saturated(Tensor q, Tensor amax, Tensor(a!) seen, Tensor(b!) saturated, float limit, Tensor? rows) -> ()",
+    "count_saturated(Tensor x, Tensor? other, float? eps, Tensor scale, Tensor amax, Tensor(a!) seen,"
+    " Tensor(b!) saturated, Tensor? rows) -> ()",
     reference_fused.count_saturated,
     _fake_nothing,
     composed=True,

@@ -22,6 +22,9 @@ from torch import Tensor
 BLOCK = 128
 FLT_MAX = torch.finfo(torch.float32).max
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+# An element is cut off when |x * scale| is above this: the maximum and four steps of FP32, which is what the roundings
+# of a scale made for x, of its inverse and of the product can add (docs/numerics.md).
+CUT_OFF = {torch.float8_e4m3fn: 448.0 + 4 * 2.0**-15, torch.float8_e5m2: 57344.0 + 4 * 2.0**-8}
 
 
 def amax(x: Tensor, dims: tuple[int, ...] = ()) -> Tensor:
