@@ -99,4 +99,14 @@ FP8_INLINE float scale_for(float amax, float fp8_max, bool power_2) {
   return std::bit_cast<float>(power_2 ? finite & kInfinity : finite);
 }
 
+// sum * a * b, rounded after each product. Where a is far from one and b on its other side, the first product
+// may leave the range of FP32 though the second would bring it back: then 2^64 goes from one to the other,
+// which moves no bit of a result that stays in range. Within 2^-64 to 2^64 any a leaves any sum in range.
+constexpr float kFarUp = 0x1p64f, kFarDown = 0x1p-64f;
+FP8_INLINE float scaled_by(float sum, float a, float b) {
+  const bool up = a > kFarUp && b < 1.0f, down = a < kFarDown && b > 1.0f;
+  const float of_a = up ? kFarDown : (down ? kFarUp : 1.0f), of_b = up ? kFarUp : (down ? kFarDown : 1.0f);
+  return sum * (a * of_a) * (b * of_b);
+}
+
 }  // namespace fp8serve
