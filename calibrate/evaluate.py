@@ -25,7 +25,7 @@ from .measure import LayerTally, TokenTally, add_logits
 from .passes import against as compared
 from .passes import forward
 from .progress import Progress, Stages
-from .result import EvalReport, LayerReport
+from .result import EvalReport
 
 
 @torch.no_grad()
@@ -77,7 +77,7 @@ def evaluate(
         samples=len(found),
         seq_len=limit,
         quality=tokens.quality(compared=reference is not None),
-        layers=tuple(LayerReport(name, tally.sqnr_db, tally.saturated_fraction) for name, tally in layers.items()),
+        layers=tuple(tally.report(name) for name, tally in layers.items()),
         seconds=stages.total(),
         notes=notes,
     )

@@ -53,7 +53,7 @@ from .lengths import fitting
 from .observe import Observer, observe, settle
 from .progress import Progress, Stages
 from .report import html_report
-from .result import CalibrationReport, DataReport, LayerReport, TensorReport
+from .result import CalibrationReport, DataReport, TensorReport
 
 DELAYED = DelayedScaling()
 OutputFormat = Literal["compressed-tensors", "fp8", "modelopt"]
@@ -119,7 +119,7 @@ def calibrate(
         device=device,
         data=_data_report(files, batches, seq_len, seed),
         quality=quality,
-        layers=tuple(LayerReport(name, tally.sqnr_db, tally.saturated_fraction) for name, tally in layers.items()),
+        layers=tuple(tally.report(name) for name, tally in layers.items()),
         tensors=_tensor_reports(observer, kept),
         bytes_before=weight_bytes(source),
         bytes_after=weight_bytes(source),

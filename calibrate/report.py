@@ -83,9 +83,10 @@ def _charts(report: CalibrationReport) -> str:
     charts["Largest absolute key and value of each layer"] = dots(
         _series(cached, ("k", "v")), "decoder layer", log=True
     )
-    saturated = [(layer.name, 100 * layer.saturated, f"{100 * layer.saturated:.4g} %") for layer in report.layers]
-    if any(y > 0 for _, y, _ in saturated):
-        charts["Saturated input elements (%)"] = dots(_series(saturated), "decoder layer")
+    for field, title in (("saturated", "cut off"), ("underflowed", "lost to zero")):
+        lost = [(layer.name, 100 * getattr(layer, field), _percent(getattr(layer, field))) for layer in report.layers]
+        if any(y > 0 for _, y, _ in lost):
+            charts[f"Input elements {title} (%)"] = dots(_series(lost), "decoder layer")
     shown = (f"<figure><figcaption>{escape(t)}</figcaption>{svg}</figure>" for t, svg in charts.items() if svg)
     return f'<section class="charts">{"".join(shown)}</section>'
 
@@ -111,8 +112,10 @@ def _layer_table(report: CalibrationReport, layers: Sequence[LayerReport]) -> st
     for layer in layers:
         seen = tensors.get(f"{layer.name}.input")
         amax, scale, spark = (_num(seen.amax), _num(seen.scale), sparkline(seen.history)) if seen else ("–", "–", "")
-        rows.append([escape(layer.name), _db(layer.sqnr_db), _percent(layer.saturated), amax, scale, spark])
-    return _table(("layer", "SQNR", "saturated", "input amax", "input scale", "amax per batch"), rows)
+        lost = (_percent(f) for f in (layer.saturated, layer.rounded_to_top, layer.underflowed))
+        rows.append([escape(layer.name), _db(layer.sqnr_db), *lost, amax, scale, spark])
+    head = ("layer", "SQNR", "cut off", "at the top", "underflowed", "input amax", "input scale", "amax per batch")
+    return _table(head, rows)
 
 
 def _tensor_table(tensors: Sequence[TensorReport]) -> str:
@@ -146,7 +149,8 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     table.add_row("weights", f"{_bytes(report.bytes_before)} -> {_bytes(report.bytes_after)}")
     table.add_row("calibrated on", f"{data.tokens:,} tokens in {data.batches} batches, {data.samples} samples")
     saturated = max((layer.saturated for layer in report.layers), default=0.0)
-    table.add_row("saturated inputs", f"{_percent(saturated)} at most")
+    underflowed = max((layer.underflowed for layer in report.layers), default=0.0)
+    table.add_row("inputs cut off, lost to zero", f"{_percent(saturated)}, {_percent(underflowed)} at most")
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:worst]:
         table.add_row(f"{layer.name}", f"SQNR {_db(layer.sqnr_db)}")

@@ -42,7 +42,9 @@ class LayerReport:
 
     name: str
     sqnr_db: float | None  # None: no error at all, or an output of zeros
-    saturated: float  # fraction of input elements beyond the FP8 range
+    saturated: float  # fraction of input elements cut off, beyond the FP8 range
+    rounded_to_top: float = 0.0  # within it, with the topmost code
+    underflowed: float = 0.0  # not zero, with the code zero
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from fp8serve.fp8.stateful import Stateful
 
 Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (codes [M, K], amax)
 
-Observer = Callable[[str, Tensor, Tensor], None]  # (tensor name, codes, scale_inv)
+Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, codes, scale_inv)
 
 NAMES = ("input", "weight", "grad_output")
 
@@ -69,30 +69,29 @@ class Call:
         fmt = self.recipe.fp8_format
         dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
         if self.rule is None:
-            pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols, self.sharers)
-            if name == "grad_output":
-                pair = unhidden(pair, has_infinity(x))
+            pair, amax = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols, self.sharers), None
         else:
             pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
-            if name == "grad_output":
-                pair = unhidden(pair, amax.isinf())
-        self._show(name, pair)
+        self._show(name, lambda: x, pair)
+        if name == "grad_output":
+            pair = unhidden(pair, has_infinity(x) if amax is None else amax.isinf())
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
-    def cast_fused(self, fused: Fused, cols: bool) -> Pair:
-        """Codes of the input from an op that produces and casts it in one."""
+    def cast_fused(self, fused: Fused, values: Callable[[], Tensor], cols: bool) -> Pair:
+        """Codes of the input from an op that produces and casts it in one; `values` makes it for an observer."""
         scale = self.states["input"].scale
         q, amax = fused(scale, DTYPES[self.recipe.fp8_format.forward])
         self._stage("input", amax)
         pair = from_codes(q, scale, cols)
-        self._show("input", pair)
+        self._show("input", lambda: values().reshape(q.shape), pair)
         return pair
 
-    def _show(self, name: str, pair: Pair) -> None:
-        codes = pair.rows or pair.cols
-        if self.observer is not None and codes is not None:
-            self.observer(name, *codes)
+    def _show(self, name: str, values: Callable[[], Tensor], pair: Pair) -> None:
+        if self.observer is not None and pair.rows is not None:
+            self.observer(name, values(), *pair.rows)
+        elif self.observer is not None and pair.cols is not None:
+            self.observer(name, values().t(), *pair.cols)
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name == "grad_output" else "forward"
@@ -299,7 +298,7 @@ class Linear(Stateful, nn.Linear):
         x = (edge if by_codes else values()).reshape(-1, self.in_features)
         with torch.no_grad():
             if fused is not None and by_codes:
-                return x, plan.call.cast_fused(fused, plan.input_cols)
+                return x, plan.call.cast_fused(fused, values, plan.input_cols)
             return x, plan.call.cast("input", x, plan.input_rows, plan.input_cols)
 
 

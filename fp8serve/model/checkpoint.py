@@ -229,7 +229,9 @@ def _kv_scale(
     if entry is not None:
         return entry.scale
     key = checkpoint.scale_key(owner, role) or checkpoint.scale_key(owner, "kv")
-    return None if key is None else interop.quantizing_scale(key, checkpoint.shards[key])
+    if key is None:
+        return None
+    return interop.quantizing_scale(key, checkpoint.shards[key], checkpoint.shards.entries[key].note)
 
 
 def _put(module: nn.Module, name: str, value: Tensor, trainable: bool) -> None:

@@ -3,7 +3,8 @@
 Two questions. What does `quantization_config` promise about activations (`Scheme`)? What does each scale tensor mean
 (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name says:
 `weight_scale_inv` of DeepSeek is no exception. Ours in memory are `weight_scale_inv` (dequantizes) and `input_scale`
-(quantizes), so input and KV scales are inverted at this border. BF16 or FP32 is accepted, FP32 is kept; the ranks that
+(quantizes), so input and KV scales are inverted at this border; 1 / (1 / s) is not always s, so where it is not our
+files note s in their header (`dequantizing_scale`). BF16 or FP32 is accepted, FP32 is kept; the ranks that
 projects use for one thing ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are brought to ours.
 
 | project                  | weight             | input            | KV cache                                  |
@@ -217,11 +218,34 @@ def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
     )
 
 
-def quantizing_scale(name: str, stored: Tensor) -> Tensor:
-    """FP32 [] multiplier that quantizes, from the stored one that dequantizes. ModelError: not one number."""
+def dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:
+    """(what is stored of a scale FP32 [] that quantizes, a note that restores the scale exactly where that does not).
+
+    One scale in six is the reciprocal of no FP32 number: between sqrt(2) and 2, times a power of two, reciprocals lie
+    further apart than FP32 numbers do. Elsewhere the nearest number to 1 / scale restores it.
+    """
+    stored = scale.reciprocal()
+    return stored, None if torch.equal(stored.reciprocal(), scale) else float(scale).hex()
+
+
+def quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tensor:
+    """FP32 [] multiplier that quantizes, from the stored one that dequantizes and its note, which is believed if that
+    scale is stored as this number. ModelError: not one number."""
     if stored.numel() != 1:
         raise ModelError(f"{name} has the shape {list(stored.shape)} where one number was expected.")
-    return checked(name, stored).reshape(()).reciprocal()
+    value = checked(name, stored).reshape(())
+    exact = None if note is None else _noted(note)
+    if exact is not None and torch.equal(dequantizing_scale(exact)[0], value):
+        return exact
+    return value.reciprocal()
+
+
+def _noted(note: str) -> Tensor | None:
+    try:
+        scale = torch.tensor(float.fromhex(note), dtype=torch.float32)
+    except (ValueError, OverflowError):
+        return None
+    return scale if 0 < float(scale) < float("inf") else None
 
 
 def checked(name: str, stored: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int = 0  # of its bytes, from the beginning of the file
+    note: str | None = None  # what the file's metadata say under the tensor's name
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -56,7 +57,8 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ModelError(f"{path} has metadata that is not text.")
-    return {name: _entry(path, name, value, begin) for name, value in raw.items()}, metadata
+    entries = {name: _entry(path, name, value, begin) for name, value in raw.items()}
+    return {name: replace(entry, note=metadata.get(name)) for name, entry in entries.items()}, metadata
 
 
 def _header_json(path: Path) -> tuple[dict[str, Any], int]:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fp8serve.errors import MachineError, ModelError, ScalesError
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import from_name
 from fp8serve.model import export
 from fp8serve.model.checkpoint import (
@@ -101,6 +102,19 @@ def test_scales_dequantize_in_files_and_quantize_in_ours(model_dir: ModelDir, tm
         scale = given.tensors[f"{LINEAR}.{role}"].scale
         torch.testing.assert_close(tensors[f"{LINEAR}.{role}_scale"], scale.reciprocal().reshape(1), rtol=0, atol=0)
         torch.testing.assert_close(ours[f"{LINEAR}.{role}.scale"], scale, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "fp8", "modelopt"])
+def test_without_the_sidecar_the_same_scales_are_served(format_: str, model_dir: ModelDir, tmp_path: Path) -> None:
+    given = state_for(model_dir("llama"))
+    for i, entry in enumerate(given.tensors.values()):  # a third of them are no FP32 number's reciprocal
+        entry.scale.fill_(1.4 + 0.037 * i)
+    write_calibrated(tmp_path / "out", model_dir("llama"), given, format=format_)
+    served = [m.input_scale for m in load_servable(tmp_path / "out").modules() if isinstance(m, FrozenLinear)]
+    (tmp_path / "out" / "scales.safetensors").unlink()
+    alone = [m.input_scale for m in load_servable(tmp_path / "out").modules() if isinstance(m, FrozenLinear)]
+    assert len(served) == 14
+    assert alone == served
 
 
 def test_compressed_tensors_config_layout(model_dir: ModelDir, tmp_path: Path) -> None:
