@@ -87,7 +87,7 @@ class Observer:
 
 
 def observing(recipe: DelayedScaling) -> DelayedScaling:
-    """`recipe` as calibration runs it: in this process, with a scale from every batch and a history for at least one."""
+    """`recipe` as calibration runs it: in this process, every batch makes a scale, and a history can hold one."""
     return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len), reduce_amax=False)
 
 

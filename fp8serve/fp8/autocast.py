@@ -32,6 +32,7 @@ from torch.autograd import Variable
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.compiling import constant_in_graphs
 from fp8serve.fp8.distributed import Attendance, default_group, header, reduce_staged, several
+from fp8serve.fp8.loops import LoopWatch
 from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.reference import FP8_MAX
@@ -59,6 +60,7 @@ class Session:
     direction: Direction
     ran: dict[Rule, dict[int, Scaled]] = field(default_factory=dict)
     expecting: set[Rule] = field(default_factory=set)  # under which something ran that has a backward pass
+    watch: LoopWatch = field(default_factory=LoopWatch)
 
     def open(self, rule: Rule) -> None:
         """Take part in the rule's collective even if no module runs here."""
@@ -200,6 +202,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         if _LOCAL.stack:
             return
         session, _LOCAL.session = _LOCAL.session, Session("forward")
+        session.watch.close()
         if kind is not None:
             session.discard()
         elif torch.is_grad_enabled() or self.calibrating:
@@ -252,6 +255,8 @@ def _record(history: Tensor, amax: Tensor, module: int, rule: int, direction: st
     slot = history[0]
     slot.copy_(torch.maximum(slot, amax))
     session = _LOCAL.session if direction == "forward" else _backward_session()
+    if direction == "forward" and _LOCAL.stack:
+        session.watch.staged()
     owner = _MODULES.get(module)
     if owner is not None:  # a module may be gone before its backward pass runs
         session.add(owner, _RULES[rule])
