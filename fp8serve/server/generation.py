@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from fp8serve.engine.request import Request, RequestOutput, SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.server.admission import Admission, Outcome, Ticket
+from fp8serve.server.admission import Outcome, Places, Ticket
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.models import Served
@@ -25,9 +25,7 @@ Item = tuple[int, RequestOutput] | Fault
 class Generation:
     """Admitted requests of one HTTP request. Use `outputs` once; it closes everything behind itself."""
 
-    def __init__(
-        self, served: Served, requests: Sequence[Request], n: int, admission: Admission, metrics: Metrics
-    ) -> None:
+    def __init__(self, served: Served, requests: Sequence[Request], n: int, places: Places, metrics: Metrics) -> None:
         self.served = served
         self.requests = requests
         self.n = n
@@ -35,7 +33,7 @@ class Generation:
         self._metrics = metrics
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._lease = contextlib.ExitStack()
-        self._tickets = admission.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
+        self._tickets = places.take([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
 
     @property

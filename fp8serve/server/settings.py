@@ -31,7 +31,11 @@ def default_data_dir(model: Path) -> Path:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what one request, or all of them together, may ask for."""
+    """Bounds on what one request, or all of them together, may ask for.
+
+    `reading_*`: processor seconds and memory to check, render and tokenize one request, and bytes of requests that wait
+    for that; `template_seconds`: of these, to render. `validation_*`: the same for the rows of a fine-tune.
+    """
 
     body_bytes: int = 8 << 20
     header_bytes: int = 64 << 10
@@ -47,6 +51,12 @@ class Limits:
     jobs_queued: int = 32
     row_bytes: int = 1 << 20
     rows: int = 1_000_000
+    reading_seconds: float = 30.0
+    reading_memory: int = 1 << 30
+    reading_bytes: int = 64 << 20
+    template_seconds: float = 2.0
+    validation_seconds: float = 600.0
+    validation_memory: int = 8 << 30
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
