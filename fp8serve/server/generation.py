@@ -25,11 +25,20 @@ Item = tuple[int, RequestOutput] | Fault
 class Generation:
     """Admitted requests of one HTTP request. Use `outputs` once; it closes everything behind itself."""
 
-    def __init__(self, served: Served, requests: Sequence[Request], n: int, places: Places, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        served: Served,
+        requests: Sequence[Request],
+        n: int,
+        places: Places,
+        metrics: Metrics,
+        seconds: float | None = None,
+    ) -> None:
         self.served = served
         self.requests = requests
         self.n = n
         self.started = time.perf_counter()
+        self.seconds = seconds
         self._metrics = metrics
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._lease = contextlib.ExitStack()
@@ -51,6 +60,7 @@ class Generation:
             asyncio.create_task(self._pump(i, request, self._tickets[i])) for i, request in enumerate(self.requests)
         ]
         running = len(pumps)
+        alarm = None if self.seconds is None else asyncio.get_running_loop().call_later(self.seconds, self._late)
         try:
             while running:
                 item = await self._queue.get()
@@ -59,7 +69,13 @@ class Generation:
                 yield item
                 running -= item[1].finish_reason is not None
         finally:
+            if alarm is not None:
+                alarm.cancel()
             await self._close(pumps)
+
+    def _late(self) -> None:
+        message = f"The answer was not done within {self.seconds:g} seconds, this server's limit."
+        self.fail(Fault(Code.REQUEST_TIMEOUT, message, hint="Ask for fewer tokens."))
 
     async def _close(self, pumps: list[asyncio.Task[None]]) -> None:
         for pump in pumps:

@@ -41,7 +41,7 @@ class House:
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
-        self.models = Models(settings.model_name, start_engine or launch, self.metrics)
+        self.models = Models(settings.model_name, start_engine or launch, self.metrics, settings.deadlines)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
         )
@@ -210,7 +210,7 @@ class House:
     ) -> Generation:
         """Checks and admits; after this the answer is a 200. Fault otherwise."""
         requests = build_requests(served, request_id, prompts, params, n)
-        generation = Generation(served, requests, n, places, self.metrics)
+        generation = Generation(served, requests, n, places, self.metrics, self.settings.request_seconds)
         self.active.add(generation)
         return generation
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.server.pulse import Deadlines
 
 TrainOn = Literal["refuse", "share", "pause"]
 
@@ -70,8 +71,10 @@ class Settings:
 
     `recipe` is "stored" (the scales that lie in the directory), "bf16", or a recipe name. `train_on` decides what a
     fine-tune job may do to the device that serves: "refuse" it, "share" the device, or "pause" serving while the job
-    runs; a `train_device` other than `device` needs no such choice. Raises RequestError or MachineError on an
-    impossible value.
+    runs; a `train_device` other than `device` needs no such choice. An engine that gives no heartbeat for
+    `heartbeat_seconds`, or is in one step for `step_seconds`, is started again; weights that are not ready within
+    `load_seconds` are given up, and so is an answer after `request_seconds` (None: never). Raises RequestError or
+    MachineError on an impossible value.
     """
 
     model: Path
@@ -93,6 +96,9 @@ class Settings:
     train_device: str | None = None
     drain_seconds: float = 30.0
     heartbeat_seconds: float = 30.0
+    step_seconds: float = 600.0
+    load_seconds: float = 1800.0
+    request_seconds: float | None = None
     vllm_metrics: bool = False
     limits: Limits = field(default_factory=Limits)
 
@@ -112,6 +118,10 @@ class Settings:
         return self.train_device or self.device
 
     @property
+    def deadlines(self) -> Deadlines:
+        return Deadlines(self.heartbeat_seconds, self.step_seconds, self.load_seconds)
+
+    @property
     def trains_on_serving_device(self) -> bool:
         return self.training_device == self.device
 
@@ -123,8 +133,12 @@ def _check_numbers(settings: Settings) -> None:
         raise RequestError(f"max_num_seqs must be at least 1, not {settings.max_num_seqs}.")
     if settings.max_model_len is not None and settings.max_model_len < 2:
         raise RequestError(f"max_model_len must be at least 2, not {settings.max_model_len}.")
-    if settings.drain_seconds < 0 or settings.heartbeat_seconds <= 0:
-        raise RequestError("drain_seconds must not be negative and heartbeat_seconds must be positive.")
+    if settings.drain_seconds < 0:
+        raise RequestError(f"drain_seconds must not be negative, as {settings.drain_seconds} is.")
+    for name in ("heartbeat_seconds", "step_seconds", "load_seconds", "request_seconds"):
+        value = getattr(settings, name)
+        if value is not None and not value > 0:
+            raise RequestError(f"{name} must be positive, not {value}.")
 
 
 def _check_names(settings: Settings) -> None:
