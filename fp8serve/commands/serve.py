@@ -71,6 +71,16 @@ def command(
         str | None, typer.Option(help="Device of fine-tune jobs.", show_default="the one that serves")
     ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long requests may finish after SIGTERM.")] = 30.0,
+    heartbeat_seconds: Annotated[
+        float, typer.Option(min=0, help="Silence after which the engine is started again.")
+    ] = 30.0,
+    step_seconds: Annotated[
+        float, typer.Option(min=0, help="Time of one step after which the engine is started again.")
+    ] = 600.0,
+    load_seconds: Annotated[float, typer.Option(min=0, help="How long weights may take to load.")] = 1800.0,
+    request_seconds: Annotated[
+        float | None, typer.Option(min=0, help="How long an answer may take.", show_default="no limit")
+    ] = None,
     vllm_metrics: Annotated[
         bool, typer.Option("--vllm-metrics", help="Also publish metrics under vllm:* names.")
     ] = False,
@@ -113,6 +123,10 @@ def command(
         train_on=train_on,
         train_device=train_device,
         drain_seconds=drain_seconds,
+        heartbeat_seconds=heartbeat_seconds,
+        step_seconds=step_seconds,
+        load_seconds=load_seconds,
+        request_seconds=request_seconds,
         vllm_metrics=vllm_metrics,
     )
     run(settings)

@@ -18,6 +18,7 @@ import tokenizers
 from fp8serve.errors import ModelError, RequestError
 from fp8serve.model.chat import ChatTemplate, Message, Span
 from fp8serve.model.files import read_json
+from fp8serve.model.text_bound import TextBound, text_bound
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -40,6 +41,7 @@ class Tokenizer:
         self.eos_id: int | None = own_eos if own_eos is not None else next(iter(eos_ids), None)
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*eos_ids, self.eos_id) if i is not None))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._bound: TextBound | None = text_bound(backend)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
@@ -69,6 +71,10 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, from its length alone; 0 where that says nothing."""
+        return 0 if self._bound is None else self._bound.fewest_tokens(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the model's own BOS (or whatever its post-processor adds) unless told otherwise."""

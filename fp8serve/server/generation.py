@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from fp8serve.engine.request import Request, RequestOutput, SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.server.admission import Admission, Outcome, Ticket
+from fp8serve.server.admission import Outcome, Places, Ticket
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.models import Served
@@ -27,16 +27,23 @@ class Generation:
     """Admitted requests of one HTTP request. Use `outputs` once; it closes everything behind itself."""
 
     def __init__(
-        self, served: Served, requests: Sequence[Request], n: int, admission: Admission, metrics: Metrics
+        self,
+        served: Served,
+        requests: Sequence[Request],
+        n: int,
+        places: Places,
+        metrics: Metrics,
+        seconds: float | None = None,
     ) -> None:
         self.served = served
         self.requests = requests
         self.n = n
         self.started = time.perf_counter()
+        self.seconds = seconds
         self._metrics = metrics
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._lease = contextlib.ExitStack()
-        self._tickets = admission.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
+        self._tickets = places.take([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
 
     @property
@@ -59,6 +66,7 @@ class Generation:
             asyncio.create_task(self._pump(i, request, self._tickets[i])) for i, request in enumerate(self.requests)
         ]
         running = len(pumps)
+        alarm = None if self.seconds is None else asyncio.get_running_loop().call_later(self.seconds, self._late)
         try:
             while running:
                 item = await self._queue.get()
@@ -67,7 +75,13 @@ class Generation:
                 yield item
                 running -= item[1].finish_reason is not None
         finally:
+            if alarm is not None:
+                alarm.cancel()
             await self._close(pumps)
+
+    def _late(self) -> None:
+        message = f"The answer was not done within {self.seconds:g} seconds, this server's limit."
+        self.fail(Fault(Code.REQUEST_TIMEOUT, message, hint="Ask for fewer tokens."))
 
     async def _close(self, pumps: list[asyncio.Task[None]]) -> None:
         for pump in pumps:

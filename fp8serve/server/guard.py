@@ -203,7 +203,7 @@ class Intake:
             await refuse(fault, scope, receive, send, close=True)
             return
         if body is not None:  # else the client has gone
-            await self.app(scope, _replay(body, receive), send)
+            await self.app(scope, replay(body, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         limit = self.max_bytes
@@ -230,11 +230,11 @@ def _too_large(limit: int) -> Fault:
     )
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body once and then whatever the connection says, which is a disconnect."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replay() -> Message:
+    async def received() -> Message:
         return pending.pop() if pending else await receive()
 
-    return replay
+    return received

@@ -122,6 +122,7 @@ class Metrics:
             registry=on,
         )
         self.in_flight = Gauge("fp8serve_requests_in_flight", "Admitted and not ended", registry=on)
+        self.reading = Gauge("fp8serve_reading_bytes", "Of requests that are read, or wait to be", registry=on)
         self.prompt_tokens = Counter("fp8serve_prompt_tokens", "Prompt tokens of ended requests", registry=on)
         self.generated_tokens = Counter("fp8serve_generated_tokens", "Tokens generated", registry=on)
         self.first_token = Histogram(

@@ -18,16 +18,18 @@ from starlette.responses import JSONResponse, Response
 from fp8serve.engine.request import RequestOutput, SamplingParams
 from fp8serve.errors import Fp8ServeError
 from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.server.admission import Places
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.generation import Generation
 from fp8serve.server.house import House, HouseDep
 from fp8serve.server.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
 from fp8serve.server.models import Served
-from fp8serve.server.native import STREAM_RESPONSE, encode, encode_chat
+from fp8serve.server.native import STREAM_RESPONSE
 from fp8serve.server.openai_protocol import ChatBody, CompletionBody, Sampled
+from fp8serve.server.reading import BoundedRoute
 from fp8serve.server.streams import DONE, EventStream, event, until_disconnect
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"])
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)
 COMPLETION_TOKENS = 16
 JsonObject = dict[str, Any]
 
@@ -36,28 +38,25 @@ JsonObject = dict[str, Any]
 async def completions(body: CompletionBody, request: Request, house: HouseDep) -> Response:
     """One choice for each of `n` and each prompt."""
     served = house.served(body.model)
-    with served.lease():
-        prompts = [tuple(await _prompt_ids(served, prompt)) for prompt in _bounded(body, house)]
-        answer = admit(body, house, served, prompts, _params(body, body.max_tokens or COMPLETION_TOKENS), TextShape())
+    house.reading.sizes(served.engine.limits.max_model_len).check(body)
+    given = body.prompts()
+    params = _params(body, body.max_tokens or COMPLETION_TOKENS)
+    with served.lease(), reserve(body, house, len(given)) as places:
+        prompts = await until_disconnect(request, house.reading.prompts(served, given))
+        answer = admit(body, house, served, prompts, params, places, TextShape())
     return await reply(answer, request, house)
 
 
 @router.post("/chat/completions", summary="Continue a conversation", response_model=None, responses=STREAM_RESPONSE)
 async def chat(body: ChatBody, request: Request, house: HouseDep) -> Response:
     """The conversation is rendered by the model's own template."""
-    limit = house.settings.limits.chat_messages
-    if len(body.messages) > limit:
-        raise Fault(
-            Code.INVALID_PARAMETER,
-            f"{len(body.messages)} messages are more than this server's limit of {limit}.",
-            param="messages",
-        )
     served = house.served(body.model)
-    with served.lease():
-        prompt = tuple(await encode_chat(served.tokenizer, body.messages))
+    house.reading.sizes(served.engine.limits.max_model_len).check(body)
+    with served.lease(), reserve(body, house, 1) as places:
+        prompt = await until_disconnect(request, house.reading.conversation(served, body.messages))
         room = served.engine.limits.max_model_len - len(prompt)
         params = _params(body, body.token_limit or max(1, room))
-        answer = admit(body, house, served, [prompt], params, ChatShape())
+        answer = admit(body, house, served, [prompt], params, places, ChatShape())
     return await reply(answer, request, house)
 
 
@@ -90,26 +89,22 @@ def _model(house: House, name: str) -> JsonObject:
 # -- admission ---------------------------------------------------------------------------------------------------------
 
 
-def _bounded(body: CompletionBody, house: House) -> list[str | list[int]]:
-    prompts = body.prompts()
-    if len(prompts) > house.settings.limits.prompts:
-        raise Fault(
-            Code.INVALID_PARAMETER,
-            f"{len(prompts)} prompts are more than this server's limit of {house.settings.limits.prompts}.",
-            param="prompt",
-        )
-    return prompts
-
-
-async def _prompt_ids(served: Served, prompt: str | list[int]) -> list[int]:
-    return prompt if isinstance(prompt, list) else await encode(served.tokenizer, prompt)
-
-
 def _params(body: CompletionBody | ChatBody, max_tokens: int) -> SamplingParams:
     try:
         return body.params(max_tokens)
     except Fp8ServeError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error)) from None
+
+
+def reserve(body: Sampled, house: House, prompts: int) -> Places:
+    """Room for all choices, before any prompt is read, or a Fault."""
+    if body.choices > house.settings.limits.n:
+        raise Fault(
+            Code.INVALID_PARAMETER,
+            f"n is {body.choices}, more than this server's limit of {house.settings.limits.n}.",
+            param="n",
+        )
+    return house.admission.reserve(prompts * body.choices)
 
 
 def admit(
@@ -118,16 +113,11 @@ def admit(
     served: Served,
     prompts: list[tuple[int, ...]],
     params: SamplingParams,
+    places: Places,
     shape: "TextShape | ChatShape",
 ) -> "Answer":
     """All choices of all prompts, or a Fault."""
-    if body.choices > house.settings.limits.n:
-        raise Fault(
-            Code.INVALID_PARAMETER,
-            f"n is {body.choices}, more than this server's limit of {house.settings.limits.n}.",
-            param="n",
-        )
-    generation = house.generation(served, prompts, params, body.choices)
+    generation = house.generation(served, prompts, params, places, body.choices)
     return Answer(body, generation, shape)
 
 

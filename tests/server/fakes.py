@@ -55,6 +55,8 @@ class FakeEngine:
         self.fail = fail
         self.alive = True
         self.heartbeat_age = 0.0
+        self.step_seconds = 0.0
+        self.killed: str | None = None
         self.running: set[str] = set()
         self.finished: list[str] = []
         self.aborted: list[str] = []
@@ -123,6 +125,10 @@ class FakeEngine:
         return [{"name": "model.layers.0.mlp.up_proj", "input": {"scale": 2.0, "amax": 3.0}}]
 
     async def drain(self, deadline: float) -> None:
+        await self.close()
+
+    async def kill(self, why: str) -> None:
+        self.killed = why
         await self.close()
 
     async def close(self) -> None:
