@@ -317,7 +317,9 @@ class _Run:
     def _finite_first_loss(self) -> float:
         loss = self._first_loss()
         if not math.isfinite(loss):
-            raise JobError(f"The loss of the first rows is {loss} before any step; check the model's weights and scales.")
+            raise JobError(
+                f"The loss of the first rows is {loss} before any step; check the model's weights and scales."
+            )
         return loss
 
     def _set_aside(self, model: Path) -> None:
