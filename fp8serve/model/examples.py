@@ -112,7 +112,8 @@ def _example(line: str, where: str) -> Example:
 
 
 def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
-    """One row: exactly one of `text`, `prompt` + `completion`, `messages`; further columns are notes.
+    """One row: exactly one of `text`, `prompt` + `completion`, `messages`; further columns are notes, except `tools`,
+    which would have to be in the prompt and are refused.
 
     DataError names `where` and what is wrong.
     """
@@ -120,6 +121,8 @@ def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
     if len(kinds) != 1:
         found = f"both {' and '.join(kinds)}" if kinds else f"only {sorted(row)}"
         raise DataError(f"{where} has {found}; give one of `text`, `prompt` and `completion`, or `messages`.")
+    if row.get("tools") or row.get("functions"):
+        raise DataError(f"{where} has `tools`, which prompts here do not describe; write them into a system message.")
     if kinds[0] == "messages":
         return ChatExample(_messages(row["messages"], where), where)
     values = [_text(row, column, where) for column in _COLUMNS[kinds[0]]]
@@ -207,9 +210,7 @@ def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer) -> tuple[list
 
 def _tokenize_chat(example: ChatExample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     messages = [{k: v for k, v in m.items() if k != "weight"} for m in example.messages]
-    text, spans = tokenizer.assistant_spans(messages)
-    turns = [m for m in example.messages if m["role"] == "assistant"]
-    if len(turns) == len(spans):  # a template may merge turns; then weights cannot be told apart
-        spans = [s for s, m in zip(spans, turns, strict=True) if m.get("weight", 1)]
+    skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not m.get("weight", 1)]
+    text, spans = tokenizer.assistant_spans(messages, skip)
     ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
     return ids, [any(start < b and a < end for a, b in spans) for start, end in offsets]

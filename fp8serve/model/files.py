@@ -56,13 +56,30 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
-    """A safetensors file as readable as its neighbours: the library alone makes it the owner's only."""
+    """A safetensors file of tensors on the CPU: the same bytes for the same content.
+
+    The library alone writes metadata in another order each time, and makes the file the owner's only.
+    """
     from safetensors.torch import save_file
 
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)  # what this process gives a new file
     save_file(dict(tensors), path, dict(metadata))
+    _sort_metadata(path)
     path.chmod(mode)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Rewrite the header of a file just written, in the same room: only the order of the metadata changes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > size:
+            raise RuntimeError(f"The header of {path} grew from {size} to {len(text)} bytes.")
+        file.seek(8)
+        file.write(text.ljust(size))
 
 
 def check_absent(out: Path, error: type[Fp8ServeError] = ModelError) -> None:

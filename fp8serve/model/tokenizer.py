@@ -10,15 +10,18 @@ The pieces then concatenate to exactly what `decode` gives for the whole, on any
 """
 
 import re
+from collections.abc import Collection
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from fp8serve.errors import ModelError, RequestError
-from fp8serve.model.chat import ChatTemplate, Message, Span
+from fp8serve.model.chat import ChatTemplate, Message
 from fp8serve.model.files import read_json
 from fp8serve.model.text_bound import TextBound, text_bound
+from fp8serve.model.turns import Markers, Span, assistant_spans
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -45,11 +48,20 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
+        ends = (backend.id_to_token(i) for i in self.eos_ids)
+        named = {t for t in special_tokens.values() if t in backend.get_vocab(with_added_tokens=True)}
+        self._markers = Markers(
+            end=frozenset(t for t in ends if t),
+            special=frozenset(t.content for t in added.values() if t.special) | named,
+        )
         self._byte_ids = frozenset(i for t, i in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(t))
 
     @classmethod
-    def from_dir(cls, model_dir: Path | str) -> "Tokenizer":
-        """ModelError: the directory has no tokenizer.json, or one of its tokenizer files is damaged."""
+    def from_dir(cls, model_dir: Path | str, today: date | None = None) -> "Tokenizer":
+        """`today` is the date that the chat template is told; None: the machine's.
+
+        ModelError: the directory has no tokenizer.json, or one of its tokenizer files is damaged.
+        """
         model_dir = Path(model_dir)
         path = model_dir / "tokenizer.json"
         if not path.exists():
@@ -65,7 +77,7 @@ class Tokenizer:
         # As transformers does: a named special token counts as one even where tokenizer.json lists it as a plain word.
         backend.add_special_tokens([t for t in special.values() if backend.token_to_id(t) is not None])
         source = _template_source(model_dir, config)
-        template = ChatTemplate(source, special) if source else None
+        template = ChatTemplate(source, special, today) if source else None
         return cls(backend, special, template, _eos_ids(model_dir))
 
     @property
@@ -125,9 +137,9 @@ class Tokenizer:
         """Ids of the rendered conversation. The template writes BOS itself where the model wants one: none is added."""
         return self.encode(self.chat(messages, add_generation_prompt), add_special_tokens=False)
 
-    def assistant_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        """See `ChatTemplate.assistant_spans`."""
-        return self._require_template().assistant_spans(messages)
+    def assistant_spans(self, messages: list[Message], skip: Collection[int] = ()) -> tuple[str, list[Span]]:
+        """See `turns.assistant_spans`. ModelError when the model has no chat template."""
+        return assistant_spans(self._require_template(), messages, self._markers, skip)
 
     def holds_back(self, token_id: int) -> bool:
         """Whether the text of this token depends on the token after it (a byte of a longer run)."""

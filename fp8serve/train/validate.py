@@ -52,7 +52,7 @@ def validate(config: TrainConfig) -> ValidationReport:
     """Look at the model's configuration and all data. Raises ModelError or RecipeError; bad data are in the report."""
     model = read_config(config.model)
     check_length(config.seq_len, model)
-    tokenizer = Tokenizer.from_dir(config.model)
+    tokenizer = Tokenizer.from_dir(config.model, config.today)
     rows, report, bad = _good_rows(config, tokenizer)
     lengths = [row.tokens for row in rows]
     microbatch = max((sum(lengths[i] for i in m) for s in epoch_steps(lengths, config, 0) for m in s), default=0)
