@@ -25,7 +25,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fp8serve.errors import ModelError, RequestError
+from fp8serve.errors import ModelError, RequestError, one_line
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # character positions [start, end)
@@ -167,7 +167,7 @@ class ChatTemplate:
             try:
                 self._template = _Environment().from_string(source)
             except (jinja2.TemplateError, RecursionError) as e:
-                raise ModelError(f"The model's chat template does not compile: {e}.") from None
+                raise ModelError(f"The model's chat template does not compile: {one_line(e)}.") from None
 
     def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
         """The text of the conversation. RequestError: the template refuses the messages. ModelError: it runs away."""
@@ -182,7 +182,7 @@ class ChatTemplate:
             try:
                 return _bounded(self._template.generate(self._special_tokens | variables))
             except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
-                raise RequestError(f"The model's chat template refuses these messages: {e}.") from None
+                raise RequestError(f"The model's chat template refuses these messages: {one_line(e)}.") from None
 
     def assistant_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
         """The whole conversation and where in it the assistant's own words stand, end-of-turn mark included.
