@@ -5,7 +5,7 @@ stored. A figure that does not exist is None, never NaN. No torch here: a report
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,20 +43,30 @@ class LayerReport:
     name: str
     sqnr_db: float | None  # None: no error at all, or an output of zeros
     saturated: float  # fraction of input elements beyond the FP8 range
+    kl: float | None = None  # nats per token that this layer's FP8 adds; see sensitivity.py
+
+
+def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
+    """By the KL divergence that each adds; where that is not known by SQNR, exact layers last."""
+    return tuple(sorted(layers, key=lambda x: (-(x.kl or 0.0), x.sqnr_db is None, x.sqnr_db or 0.0)))
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was read. `held_out_disjoint` is False when the data were one sample only."""
+    """What was read: `samples` of `source` made the scales, and quality was measured on others, of `held_out_source`.
+
+    excluded: examples of `source` that were not observed because they are held out, too.
+    """
 
     source: tuple[str, ...]
     samples: int
     seq_len: int
     batches: int
     tokens: int
+    held_out_source: tuple[str, ...]
     held_out_samples: int
     held_out_tokens: int
-    held_out_disjoint: bool
+    excluded: int
     seed: int
 
 
@@ -80,8 +90,8 @@ class CalibrationReport:
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
-        """Lowest SQNR first; exact layers last."""
-        return tuple(sorted(self.layers, key=lambda layer: (layer.sqnr_db is None, layer.sqnr_db or 0.0)))
+        """What costs the model most first."""
+        return worst_first(self.layers)
 
     def tensor(self, name: str) -> TensorReport | None:
         return next((t for t in self.tensors if t.name == name), None)
@@ -95,7 +105,7 @@ class CalibrationReport:
         """The inverse of `to_json`. DataError: not a calibration report."""
         try:
             raw = json.loads(text)
-            data = raw["data"] | {"source": tuple(raw["data"]["source"])}
+            data = raw["data"] | {key: tuple(raw["data"][key]) for key in ("source", "held_out_source")}
             return cls(
                 **raw
                 | {
