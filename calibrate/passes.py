@@ -66,7 +66,8 @@ def tracked(decoder: Decoder) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., object]]) -> Iterator[None]:
+def hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., object]]) -> Iterator[None]:
+    """Inside, every linear has the forward hook that `make` gives for its name."""
     handles = [linear.register_forward_hook(make(name)) for name, linear in linears.items()]
     try:
         yield
@@ -94,7 +95,7 @@ def in_fp8(
 
         return hook
 
-    with _hooks(linears, make):
+    with hooks(linears, make):
         yield
 
 
@@ -116,7 +117,7 @@ def against(
 
         return hook
 
-    with _hooks(linears, make):
+    with hooks(linears, make):
         yield
 
 
@@ -141,7 +142,7 @@ def blame(decoder: Decoder, linears: Linears, batch: Batch) -> ScalesError:
 
         return hook
 
-    with torch.no_grad(), _hooks(linears, make):
+    with torch.no_grad(), hooks(linears, make):
         forward(decoder, batch)
     where = found[0] if found else "the final hidden state"
     return ScalesError(

@@ -5,7 +5,7 @@ stored. A figure that does not exist is None, never NaN. No torch here: a report
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,20 +45,30 @@ class LayerReport:
     saturated: float  # fraction of input elements cut off, beyond the FP8 range
     rounded_to_top: float = 0.0  # within it, with the topmost code
     underflowed: float = 0.0  # not zero, with the code zero
+    kl: float | None = None  # nats per token that this layer's FP8 adds; see sensitivity.py
+
+
+def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
+    """By the KL divergence that each adds; where that is not known by SQNR, exact layers last."""
+    return tuple(sorted(layers, key=lambda x: (-(x.kl or 0.0), x.sqnr_db is None, x.sqnr_db or 0.0)))
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was read. `held_out_disjoint` is False when the data were one sample only."""
+    """What was read: `samples` of `source` made the scales, and quality was measured on others, of `held_out_source`.
+
+    excluded: examples of `source` that were not observed because they are held out, too.
+    """
 
     source: tuple[str, ...]
     samples: int
     seq_len: int
     batches: int
     tokens: int
+    held_out_source: tuple[str, ...]
     held_out_samples: int
     held_out_tokens: int
-    held_out_disjoint: bool
+    excluded: int
     seed: int
 
 
@@ -83,8 +93,8 @@ class CalibrationReport:
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
-        """Lowest SQNR first; exact layers last."""
-        return tuple(sorted(self.layers, key=lambda layer: (layer.sqnr_db is None, layer.sqnr_db or 0.0)))
+        """What costs the model most first."""
+        return worst_first(self.layers)
 
     def tensor(self, name: str) -> TensorReport | None:
         return next((t for t in self.tensors if t.name == name), None)
@@ -98,7 +108,7 @@ class CalibrationReport:
         """The inverse of `to_json`. DataError: not a calibration report."""
         try:
             raw = json.loads(text)
-            data = raw["data"] | {"source": tuple(raw["data"]["source"])}
+            data = raw["data"] | {key: tuple(raw["data"][key]) for key in ("source", "held_out_source")}
             return cls(
                 **raw
                 | {

@@ -20,6 +20,13 @@ def command(
             help="Text or JSON-lines file; repeat for several.", show_default="passages that ship with fp8serve"
         ),
     ] = None,
+    holdout: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File to measure quality on, never calibrated on; repeat for several.",
+            show_default="passages that ship with fp8serve",
+        ),
+    ] = None,
     recipe: Annotated[RecipeName, typer.Option(help="How tensors are scaled.")] = "delayed",
     samples: Annotated[int, typer.Option(min=1, help="Sequences to observe.")] = 128,
     seq_len: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 512,
@@ -50,11 +57,13 @@ def command(
     """Write MODEL in FP8, with scales from sample data.
 
     Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html.
+    All of --data makes scales, whatever the order of files and lines; quality is measured on other text: --holdout,
+    or passages that ship with fp8serve.
 
     \b
     Examples:
       fp8serve calibrate ./llama --out ./llama-fp8
-      fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --samples 256 --kv-cache
+      fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --holdout test.jsonl --kv-cache
       fp8serve calibrate ./llama --out ./scales --scales-only --json
     """
     from fp8serve.hub import find_model
@@ -71,6 +80,7 @@ def command(
             out=out,
             recipe=chosen,
             data=data,
+            holdout=holdout,
             samples=samples,
             seq_len=seq_len,
             batch_size=batch_size,

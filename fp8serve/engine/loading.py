@@ -32,6 +32,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.checkpoint import kv_scales, load_servable
 from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder
+from fp8serve.model.files import present
 from fp8serve.model.tokenizer import Tokenizer
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -129,7 +130,7 @@ def _path(text: str | None) -> Path | None:
 
 
 def _tokenizer(model_dir: Path) -> Tokenizer | None:
-    return Tokenizer.from_dir(model_dir) if (model_dir / "tokenizer.json").exists() else None
+    return Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
 
 
 def _separate_rows(

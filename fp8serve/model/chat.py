@@ -27,7 +27,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fp8serve.errors import ModelError, RequestError
+from fp8serve.errors import ModelError, RequestError, one_line
 
 Message = dict[str, Any]
 
@@ -174,7 +174,7 @@ class ChatTemplate:
                 self.constants = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
                 self._template = environment.from_string(parsed)
             except (jinja2.TemplateError, RecursionError) as e:
-                raise ModelError(f"The model's chat template does not compile: {e}.") from None
+                raise ModelError(f"The model's chat template does not compile: {one_line(e)}.") from None
 
     def render(self, messages: list[Message], add_generation_prompt: bool = True, mark: str = "") -> str:
         """The text of the conversation, with `mark` before and after what a generation block wrote.
@@ -193,7 +193,7 @@ class ChatTemplate:
             with _budget():
                 return _bounded(self._template.generate(self._special_tokens | variables))
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
-            raise RequestError(f"The model's chat template refuses these messages: {e}.") from None
+            raise RequestError(f"The model's chat template refuses these messages: {one_line(e)}.") from None
         finally:
             _mark.reset(token)
 

@@ -10,14 +10,14 @@ are read. Defaults of omitted keys are those of transformers' class for the arch
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import ModelError
+from fp8serve.errors import ModelError, shown
 from fp8serve.model.config_keys import is_harmless
-from fp8serve.model.files import read_json
+from fp8serve.model.files import present, read_json, read_optional_json
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,10 @@ _HONOURED = frozenset({
     "dtype", "torch_dtype", "quantization_config", "layer_types",
 })  # fmt: skip
 
+# What no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
+_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
+_LARGEST = 1e38  # of a number that is computed with in FP32
+
 
 def read_config(model_dir: Path | str) -> ModelConfig:
     """The configuration of the Hugging Face directory `model_dir`.
@@ -153,11 +157,11 @@ def read_config(model_dir: Path | str) -> ModelConfig:
     if not model_dir.is_dir():
         what = "is not a directory" if model_dir.exists() else "does not exist"
         raise ModelError(f"{model_dir} {what}; give the path of a Hugging Face-format model directory.")
-    if not (model_dir / "config.json").exists():
+    if not present(model_dir / "config.json"):
         raise ModelError(f"{model_dir} is not a model directory: it holds no config.json.")
     raw = read_json(model_dir / "config.json")
-    generation = model_dir / "generation_config.json"
-    return parse_config(raw, read_json(generation) if generation.exists() else {}, str(model_dir / "config.json"))
+    generation = read_optional_json(model_dir / "generation_config.json")
+    return parse_config(raw, generation, str(model_dir / "config.json"))
 
 
 def parse_config(
@@ -168,7 +172,7 @@ def parse_config(
     _refuse_unknown(raw, family, where)
     get = _Reader(raw, family, where)
     if get("hidden_act") != "silu":
-        raise ModelError(f"{where}: hidden_act is {get('hidden_act')!r}; this decoder computes only 'silu'.")
+        raise ModelError(f"{where}: hidden_act is {shown(get('hidden_act'))}; this decoder computes only 'silu'.")
     heads, layers = get.positive("num_attention_heads"), get.positive("num_hidden_layers")
     kv_heads = get.positive("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -207,7 +211,7 @@ def _family(raw: Mapping[str, Any], where: str) -> _Family:
     if family is None or (names and names != [family.architecture]):
         found = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
-        raise ModelError(f"{where}: the architecture {found!r} is not supported; supported are {known}.")
+        raise ModelError(f"{where}: the architecture {shown(found)} is not supported; supported are {known}.")
     return family
 
 
@@ -215,7 +219,7 @@ def _refuse_unknown(raw: Mapping[str, Any], family: _Family, where: str) -> None
     for key, value in raw.items():
         if key not in _HONOURED and key not in family.optional and not is_harmless(key, value):
             raise ModelError(
-                f"{where}: the key {key!r} is {value!r}, which {family.architecture} here does not compute; "
+                f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."
             )
 
@@ -236,6 +240,8 @@ class _Reader:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.complain(key, value, "a positive whole number")
+        if value > (most := _MOST.get(key, 2**28)):
+            raise self.complain(key, value, f"at most {most}")
         return value
 
     def number(self, key: str) -> float:
@@ -252,21 +258,21 @@ class _Reader:
         return ids[0] if ids else None
 
     def complain(self, key: str, value: Any, expected: str) -> ModelError:
-        return ModelError(f"{self.where}: {key} is {value!r} where {expected} was expected.")
+        return ModelError(f"{self.where}: {key} is {shown(value)} where {expected} was expected.")
 
 
 def _number(value: Any, key: str, where: str, default: float | None = None) -> float:
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ModelError(f"{where}: {key} is {value!r} where a positive number was expected.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:  # NaN fails, too
+        raise ModelError(f"{where}: {key} is {shown(value)} where a positive number was expected.")
     return float(value)
 
 
 def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
     """`eos_token_id` is a number or a list of numbers, `bos_token_id` a number; null is none."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise ModelError(f"{where}: {key} is {value!r} where a token id was expected.")
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
+        raise ModelError(f"{where}: {key} is {shown(value)} where a token id was expected.")
     return tuple(ids)
 
 
@@ -286,7 +292,7 @@ def _windows(get: _Reader, layers: int, where: str) -> tuple[int | None, ...]:
     window = get.positive("sliding_window") if enabled else None
     types = get("layer_types")
     if types is None:
-        first = get("max_window_layers")
+        first = get.positive("max_window_layers") if get("max_window_layers") not in (0, None) else 0
         return tuple(window if i >= first else None for i in range(layers))
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
@@ -307,7 +313,7 @@ def _eos(get: _Reader, generation: Mapping[str, Any], where: str) -> tuple[int, 
 def _dtype(raw: Mapping[str, Any], where: str) -> str:
     value = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     if value not in ("bfloat16", "float16", "float32"):
-        raise ModelError(f"{where}: dtype {value!r} is not one of bfloat16, float16, float32.")
+        raise ModelError(f"{where}: dtype {shown(value)} is not one of bfloat16, float16, float32.")
     return str(value)
 
 
@@ -331,8 +337,9 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> tuple[float, Rope
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"{where}: partial_rotary_factor other than 1 is not supported.")
-    if kind not in _ROPE_KEYS or set(rope) - _ROPE_KEYS[kind]:
-        wrong = f"the keys {sorted(set(rope) - _ROPE_KEYS[kind])}" if kind in _ROPE_KEYS else f"type {kind!r}"
+    keys = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
+    if keys is None or set(rope) - keys:
+        wrong = f"type {shown(kind)}" if keys is None else f"the keys {shown(sorted(set(rope) - keys))}"
         known = ", ".join(_ROPE_KEYS)
         raise ModelError(f"{where}: rotary scaling with {wrong} is not supported; known types are {known}.")
     return theta, None if kind == "default" else _scaling(kind, rope, max_len, where)
@@ -357,17 +364,17 @@ def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeS
         original,
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
-        attention_factor=number("attention_factor", _yarn_attention(factor, rope)),
+        attention_factor=number("attention_factor", _yarn_attention(factor, rope, number)),
         truncate=bool(rope.get("truncate", True)),
     )
 
 
-def _yarn_attention(factor: float, rope: Mapping[str, Any]) -> float:
+def _yarn_attention(factor: float, rope: Mapping[str, Any], number: Callable[[str], float]) -> float:
     """YaRN (arXiv 2309.00071), section 3.4: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+        return mscale(number("mscale")) / mscale(number("mscale_all_dim"))
     return mscale(1.0)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import DataError, Fp8ServeError
+from fp8serve.errors import DataError, Fp8ServeError, one_line, shown
+from fp8serve.model.files import read_text
 from fp8serve.model.tokenizer import Tokenizer
 
+MAX_DATA_BYTES = 4 << 30  # of one file, which is held in memory
 PASSAGE_CHARS = 2000  # paragraphs of a text file are joined up to about this: some 500 tokens
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
@@ -64,7 +66,7 @@ def read_examples(paths: Iterable[Path | str]) -> list[Example]:
 
 
 def _read(path: Path) -> list[Example]:
-    text = _content(path)
+    text = read_text(path, MAX_DATA_BYTES, DataError)
     suffix = path.suffix.lower()
     if suffix in TEXT_SUFFIXES:
         found: list[Example] = list(_passages(text, path))
@@ -75,17 +77,6 @@ def _read(path: Path) -> list[Example]:
     if not found:
         raise DataError(f"{path} holds no examples; it is empty.")
     return found
-
-
-def _content(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist.") from None
-    except UnicodeDecodeError as e:
-        raise DataError(f"{path} is not UTF-8 text: byte {e.start} cannot be read.") from None
-    except OSError as e:
-        raise DataError(f"{path} cannot be read: {e.strerror}.") from None
 
 
 def _passages(text: str, path: Path) -> Iterator[TextExample]:
@@ -105,7 +96,7 @@ def _example(line: str, where: str) -> Example:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{where} is not valid JSON: {e}.") from None
+        raise DataError(f"{where} is not valid JSON: {one_line(e)}.") from None
     if not isinstance(row, dict):
         raise DataError(f"{where} is a JSON {type(row).__name__} where an object was expected.")
     return example_from(row, where)
@@ -119,7 +110,7 @@ def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
     """
     kinds = [k for k, columns in _COLUMNS.items() if any(c in row for c in columns)]
     if len(kinds) != 1:
-        found = f"both {' and '.join(kinds)}" if kinds else f"only {sorted(row)}"
+        found = f"both {' and '.join(kinds)}" if kinds else f"only {shown(sorted(row))}"
         raise DataError(f"{where} has {found}; give one of `text`, `prompt` and `completion`, or `messages`.")
     if row.get("tools") or row.get("functions"):
         raise DataError(f"{where} has `tools`, which prompts here do not describe; write them into a system message.")
@@ -159,7 +150,7 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(message.get("content"), str):
             raise DataError(f"{where}: message {i} has no text in `content`.")
         if message.get("weight", 1) not in (0, 1):
-            raise DataError(f"{where}: message {i} has weight {message['weight']!r}, which is neither 0 nor 1.")
+            raise DataError(f"{where}: message {i} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
         _valid_unicode(message["role"] + message["content"], f"{where}: message {i}")
     if not any(m["role"] == "assistant" and m.get("weight", 1) for m in value):
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")

@@ -10,7 +10,6 @@ them keeps ours: the quantizing scales, bit for bit, with their histories.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,7 +24,15 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder, linear_names
-from fp8serve.model.files import check_absent, read_json, regular_file, whole_directory, write_json
+from fp8serve.model.files import (
+    MAX_CARRIED_BYTES,
+    check_absent,
+    read_file,
+    read_json,
+    regular_file,
+    whole_directory,
+    write_json,
+)
 from fp8serve.model.interop import dequantizing_scale
 from fp8serve.model.quantization_config import FORMATS, quantization_files
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
@@ -225,7 +232,7 @@ def _write_common(
 def _carry(source: Path, folder: Path) -> None:
     for name in CARRIED:
         if regular_file(source / name):
-            shutil.copyfile(inside(source, name), folder / name)
+            (folder / name).write_bytes(read_file(inside(source, name), MAX_CARRIED_BYTES))
 
 
 def _write_extra(folder: Path, extra: ExtraFiles | None) -> None:

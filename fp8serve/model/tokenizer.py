@@ -17,12 +17,13 @@ from typing import Any
 
 import tokenizers
 
-from fp8serve.errors import ModelError, RequestError
+from fp8serve.errors import ModelError, RequestError, one_line, shown
 from fp8serve.model.chat import ChatTemplate, Message
-from fp8serve.model.files import read_json
+from fp8serve.model.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
 from fp8serve.model.text_bound import TextBound, text_bound
 from fp8serve.model.turns import Markers, Span, assistant_spans
 
+MAX_TEMPLATE_BYTES = 4 * 1024 * 1024  # the longest published template has 20 KB
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -64,16 +65,17 @@ class Tokenizer:
         """
         model_dir = Path(model_dir)
         path = model_dir / "tokenizer.json"
-        if not path.exists():
+        if not present(path):
             raise ModelError(f"{model_dir} holds no tokenizer.json; save the model's fast tokenizer there.")
+        text = read_text(path, MAX_CARRIED_BYTES)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_str(text)
         except Exception as e:  # the library raises plain Exception
-            raise ModelError(f"{path} is not a tokenizer that can be read: {e}.") from None
+            raise ModelError(f"{path} is not a tokenizer that can be read: {one_line(e)}.") from None
         backend.no_truncation()
         backend.no_padding()
-        config = _optional(model_dir / "tokenizer_config.json")
-        special = _special_tokens(_optional(model_dir / "special_tokens_map.json") | config)
+        config = read_optional_json(model_dir / "tokenizer_config.json")
+        special = _special_tokens(read_optional_json(model_dir / "special_tokens_map.json") | config)
         # As transformers does: a named special token counts as one even where tokenizer.json lists it as a plain word.
         backend.add_special_tokens([t for t in special.values() if backend.token_to_id(t) is not None])
         source = _template_source(model_dir, config)
@@ -212,10 +214,6 @@ def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
     return None if token is None else backend.token_to_id(token)
 
 
-def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Written as "<s>" or as {"content": "<s>", ...}."""
     found = {name: config.get(name) for name in _NAMED}
@@ -226,16 +224,13 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json's `chat_template`: a string, or a list of named ones."""
     path = model_dir / "chat_template.jinja"
-    if path.exists():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ModelError(f"{path} cannot be read: {e}.") from None
+    if present(path):
+        return read_text(path, MAX_TEMPLATE_BYTES)
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        named = {str(t.get("name")): t.get("template") for t in value if isinstance(t, dict)}
         if "default" not in named:
-            raise ModelError(f"{model_dir} has several chat templates ({', '.join(map(str, named))}) and no default.")
+            raise ModelError(f"{model_dir} has several chat templates ({shown(sorted(named))}) and no default.")
         value = named["default"]
     if value is not None and not isinstance(value, str):
         raise ModelError(
@@ -247,7 +242,7 @@ def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
 def _eos_ids(model_dir: Path) -> tuple[int, ...]:
     """End-of-sequence ids that generation_config.json or else config.json names."""
     for name in ("generation_config.json", "config.json"):
-        value = _optional(model_dir / name).get("eos_token_id")
+        value = read_optional_json(model_dir / name).get("eos_token_id")
         if value is not None:
             return tuple(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
     return ()

@@ -14,7 +14,8 @@ from typing import Any
 
 from fp8serve.errors import DataError
 from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.examples import JSON_LINES_SUFFIXES, Example, example_from, read_examples
+from fp8serve.model.examples import JSON_LINES_SUFFIXES, MAX_DATA_BYTES, Example, example_from, read_examples
+from fp8serve.model.files import read_text
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import DataReport, Row, check_length, rows_of
@@ -101,12 +102,10 @@ def _examples(path: Path) -> Iterator[_Found]:
             yield from ((path, None, example) for example in read_examples([path]))
     except DataError as error:
         yield path, None, error
-    except (OSError, UnicodeDecodeError) as error:
-        yield path, None, DataError(f"{path} cannot be read: {error}.")
 
 
 def _lines(path: Path) -> Iterator[_Found]:
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, line in enumerate(read_text(path, MAX_DATA_BYTES, DataError).split("\n"), 1):
         if line.strip():
             yield path, number, _parse(line, f"{path}:{number}")
 
