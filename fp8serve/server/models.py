@@ -164,6 +164,7 @@ class Models:
         of, stats = self._stats
         return stats if of is self.current and self.ready else {}
 
+    @property
     def live(self) -> bool:
         """Whether the engine gives signs of life, or is being loaded; not when it could not be started again."""
         served = self.current
