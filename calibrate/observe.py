@@ -87,8 +87,8 @@ class Observer:
 
 
 def observing(recipe: DelayedScaling) -> DelayedScaling:
-    """`recipe` as calibration runs it: every batch makes a scale, and the history can hold at least one batch."""
-    return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len))
+    """`recipe` as calibration runs it: in this process, every batch makes a scale, and a history can hold one."""
+    return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len), reduce_amax=False)
 
 
 def _row(state: ScalingState) -> Tensor:

@@ -27,6 +27,8 @@ _HOMES = {
     "Monitor": "fp8serve.fp8.monitor",
     "Engine": "fp8serve.engine.engine",
     "calibrate": "fp8serve.calibration.pipeline",
+    "export": "fp8serve.model.converted",
+    "restore_scaling": "fp8serve.model.restoring",
 }
 
 __all__ = ["__version__", *_HOMES]

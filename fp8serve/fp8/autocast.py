@@ -10,9 +10,11 @@ backward pass runs outside of any context: what it needs, every forward call has
 are updated when the running backward pass ends. We ask the autograd engine for that moment (`queue_callback`) rather
 than attach it to the first module, because a first module that is frozen has no backward at all.
 
-With a process group, the staged amaxes of *all* living modules are reduced with one MAX: a rank where some module did
+Over a process group, the staged amaxes of *all* living modules are reduced with one MAX: a rank where some module did
 not run still takes part with zeros, so nothing hangs and all ranks hold equal scales. Because of a rank without a
-backward pass the others' gradients wait for the end of the next context (distributed.py).
+backward pass the others' gradients wait for the end of the next context (distributed.py). The group is the default one
+unless the caller names another or sets `reduce_amax=False`; it is looked up when a context is entered, because a
+decorator is often made before the processes have met.
 """
 
 import threading
@@ -29,7 +31,8 @@ from torch.autograd import Variable
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.compiling import constant_in_graphs
-from fp8serve.fp8.distributed import Attendance, header, reduce_staged
+from fp8serve.fp8.distributed import Attendance, default_group, header, reduce_staged, several
+from fp8serve.fp8.loops import LoopWatch
 from fp8serve.fp8.microbatch import checked
 from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
@@ -48,7 +51,7 @@ class Rule:
     @property
     def shared(self) -> bool:
         """Amaxes are reduced over a group."""
-        return self.group is not None and self.recipe.reduce_amax
+        return self.recipe.reduce_amax and several(self.group)
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Session:
     direction: Direction
     ran: dict[Rule, dict[int, Scaled]] = field(default_factory=dict)
     expecting: set[Rule] = field(default_factory=set)  # under which something ran that has a backward pass
+    watch: LoopWatch = field(default_factory=LoopWatch)
 
     def open(self, rule: Rule) -> None:
         """Take part in the rule's collective even if no module runs here."""
@@ -155,10 +159,11 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
 
     enabled=False makes an island of high precision. With `calibrating=True` amaxes are recorded, also without
     gradients, and the states are updated at the end; together with enabled=False the maths stays in high precision.
-    `amax_reduction_group`: a process group over which delayed amaxes are reduced with MAX. `is_first_microbatch`, for
-    gradient accumulation: True keeps the codes of the weights, False uses those of the last True, None quantizes the
-    weights (microbatch.py); the innermost context decides. Raises RecipeError if calibrating is asked of a recipe that
-    has no history.
+    `amax_reduction_group`: the process group over which delayed amaxes are reduced with MAX, in every context that ends
+    with gradients enabled. None: the default group, if one is initialised. A recipe with `reduce_amax=False` reduces
+    over none. `is_first_microbatch`, for gradient accumulation: True keeps the codes of the weights, False uses those
+    of the last True, None quantizes the weights (microbatch.py); the innermost context decides. Raises RecipeError if
+    calibrating is asked of a recipe that has no history.
     """
 
     def __init__(
@@ -173,7 +178,9 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         self.enabled = enabled
         self.recipe: Recipe = DelayedScaling() if recipe is None else recipe
         self.calibrating = calibrating
-        self.group = amax_reduction_group
+        self.named_group = amax_reduction_group
+        self.group: Any = None  # this one and the rule are set on entry
+        self.rule: int | None = None
         self.is_first_microbatch = checked(is_first_microbatch)
         if not isinstance(self.recipe, Recipe):
             raise RecipeError(
@@ -182,12 +189,15 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         if calibrating and not isinstance(self.recipe, DelayedScaling):
             kind = type(self.recipe).__name__
             raise RecipeError(f"calibrating records amax histories, and {kind} has none; use DelayedScaling.")
-        self.rule = rule_id(Rule(self.recipe, self.group)) if isinstance(self.recipe, DelayedScaling) else None
 
     def __enter__(self) -> "autocast":
         _LOCAL.stack.append(self)
-        if self.group is not None and self.rule is not None:
-            _LOCAL.session.open(_RULES[self.rule])
+        if isinstance(self.recipe, DelayedScaling):
+            self.group = default_group() if self.named_group is None else self.named_group
+            rule = Rule(self.recipe, self.group)
+            self.rule = rule_id(rule)
+            if rule.shared and (self.enabled or self.calibrating):
+                _LOCAL.session.open(_RULES[self.rule])
         return self
 
     def __exit__(
@@ -197,6 +207,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         if _LOCAL.stack:
             return
         session, _LOCAL.session = _LOCAL.session, Session("forward")
+        session.watch.close()
         if kind is not None:
             session.discard()
         elif torch.is_grad_enabled() or self.calibrating:
@@ -249,6 +260,8 @@ def _record(history: Tensor, amax: Tensor, module: int, rule: int, direction: st
     slot = history[0]
     slot.copy_(torch.maximum(slot, amax))
     session = _LOCAL.session if direction == "forward" else _backward_session()
+    if direction == "forward" and _LOCAL.stack:
+        session.watch.staged()
     owner = _MODULES.get(module)
     if owner is not None:  # a module may be gone before its backward pass runs
         session.add(owner, _RULES[rule])

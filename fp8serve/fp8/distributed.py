@@ -137,6 +137,16 @@ def _device(modules: Sequence[Scaled], group: Any) -> torch.device:
     return found.pop() if found else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
+def default_group() -> Any:
+    """The default process group, or None while there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def several(group: Any) -> bool:
+    """Whether the group has another rank besides this one."""
+    return group is not None and dist.get_world_size(group) > 1
+
+
 def one_scale(context: "autocast", members: Any, user: str) -> None:
     """Raise RecipeError unless a tensor that lies in parts on the ranks of `members` has one scale in `context`.
 

@@ -4,7 +4,7 @@
     gather_in_fp8(model)                         # before fully_shard
     for block in model.blocks: fully_shard(block)
     fully_shard(model)
-    with autocast(recipe=recipe, amax_reduction_group=group): loss = model(x)
+    with autocast(recipe=recipe): loss = model(x)
 
 Each rank holds its rows of a weight in high precision. Before an all-gather it casts them with the scale of the *whole*
 weight, so the gathered codes are those that one process would have made, bit for bit:

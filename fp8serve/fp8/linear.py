@@ -14,9 +14,9 @@ A weight is quantized in every forward pass, unless the caller announces that it
 (`is_first_microbatch`, microbatch.py).
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from typing import Any, ClassVar, cast
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import reference
+from fp8serve.fp8.announce import announcements, skipped
 from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
 from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes, has_infinity, unhidden
 from fp8serve.fp8.microbatch import Kept, checked
@@ -303,13 +304,9 @@ class Linear(Stateful, nn.Linear):
             return x, plan.call.cast("input", x, plan.input_rows, plan.input_cols)
 
 
-def _skipped(name: str, skip: tuple[str, ...]) -> bool:
-    return any(fnmatch(name, pattern) or name.rpartition(".")[2] == pattern for pattern in skip)
-
-
 def _plain_linears(module: nn.Module, skip: tuple[str, ...]) -> Iterator[nn.Linear]:
     for name, child in module.named_modules():
-        if type(child) is nn.Linear and not _skipped(name, skip):
+        if type(child) is nn.Linear and not skipped(name, skip):
             yield child
 
 
@@ -317,9 +314,14 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
     """Turn every nn.Linear inside `module` into a `Linear`, in place: parameters, hooks and names stay; returns module.
 
     `skip` holds last name components ("lm_head"), full names, or patterns ("model.layers.0.*"). Subclasses of nn.Linear
-    are left alone, because they promise something of their own.
+    are left alone, because they promise something of their own. Warns when nothing was converted, and when an entry of
+    `skip` (but the usual "lm_head") fits no layer.
     """
-    for linear in list(_plain_linears(module, (skip,) if isinstance(skip, str) else tuple(skip))):
+    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    found = list(_plain_linears(module, patterns))
+    for said in announcements(module, patterns, len(found)):
+        warnings.warn(said, stacklevel=2)
+    for linear in found:
         Linear.adopt(linear)
     return module
 

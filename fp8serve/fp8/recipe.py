@@ -10,7 +10,7 @@ What we chose not to do: no base class (`Recipe` is a union), no defaults from t
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any, Literal, get_args
 
@@ -149,6 +149,11 @@ NAMES = (*_NAMED, "bf16")
 def attends_in_fp8(recipe: Recipe | None) -> bool:
     """Whether attention, too, runs in FP8: `fp8_dpa`, or `fp8_mha`, which is more than that."""
     return not isinstance(recipe, Float8BlockScaling) and recipe is not None and (recipe.fp8_dpa or recipe.fp8_mha)
+
+
+def unreduced(recipe: Recipe | None) -> Recipe | None:
+    """The recipe for a run that is this process's own, whatever process groups there are."""
+    return replace(recipe, reduce_amax=False) if isinstance(recipe, DelayedScaling) else recipe
 
 
 def _build(cls: type[Recipe], given: dict[str, Any]) -> Recipe:

@@ -5,7 +5,7 @@ They live outside of parameters and buffers: `.to(bfloat16)` must not round them
 `P.weight.amax_history`, ...), and a state dict without them still loads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -68,16 +68,23 @@ class Stateful(nn.Module):
         for name in self.state_names():
             found = {field: state_dict.pop(f"{prefix}{name}.{field}", None) for field in FIELDS}
             if any(value is not None for value in found.values()):
-                self.scaling[name] = _restored(found, f"{prefix}{name}", self.state_device())
+                self.scaling[name] = restored(found, f"{prefix}{name}", self.state_device())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _restored(found: dict[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
+def state_key(name: str) -> tuple[str, str] | None:
+    """("P.input", "scale") of the state dict's key "P.input.scale"; None for a key that is of no state."""
+    tensor, _, field = name.rpartition(".")
+    is_state = field in FIELDS and tensor.rpartition(".")[2] in ("input", "weight", "grad_output")
+    return (tensor, field) if is_state else None
+
+
+def restored(found: Mapping[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
     """A state from a state dict; counters that a scaling checkpoint does not carry start at 0."""
-    scale, history = found["scale"], found["amax_history"]
+    scale, history = found.get("scale"), found.get("amax_history")
     if scale is None or history is None:
         raise ScalesError(f"The state dict holds a part of {name} only; it needs {name}.scale and {name}.amax_history.")
     zero = torch.zeros((), dtype=torch.int64)
-    counters = [zero if found[field] is None else found[field] for field in ("nonfinite", "steps")]
+    counters = [zero if found.get(field) is None else found[field] for field in ("nonfinite", "steps")]
     with torch.no_grad():
         return ScalingState(*(cast(Tensor, t).detach().to(device).clone() for t in (scale, history, *counters)))

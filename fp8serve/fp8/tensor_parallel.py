@@ -12,8 +12,9 @@ in a column layer and for dY in a row layer. A column layer keeps only its own t
 the backward pass, while dgrad runs. Row-wise and block scales hold along one direction only, so both directions would
 have to be gathered: there, and where a GEMM stays in high precision, the gather carries high precision, once.
 
-The scales are those of the whole tensor. Delayed: give `autocast` an `amax_reduction_group` that spans the ranks.
-Current: each cast takes a MAX of one number over the group. Row-wise and block scales are each rank's own.
+The scales are those of the whole tensor. Delayed: the amax reduction group of the `autocast` spans the ranks, as the
+default group does. Current: each cast takes a MAX of one number over the group. Row-wise and block scales are each
+rank's own.
 
 Sums over the ranks are made in the activations' dtype. Weights are plain parameters of the local shape. We did not
 build on DTensor: codes, and the scale that they need, are not a tensor that DTensor could redistribute.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
+from fp8serve.fp8.stateful import state_key
 from fp8serve.model import interop
 from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder
@@ -61,6 +62,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def _place(self, key: str) -> None:
         """Sort one key of the file; ModelError when it has no place."""
+        if self._is_training_state(key):
+            return
         if key in self.shapes:
             found = self.shards.entries[key].shape
             if found != self.shapes[key]:
@@ -74,6 +77,11 @@ class Checkpoint(Mapping[str, Tensor]):
             self._scales[scale] = key
         elif not key.endswith(_LEFT_OVERS) and not (key == "lm_head.weight" and self.config.tie_word_embeddings):
             raise ModelError(f"{self.path} holds the tensor {key}, which {self.config.architecture} does not have.")
+
+    def _is_training_state(self, key: str) -> bool:
+        """What `save_pretrained` of a converted model in training writes beside the weights (converted.py reads it)."""
+        state = state_key(key)
+        return state is not None and f"{state[0].rpartition('.')[0]}.weight" in self.shapes
 
     def _is_fp8(self, name: str) -> bool:
         dtype = self.shards.entries[name].dtype

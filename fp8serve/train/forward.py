@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.recipe import Recipe, attends_in_fp8
+from fp8serve.fp8.recipe import Recipe, attends_in_fp8, unreduced
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.model.decoder import Decoder
 from fp8serve.train.batch import Batch
@@ -47,6 +47,7 @@ class Forward:
     def __init__(self, decoder: Decoder, recipe: Recipe | None) -> None:
         self.network = Network(decoder)
         self.recipe = recipe
+        self._run_by = unreduced(recipe)  # a run is one process, also in a script that torchrun has started
         self._linears = {name: m for name, m in decoder.named_modules() if isinstance(m, Linear)}
         self._as_is = {f"decoder.{name}.weight" for name in self._linears} if recipe is not None else set()
 
@@ -62,7 +63,7 @@ class Forward:
 
         is_first_microbatch: of those whose gradients accumulate, see `autocast`.
         """
-        with autocast(enabled=self.recipe is not None, recipe=self.recipe, is_first_microbatch=is_first_microbatch):
+        with autocast(enabled=self.recipe is not None, recipe=self._run_by, is_first_microbatch=is_first_microbatch):
             return self._logits(batch)
 
     def _logits(self, batch: Batch) -> Tensor:
@@ -74,7 +75,7 @@ class Forward:
 
         `targets`: of the whole step, so that gradients have the size they will have. Leaves no gradient behind.
         """
-        with autocast(enabled=False, recipe=self.recipe, calibrating=True):
+        with autocast(enabled=False, recipe=self._run_by, calibrating=True):
             loss, _ = summed_loss(self._logits(batch), batch.targets)
         (loss / targets).backward()  # type: ignore[no-untyped-call]
         self.network.zero_grad(set_to_none=True)

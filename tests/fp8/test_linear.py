@@ -1,6 +1,7 @@
 """Linear: gradients of every recipe and override, weights quantized once, convert, state dict, copies."""
 
 import copy
+import re
 from itertools import product
 from typing import Any
 
@@ -177,11 +178,47 @@ def test_convert_skips_by_name(skip: Any, left: int) -> None:
 
 
 def test_convert_takes_a_bare_linear_and_leaves_subclasses() -> None:
-    class Special(nn.Linear):
-        pass
-
     assert type(convert(nn.Linear(2, 2))) is Linear
-    assert type(convert(nn.Sequential(Special(2, 2)))[0]) is Special  # type: ignore[index]
+    model = nn.Sequential(Special(2, 2), nn.Linear(2, 2))
+    assert [type(layer) for layer in convert(model).children()] == [Special, Linear]
+
+
+class Conv1D(nn.Module):
+    """As in GPT-2: a linear layer that is no nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3))
+
+
+class Special(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "skip", "said"),
+    [
+        (nn.Sequential(nn.Embedding(2, 2), nn.ReLU()), (), "converted nothing: Sequential has no nn.Linear."),
+        (nn.Sequential(nn.Embedding(2, 2), Conv1D()), (), "Sequential has no nn.Linear; its weights are in Conv1D."),
+        (nn.Sequential(nn.Linear(2, 2)), "*", "of 1 linear layer in Sequential, 1 named by skip=('*',)."),
+        (nn.Sequential(Linear(2, 2), Linear(2, 2)), (), "of 2 linear layers in Sequential, 2 converted already."),
+        (nn.Sequential(Special(2, 2)), (), "1 of classes of their own (Special)."),
+        (nn.Sequential(Linear(2, 2), nn.Linear(2, 2)), ("1",), "1 converted already, 1 named by skip=('1',)."),
+    ],
+)
+def test_convert_that_converts_nothing_says_why(model: nn.Module, skip: Any, said: str) -> None:
+    before = [type(m) for m in model.modules()]
+    with pytest.warns(UserWarning, match=re.escape(said)) as seen:
+        convert(model, skip=skip)
+    assert seen[0].filename == __file__
+    assert [type(m) for m in model.modules()] == before
+
+
+@pytest.mark.parametrize("skip", ["bloc", "blocks", ("blocks.0.*", "head.*")])
+def test_an_entry_of_skip_that_fits_nothing_is_named(skip: Any) -> None:
+    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))})
+    with pytest.warns(UserWarning, match=r"skipped nothing for '(bloc|blocks|head\.\*)', which fits the name of no"):
+        convert(model, skip=skip)
 
 
 def trained(seed: int = 0, steps: int = 3) -> nn.Sequential:

@@ -166,19 +166,19 @@ def test_half_the_bytes_of_bf16(world: int) -> None:
 REFUSED: dict[str, tuple[Recipe, bool, str]] = {
     "row-wise": (RECIPES["rowwise"], True, "one scale for a whole tensor"),
     "block": (Float8BlockScaling(), True, "one scale for a whole tensor"),
-    "no group": (DELAYED, False, "amax_reduction_group"),
+    "another group": (DELAYED, False, "amax_reduction_group"),
     "not reduced": (DelayedScaling(reduce_amax=False), True, "reduce_amax"),
     "dgrad": (Float8CurrentScaling(override_linear_precision=(False, True, False)), True, "override_linear_precision"),
 }
 
 
 def refusals(rank: int) -> Any:
-    said = {}
-    for name, (recipe, grouped, _) in REFUSED.items():
+    said, only_this_one = {}, [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    for name, (recipe, spanning, _) in REFUSED.items():
         model = shard(gather_in_fp8(network()))
         with (
             pytest.raises(RecipeError) as error,
-            autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD if grouped else None),
+            autocast(recipe=recipe, amax_reduction_group=None if spanning else only_this_one),
         ):
             model(batch(0, 0))
         said[name] = str(error.value)

@@ -1,0 +1,51 @@
+"""Notices a training loop that runs inside one `autocast`, where delayed scales would never be updated.
+
+Delayed states are updated when the outermost context ends (autocast.py), so that any number of forward passes can be
+one step. A whole loop inside one context therefore trains with the scales it began with: 1, on a fresh model, at which
+most gradients are below E5M2's smallest number. It looks like training that does not learn. What tells a loop from
+accumulation is that one optimizer steps twice with FP8 layers running in between; torch's own hook tells of steps.
+Different optimizers that step once each, as a generator's and a discriminator's do, are no loop.
+"""
+
+import threading
+import warnings
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class LoopWatch:
+    """Watches one outermost context of one thread, from the first amax that is staged in it until `close`."""
+
+    def __init__(self) -> None:
+        self._staged = 0
+        self._staged_at_step: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._thread = 0
+        self._hook: RemovableHandle | None = None
+
+    def staged(self) -> None:
+        """Note that a forward pass staged an amax."""
+        self._staged += 1
+        if self._hook is None:
+            self._thread = threading.get_ident()
+            self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if self._staged_at_step.get(optimizer, self._staged) < self._staged:
+            warnings.warn(
+                f"{type(optimizer).__name__} stepped twice inside one autocast, which updates delayed scales only when "
+                "the outermost context ends; open the context anew for every step, around the forward pass.",
+                stacklevel=4,
+            )
+        self._staged_at_step[optimizer] = self._staged

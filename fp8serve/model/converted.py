@@ -1,0 +1,185 @@
+"""A model of `transformers` that was converted and trained in a user's own loop becomes a directory that is served.
+
+    model = convert(AutoModelForCausalLM.from_pretrained("base"))
+    ...                                                        # train under autocast(recipe=recipe)
+    export(model, "out", recipe=recipe)                        # fp8serve serve out
+
+The scales are those of the model's delayed states: what its next step would have quantized by. Its parameters have the
+names that the decoder reads, because both follow `transformers`; whatever does not fit is refused by name. Nothing of
+`transformers` is imported here: a model is anything with `config.to_json_string()` and such parameters.
+
+`save_pretrained` is no substitute: what it writes is for going on with training (restoring.py).
+"""
+
+import json
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8serve import __version__
+from fp8serve.errors import ModelError, ScalesError
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.scaling import ScalingState
+from fp8serve.model.config import parse_config
+from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
+from fp8serve.model.files import check_absent, regular_file, write_json
+from fp8serve.model.scales import ScalingCheckpoint, TensorScale
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
+
+
+def export(
+    model: nn.Module,
+    out: Path | str,
+    *,
+    recipe: Recipe | None,
+    tokenizer: Any = None,
+    format: str = "compressed-tensors",
+) -> Path:
+    """Write the servable FP8 directory `out` from a converted and trained `transformers` model, and return its path.
+
+    recipe: what the model was trained under. Delayed scaling brings the scales and histories that training kept; other
+    recipes quantize the weights by their content; None, or a high-precision fprop, gives a high-precision directory.
+    tokenizer: a tokenizer of `transformers` or the directory of one; None takes the directory that the model was loaded
+    from. format: "compressed-tensors", "fp8" or "modelopt". Weights that are not quantized become BF16 (FP16 stays).
+    Raises ModelError: an architecture that is not served, a linear layer that was not converted, sharded weights, no
+    tokenizer, or `out` is taken. ScalesError: a layer never ran under the delayed recipe.
+    """
+    out = Path(out)
+    check_absent(out)
+    inner = unwrapped(model)
+    config = _config(inner)
+    weights = _weights(inner)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder)
+        _write_small_files(source, inner, config, tokenizer)
+        if recipe is None or recipe.override_linear_precision[0]:
+            write_hf_directory(out, config, weights, carry_from=source)
+        else:
+            _check_converted(inner, config)
+            write_calibrated(out, source, _scales(inner, config, recipe), weights=weights, format=format)
+    return out
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
+    return model if inner is None else unwrapped(inner)
+
+
+def plain_name(name: str) -> str:
+    """The name that a module or parameter has without torch.compile and activation checkpointing around its owner."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
+    """config.json of the model, checked to be one that is served."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        raise ModelError(
+            f"{type(model).__name__} has no configuration of transformers; give the causal language model."
+        )
+    if hasattr(model, "peft_config"):
+        raise ModelError(
+            "The model holds adapters; merge them into the weights (merge_and_unload) before it is exported."
+        )
+    raw = {"architectures": [type(model).__name__]} | json.loads(config.to_json_string())
+    dropped = ("quantization_config", "dtype", "torch_dtype")
+    half = next(model.parameters()).dtype is torch.float16
+    raw = {key: value for key, value in raw.items() if key not in dropped}
+    raw |= {"dtype": "float16" if half else "bfloat16"}
+    parse_config(raw)
+    return raw
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    weights = {plain_name(n): p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+    if any(isinstance(w, DTensor) for w in weights.values()):
+        raise ModelError(
+            "The model is sharded over several processes; load its whole_state (fp8serve.fp8.fsdp) into a converted "
+            "model of one process, and export that."
+        )
+    return weights
+
+
+def _write_small_files(folder: Path, model: nn.Module, config: Mapping[str, Any], tokenizer: Any) -> None:
+    """config.json, the tokenizer's files and the generation defaults, as a model directory has them."""
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
+    else:
+        _copy_tokenizer(folder, tokenizer or getattr(model, "name_or_path", ""))
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
+    write_json(folder / "config.json", config)
+
+
+def _copy_tokenizer(folder: Path, source: Any) -> None:
+    found = [Path(source) / name for name in CARRIED if source and regular_file(Path(source) / name)]
+    if not any(path.name.startswith("tokenizer") for path in found):
+        raise ModelError(
+            f"There is no tokenizer in {str(source)!r}, where the model comes from; give the model's own as tokenizer=."
+        )
+    for path in found:
+        (folder / path.name).write_bytes(path.read_bytes())
+
+
+def _check_converted(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """ModelError unless every projection that will be served in FP8 was trained in FP8; a word about any other."""
+    ours = {plain_name(name) for name, module in model.named_modules() if isinstance(module, Linear)}
+    served = linear_names(Decoder(parse_config(config), device="meta"))
+    if missing := [name for name in served if name not in ours]:
+        raise ModelError(
+            f"{missing[0]} was not converted ({len(missing)} of {len(served)} layers), and an FP8 directory holds all "
+            "of them in FP8; convert the model with skip=('lm_head',)."
+        )
+    if more := sorted(ours - set(served)):
+        warnings.warn(f"{', '.join(more)} ran in FP8 and will be served in high precision.", stacklevel=3)
+
+
+def _scales(model: nn.Module, config: Mapping[str, Any], recipe: Recipe) -> ScalingCheckpoint:
+    """The states of all layers that are served, as a scaling file."""
+    states: dict[str, ScalingState] = {}
+    served = set(linear_names(Decoder(parse_config(config), device="meta")))
+    if isinstance(recipe, DelayedScaling):
+        for name, module in model.named_modules():
+            if isinstance(module, Linear) and plain_name(name) in served:
+                states |= {f"{plain_name(name)}.{kind}": state for kind, state in module.scaling.items()}
+        _check_ran(served, states)
+    counts = {key: int(state.steps) for key, state in states.items() if _observed(state)}
+    return ScalingCheckpoint(
+        recipe=recipe,
+        tensors={key: TensorScale(states[key].scale, _kept(states[key].amax_history)) for key in counts},
+        observations={"batches": max(counts.values(), default=0), "tensors": {k: max(n, 1) for k, n in counts.items()}},
+        created_by=f"fp8serve {__version__} export",
+    )
+
+
+def _observed(state: ScalingState) -> bool:
+    """Whether the state has recorded a step, or was restored from a file that says so by its history."""
+    return bool(state.steps > 0) or bool(state.amax_history.any())
+
+
+def _check_ran(served: set[str], states: Mapping[str, ScalingState]) -> None:
+    idle = [n for n in sorted(served) if f"{n}.input" not in states or not _observed(states[f"{n}.input"])]
+    if idle:
+        raise ScalesError(
+            f"{idle[0]} has not run with gradients under DelayedScaling ({len(idle)} of {len(served)} layers), so it "
+            "has no scale; train the model, or name the recipe that it was trained under."
+        )
+
+
+def _kept(history: Tensor) -> Tensor | None:
+    """A history of length 1 is only the staging slot, which is empty between steps: nothing to store."""
+    return history if bool(history.any()) else None

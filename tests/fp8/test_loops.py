@@ -1,0 +1,99 @@
+"""A training loop inside one autocast is announced; what only looks like one is not (warnings are errors here)."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from fp8serve import DelayedScaling, Float8CurrentScaling, Linear, autocast, scaling_state
+from fp8serve.fp8.recipe import Recipe
+
+SHORT = DelayedScaling(amax_history_len=4)
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters()),
+    "AdamW fused": lambda m: torch.optim.AdamW(m.parameters(), fused=True),
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+}
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """What a user writes who means every step."""
+    with autocast(recipe=recipe):
+        for _ in range(2):
+            one_step(model, optimizer)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_loop_inside_one_context_is_announced(name: str) -> None:
+    model = Linear(8, 8)
+    optimizer = OPTIMIZERS[name](model)
+    with pytest.warns(UserWarning, match="stepped twice inside one autocast") as seen:
+        loop(model, optimizer, SHORT)
+    assert seen[0].filename == __file__
+    assert scaling_state(model)["input"].steps == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its tracer
+def test_a_compiled_model_in_such_a_loop_is_announced() -> None:
+    model = Linear(8, 8)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.warns(UserWarning, match="stepped twice inside one autocast"):
+        loop(run, optimizer, SHORT)  # type: ignore[arg-type]
+
+
+def test_a_context_for_every_step_is_not_announced() -> None:
+    model = Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        with autocast(recipe=SHORT):
+            one_step(model, optimizer)
+    assert scaling_state(model)["input"].steps == 3
+
+
+def test_accumulation_and_two_optimizers_in_one_context_are_not_announced() -> None:
+    first, second = Linear(8, 8), Linear(8, 8)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    with autocast(recipe=SHORT):
+        for _ in range(4):
+            first(second(torch.ones(2, 8))).sum().backward()
+        for optimizer in optimizers:
+            first(second(torch.ones(2, 8))).sum().backward()
+            optimizer.step()
+
+
+def test_recipes_without_state_lose_nothing_in_a_loop() -> None:
+    model = Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop(model, optimizer, Float8CurrentScaling())
+
+
+def test_another_thread_and_a_later_loop_are_none_of_its_business() -> None:
+    plain = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    model = Linear(8, 8)
+    with autocast(recipe=SHORT):
+        for _ in range(3):
+            model(torch.ones(2, 8))
+            thread = threading.Thread(target=one_step, args=(plain, optimizer))
+            thread.start()
+            thread.join()
+
+    @autocast(recipe=SHORT)
+    def failing() -> None:
+        model(torch.ones(2, 8))
+        raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        failing()
+    assert not _global_optimizer_post_hooks  # whatever ended a context, nothing is watched after it
