@@ -25,7 +25,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8serve.fp8 import reference
+from fp8serve.fp8 import fast_paths, reference
 from fp8serve.fp8.announce import announcements, skipped
 from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
 from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes, has_infinity, unhidden
@@ -321,8 +321,8 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
     """Turn every nn.Linear inside `module` into a `Linear`, in place: parameters, hooks and names stay; returns module.
 
     `skip` holds last name components ("lm_head"), full names, or patterns ("model.layers.0.*"). Subclasses of nn.Linear
-    are left alone, because they promise something of their own. Warns when nothing was converted, and when an entry of
-    `skip` (but the usual "lm_head") fits no layer.
+    are left alone, because they promise something of their own. Warns when nothing was converted, when an entry of
+    `skip` (but the usual "lm_head") fits no layer, and of an nn.MultiheadAttention, which stays in high precision.
     """
     patterns = (skip,) if isinstance(skip, str) else tuple(skip)
     found = list(_plain_linears(module, patterns))
@@ -330,6 +330,7 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
         warnings.warn(said, stacklevel=2)
     for linear in found:
         Linear.adopt(linear)
+    fast_paths.leave(module, found)
     return module
 
 
