@@ -24,7 +24,7 @@ def rows() -> list[list[str]]:
     return [cells for cells in lines if not set(cells[0]) <= set("-| ")]
 
 
-def tests_there() -> set[str]:
+def all_tests() -> set[str]:
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     return {name for text in texts for name in re.findall(r"def (test_\w+)", text)}
 
@@ -35,7 +35,7 @@ def test_every_row_names_a_test_that_exists() -> None:
     named = [set(re.findall(r"`(test_\w+)`", cells[-1])) for cells in found if len(cells) == 5]
     assert len(named) == len(found)
     assert all(named)
-    assert set().union(*named) <= tests_there()
+    assert set().union(*named) <= all_tests()
 
 
 ABSENT: list[tuple[Any, str]] = [
