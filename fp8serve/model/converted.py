@@ -51,8 +51,8 @@ def export(
     recipes quantize the weights by their content; None, or a high-precision fprop, gives a high-precision directory.
     tokenizer: a tokenizer of `transformers` or the directory of one; None takes the directory that the model was loaded
     from. format: "compressed-tensors", "fp8" or "modelopt". Weights that are not quantized become BF16 (FP16 stays).
-    Raises RecipeError: `recipe` is none. ModelError: an architecture that is not served, a linear layer that was not
-    converted, sharded weights, no tokenizer, or `out` is taken. ScalesError: a layer never ran under the delayed recipe.
+    RecipeError: `recipe` is none. ModelError: an architecture that is not served, a linear layer that was not
+    converted, sharded weights, no tokenizer, or `out` is taken. ScalesError: a layer never ran by a delayed recipe.
     """
     out = Path(out)
     check_absent(out)
