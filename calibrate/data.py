@@ -6,14 +6,19 @@ do not pack short texts into one long sequence: the largest activations of many 
 and a packed sequence has one first token instead of ten. Sequences of a batch lie one behind the other, [tokens],
 without padding, so that no padding token ever enters an amax.
 
-Examples are visited in the order of a seeded shuffle and tokenized only until enough samples are there: a large file
-costs no more than a small one. Held-out samples (for perplexity) are never calibration samples, unless the data are a
-single sample.
+Examples are visited in the order of a seeded hash of their content and tokenized only until enough samples are there: a
+large file costs no more than a small one, and neither the order of files and lines nor a repetition changes anything.
+
+All of a user's data are calibration data. What quality is measured on is named by the user, or is the passages that
+ship with fp8serve; without any data an eighth of those passages. Whole examples are held out, and one that is on both
+sides is calibrated on nowhere. Equality is of the content, letter by letter: texts that only resemble are two.
 """
 
+import hashlib
+import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -51,11 +56,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """What one calibration sees. `disjoint` is False when there was only one sample for both purposes."""
+    """What one calibration sees. `excluded`: examples of the data that were left out because they are held out."""
 
     calibration: list[Batch]
     held_out: list[Batch]
-    disjoint: bool
+    excluded: int = 0
 
 
 def data_files(data: Path | str | Sequence[Path | str] | None) -> list[Path] | None:
@@ -84,27 +89,43 @@ def load_samples(
     """
     at_least("samples", count, 1)
     at_least("seq_len", seq_len, 2)
-    paths = [PASSAGES] if data is None else [Path(p) for p in data]
-    examples = read_examples(paths)
-    rng = random.Random(seed)
-    rng.shuffle(examples)
-    samples = _collect(examples, tokenizer, count, seq_len)
-    if not samples:
-        named = ", ".join(str(p) for p in paths) or "no files"
-        raise DataError(f"The data ({named}) hold no example of at least two tokens; give more text.")
-    _check_vocabulary(samples, vocab_size)
-    rng.shuffle(samples)  # a long example that gave many windows must not fill the front alone
+    source = _Source(data, seed)
+    samples = source.samples(source.keys, tokenizer, vocab_size, count, seq_len)[0]
+    random.Random(seed).shuffle(samples)  # a long example that gave many windows must not fill the front alone
     return samples[:count]
 
 
-def _collect(examples: Sequence[Example], tokenizer: Tokenizer, count: int, seq_len: int) -> list[Sample]:
-    samples: list[Sample] = []
-    for example in examples:
-        pieces = tokenize_whole(example, tokenizer, seq_len)
-        samples += [Sample(tuple(p.ids), tuple(p.loss_mask)) for p in pieces if len(p.ids) >= 2]
-        if len(samples) >= count:
-            break
-    return samples
+class _Source:
+    """The different examples of some files by their keys, in an order that only the content and the seed decide."""
+
+    def __init__(self, data: Sequence[Path | str] | None, seed: int) -> None:
+        paths = [PASSAGES] if data is None else [Path(p) for p in data]
+        self.named = ", ".join(str(p) for p in paths) or "no files"
+        self._examples = {_key(example, seed): example for example in read_examples(paths)}
+        self.keys = sorted(self._examples)
+
+    def samples(
+        self, keys: Sequence[bytes], tokenizer: Tokenizer, vocab_size: int, count: int, seq_len: int
+    ) -> tuple[list[Sample], int]:
+        """(samples of the examples `keys`, how many of these were read): all of each, until there are `count`."""
+        found: list[Sample] = []
+        read = 0
+        for key in keys:
+            pieces = tokenize_whole(self._examples[key], tokenizer, seq_len)
+            found += [Sample(tuple(p.ids), tuple(p.loss_mask)) for p in pieces if len(p.ids) >= 2]
+            read += 1
+            if len(found) >= count:
+                break
+        if not found:
+            raise DataError(f"The data ({self.named}) hold no example of at least two tokens; give more text.")
+        _check_vocabulary(found, vocab_size)
+        return found, read
+
+
+def _key(example: Example, seed: int) -> bytes:
+    """A hash of what the example says; where it says it does not count."""
+    content = {k: v for k, v in asdict(example).items() if k != "source"}
+    return hashlib.sha256(f"{seed} {json.dumps(content, sort_keys=True)}".encode()).digest()
 
 
 def _check_vocabulary(samples: Sequence[Sample], vocab_size: int) -> None:
@@ -150,14 +171,26 @@ def calibration_batches(
     batch_size: int,
     seed: int,
     device: str = "cpu",
+    holdout: Sequence[Path | str] | None = None,
 ) -> Batches:
-    """`samples` to calibrate on and an eighth of that (1 to 16) held out; fewer of both where the data are short."""
+    """At most `samples` to calibrate on, and an eighth of that (1 to 16) to measure; see the head of this module.
+
+    holdout: files to measure on, None for the shipped passages. All that a file holds is kept from calibration, but of
+    the passages, and of files that are `data` as well, what is measured. DataError: as `load_samples`; nothing is left.
+    """
     at_least("samples", samples, 1)
+    at_least("seq_len", seq_len, 2)
     wanted = max(1, min(16, samples // 8))
-    found = load_samples(data, tokenizer, vocab_size, count=samples + wanted, seq_len=seq_len, seed=seed)
-    held = min(wanted, max(1, len(found) // 8))
-    disjoint = len(found) > 1
-    calibration = found[held:] if disjoint else found
+    source, measured = _Source(data, seed), _Source(holdout, seed)
+    held, read = measured.samples(measured.keys, tokenizer, vocab_size, wanted, seq_len)
+    kept_back = set(measured.keys[:read] if holdout in (None, data) else measured.keys)
+    keys = [key for key in source.keys if key not in kept_back]
+    if not keys:
+        raise DataError(f"All of the data ({source.named}) is held out as well; give other data to calibrate on.")
+    found, _ = source.samples(keys, tokenizer, vocab_size, samples, seq_len)
+    random.Random(seed).shuffle(found)
     return Batches(
-        make_batches(calibration, batch_size, device), make_batches(found[:held], batch_size, device), disjoint
+        make_batches(found[:samples], batch_size, device),
+        make_batches(held[:wanted], batch_size, device),
+        len(source.keys) - len(keys) if data is not None else 0,
     )

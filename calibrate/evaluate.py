@@ -5,7 +5,7 @@ activations of one batch is in memory. With a reference every FP8 linear is also
 the same name, on the input that it really gets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +18,15 @@ from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
 
-from .data import data_files, load_samples, make_batches, source_names
+from .data import Batch, data_files, load_samples, make_batches, source_names
 from .device import check_device
+from .lengths import fitting
 from .measure import LayerTally, TokenTally, add_logits
 from .passes import against as compared
 from .passes import forward
 from .progress import Progress, Stages
-from .result import EvalReport, LayerReport
+from .result import EvalReport
+from .sensitivity import kl_shares
 
 
 @torch.no_grad()
@@ -56,18 +58,20 @@ def evaluate(
         reference = None if against is None else load_servable(against, "bf16", device=device)
         if reference is not None:
             _check_comparable(model, reference, source, Path(str(against)))
-        limit = min(seq_len, *(m.config.max_full_attention_len for m in (model, reference) if m is not None))
+        limit, notes = fitting(seq_len, *(m.config for m in (model, reference) if m is not None))
         files = data_files(data)
         found = load_samples(
             files, Tokenizer.from_dir(source), model.config.vocab_size, count=samples, seq_len=limit, seed=seed
         )
     linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
     tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
-    for batch in stages.steps("evaluate", make_batches(found, batch_size, device)):
+    batches = make_batches(found, batch_size, device)
+    for batch in stages.steps("evaluate", batches):
         with compared(linears, dict((reference or model).named_modules()), layers):
             hidden = forward(model, batch)
         other = None if reference is None else (reference, forward(reference, batch))
         add_logits(tokens, batch.targets, (model, hidden), other)
+    shares = {} if reference is None else _shares(reference, linears, batches, stages)
     return EvalReport(
         model=str(source),
         against=None if against is None else str(against),
@@ -76,9 +80,18 @@ def evaluate(
         samples=len(found),
         seq_len=limit,
         quality=tokens.quality(compared=reference is not None),
-        layers=tuple(LayerReport(name, tally.sqnr_db, tally.saturated_fraction) for name, tally in layers.items()),
+        layers=tuple(tally.report(name, shares.get(name)) for name, tally in layers.items()),
         seconds=stages.total(),
+        notes=notes,
     )
+
+
+def _shares(
+    reference: Decoder, linears: Mapping[str, FrozenLinear], batches: Sequence[Batch], stages: Stages
+) -> dict[str, float]:
+    """What each of the FP8 `linears` would add to the KL divergence if it alone stood in the reference."""
+    exact = {name: reference.get_submodule(name) for name in linears}
+    return kl_shares(reference, exact, batches, lambda name, linear, x: linears[name](x), stages=stages)
 
 
 def _check_comparable(model: Decoder, reference: Decoder, source: Path, against: Path) -> None:

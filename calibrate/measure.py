@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from fp8serve.errors import DataError, ModelError
+from fp8serve.fp8.reference import expand
+from fp8serve.fp8.tally import tally
 from fp8serve.model.decoder import Decoder
 
 from .data import IGNORED
-from .result import Quality
+from .result import LayerReport, Quality
 
 LOGIT_ROWS = 256
 
@@ -79,11 +81,13 @@ def add_logits(
 
 @dataclass
 class LayerTally:
-    """Signal and noise power of one linear's output, and how much of its input saturated."""
+    """Signal and noise power of one linear's output, and how much of its input FP8 could not hold (fp8/tally.py)."""
 
     signal: float = 0.0
     noise: float = 0.0
     saturated: int = 0
+    rounded_to_top: int = 0
+    underflowed: int = 0
     elements: int = 0
 
     def add_output(self, exact: Tensor, got: Tensor) -> None:
@@ -91,11 +95,13 @@ class LayerTally:
         self.signal += float(wide.square().sum())
         self.noise += float((wide - got.double()).square().sum())
 
-    def add_input(self, x: Tensor, scale: Tensor | None, fp8_max: float) -> None:
-        """Elements beyond the range that `scale` leaves; without a scale the recipe follows each tensor: none are."""
+    def add_input(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
+        """x [M, K] and what it was cast to: codes of its shape and their scale_inv, of any granularity."""
+        found = tally(x, q, expand(scale_inv, *q.shape))
         self.elements += x.numel()
-        if scale is not None:
-            self.saturated += int((x.abs().float() * scale > fp8_max).sum())
+        self.saturated += int(found.saturated)
+        self.rounded_to_top += int(found.rounded_to_top)
+        self.underflowed += int(found.underflowed)
 
     @property
     def sqnr_db(self) -> float | None:
@@ -104,6 +110,7 @@ class LayerTally:
             return None
         return 10 * math.log10(self.signal / self.noise)
 
-    @property
-    def saturated_fraction(self) -> float:
-        return self.saturated / self.elements if self.elements else 0.0
+    def report(self, name: str, kl: float | None) -> LayerReport:
+        of = max(self.elements, 1)
+        fractions = (self.saturated / of, self.rounded_to_top / of, self.underflowed / of)
+        return LayerReport(name, self.sqnr_db, *fractions, kl)

@@ -21,7 +21,6 @@ from fp8serve.model.decoder import Decoder
 from .data import IGNORED, Batch
 from .measure import LOGIT_ROWS, LayerTally
 
-E4M3_MAX = 448.0
 Linears = Mapping[str, Linear]
 Tap = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> what is attended to
 
@@ -67,7 +66,8 @@ def tracked(decoder: Decoder) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., object]]) -> Iterator[None]:
+def hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., object]]) -> Iterator[None]:
+    """Inside, every linear has the forward hook that `make` gives for its name."""
     handles = [linear.register_forward_hook(make(name)) for name, linear in linears.items()]
     try:
         yield
@@ -89,30 +89,35 @@ def in_fp8(
         def hook(linear: Linear, args: tuple[Tensor], exact: Tensor) -> Tensor:
             frozen = freeze(name, linear)
             got: Tensor = frozen(args[0])
-            tallies[name].add_input(args[0], frozen.input_scale, E4M3_MAX)
+            _add_input(tallies[name], frozen, args[0])
             tallies[name].add_output(exact, got)
             return got
 
         return hook
 
-    with _hooks(linears, make):
+    with hooks(linears, make):
         yield
+
+
+def _add_input(tally: LayerTally, linear: FrozenLinear, x: Tensor) -> None:
+    rows = x.reshape(-1, x.shape[-1])
+    tally.add_input(rows, *linear.cast(rows))
 
 
 @contextmanager
 def against(
-    linears: Mapping[str, nn.Module], references: Mapping[str, nn.Module], tallies: Mapping[str, LayerTally]
+    linears: Mapping[str, FrozenLinear], references: Mapping[str, nn.Module], tallies: Mapping[str, LayerTally]
 ) -> Iterator[None]:
     """Inside, the output of every linear is compared with that of the reference of the same name on the same input."""
 
     def make(name: str) -> Callable[..., None]:
-        def hook(linear: nn.Module, args: tuple[Tensor], got: Tensor) -> None:
-            tallies[name].add_input(args[0], getattr(linear, "input_scale", None), E4M3_MAX)
+        def hook(linear: FrozenLinear, args: tuple[Tensor], got: Tensor) -> None:
+            _add_input(tallies[name], linear, args[0])
             tallies[name].add_output(references[name](args[0]), got)
 
         return hook
 
-    with _hooks(linears, make):
+    with hooks(linears, make):
         yield
 
 
@@ -137,7 +142,7 @@ def blame(decoder: Decoder, linears: Linears, batch: Batch) -> ScalesError:
 
         return hook
 
-    with torch.no_grad(), _hooks(linears, make):
+    with torch.no_grad(), hooks(linears, make):
         forward(decoder, batch)
     where = found[0] if found else "the final hidden state"
     return ScalesError(

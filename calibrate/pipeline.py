@@ -3,12 +3,13 @@
     load       weights memory-mapped in their own file, computed in BF16; linears converted in place, nothing copied
     observe    every calibration batch once, in high precision, amaxes recorded (and gradients, and keys and values)
     compare    every held-out batch twice, in high precision and as it will be served, layer by layer and token by token
+    rank       forwards and backwards over some held-out tokens: what each layer adds to the KL divergence
     write      the whole directory or nothing
 
 Peak memory: the weights as mapped pages, which the system may drop and read again, so that a BF16 checkpoint larger
 than memory works at the speed of its disk (a checkpoint of another type is converted: 2 bytes per parameter); one
-layer's FP8 weights; the activations of one batch, of one layer at a time, or of all layers with `gradients`; and 256
-rows of logits in FP32. On a GPU the weights must fit there.
+layer's FP8 weights; the activations of one batch, of one layer at a time, or of all layers with `gradients`, and those
+of one sequence in all layers for the ranking; and 256 rows of logits in FP32. On a GPU the weights must fit there.
 
 Recipes that scale by content (current, rowwise, block) need no input scales: for them amaxes are observed for the
 report, and the directory gets FP8 weights and, if asked for, scales of the KV cache.
@@ -34,23 +35,27 @@ from fp8serve.model.checkpoint import (
     fingerprint,
     linear_names,
     load_servable,
+    open_checkpoint,
     save_scales,
 )
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.files import check_absent, whole_directory
 from fp8serve.model.quantization_config import quantization_files
+from fp8serve.model.readers import reader_notes
 from fp8serve.model.scales import FILE_NAME
 from fp8serve.model.shards import open_shards
 from fp8serve.model.tokenizer import Tokenizer
 
-from .compare import compare
+from .compare import compare, freezer
 from .data import Batches, calibration_batches, data_files, source_names
 from .device import check_device
+from .lengths import fitting
 from .observe import Observer, observe, settle
 from .progress import Progress, Stages
 from .report import html_report
-from .result import CalibrationReport, DataReport, LayerReport, TensorReport
+from .result import CalibrationReport, DataReport, TensorReport
+from .sensitivity import kl_shares
 
 DELAYED = DelayedScaling()
 OutputFormat = Literal["compressed-tensors", "fp8", "modelopt"]
@@ -62,6 +67,7 @@ def calibrate(
     out: Path | str,
     recipe: Recipe = DELAYED,
     data: Path | str | Sequence[Path | str] | None = None,
+    holdout: Path | str | Sequence[Path | str] | None = None,
     samples: int = 128,
     seq_len: int = 512,
     batch_size: int = 4,
@@ -76,7 +82,8 @@ def calibrate(
     """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (SPEC 5.2).
 
     data: .txt, .md or .jsonl files; None for the passages that ship with fp8serve. `samples` sequences of at most
-    `seq_len` tokens (and of the model's context) are observed, an eighth as many more are held out to measure quality.
+    `seq_len` tokens (and of the model's context) are observed. holdout: files to measure quality on, an eighth as many
+    sequences; None for the shipped passages. What is held out is never observed, also where `data` repeats it.
     kv_cache: also a scale for the keys and one for the values of every layer. gradients: also E5M2 scales of the
     gradients, by a forward and a backward pass per batch. scales_only: write `out`/scales.safetensors and nothing else.
     progress(stage, done, total) is called after every batch.
@@ -89,8 +96,9 @@ def calibrate(
     stages = Stages(progress)
     with stages.stage("load"):
         decoder, linears = load(source, device)
-        seq_len = min(seq_len, decoder.config.max_full_attention_len)
+        seq_len, notes = fitting(seq_len, decoder.config)
         tokenizer, vocab_size, files = Tokenizer.from_dir(source), decoder.config.vocab_size, data_files(data)
+        measured_on = data_files(holdout)
         batches = calibration_batches(
             files,
             tokenizer,
@@ -100,12 +108,17 @@ def calibrate(
             batch_size=batch_size,
             seed=seed,
             device=device,
+            holdout=measured_on,
         )
     observer = observe(
         decoder, linears, batches.calibration, recipe, kv_cache=kv_cache, gradients=gradients, stages=stages
     )
     states = settle(observer)
     quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages)
+    freeze = freezer(recipe, states)
+    shares = kl_shares(
+        decoder, linears, batches.held_out, lambda name, linear, x: freeze(name, linears[name])(x), stages=stages
+    )
     kept = stored_states(states, recipe)
     checkpoint = _checkpoint(source, recipe, observer, kept, batches)
     draft = CalibrationReport(
@@ -114,14 +127,15 @@ def calibrate(
         recipe=json.loads(to_json(recipe)),
         format=format,
         device=device,
-        data=_data_report(files, batches, seq_len, seed),
+        data=_data_report(files, measured_on, batches, seq_len, seed),
         quality=quality,
-        layers=tuple(LayerReport(name, tally.sqnr_db, tally.saturated_fraction) for name, tally in layers.items()),
+        layers=tuple(tally.report(name, shares.get(name)) for name, tally in layers.items()),
         tensors=_tensor_reports(observer, kept),
         bytes_before=weight_bytes(source),
         bytes_after=weight_bytes(source),
         seconds={},
         versions=versions(),
+        notes=notes,
     )
     return _write(source, out, checkpoint, draft, scales_only, stages)
 
@@ -159,7 +173,9 @@ def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
     return decoder, {name: cast(Linear, modules[name]) for name in linear_names(decoder)}
 
 
-def _data_report(files: list[Path] | None, batches: Batches, seq_len: int, seed: int) -> DataReport:
+def _data_report(
+    files: list[Path] | None, measured_on: list[Path] | None, batches: Batches, seq_len: int, seed: int
+) -> DataReport:
     return DataReport(
         source=source_names(files),
         samples=sum(len(b.lengths) for b in batches.calibration),
@@ -168,7 +184,8 @@ def _data_report(files: list[Path] | None, batches: Batches, seq_len: int, seed:
         tokens=sum(b.tokens for b in batches.calibration),
         held_out_samples=sum(len(b.lengths) for b in batches.held_out),
         held_out_tokens=sum(b.tokens for b in batches.held_out),
-        held_out_disjoint=batches.disjoint,
+        held_out_source=source_names(measured_on),
+        excluded=batches.excluded,
         seed=seed,
     )
 
@@ -226,7 +243,8 @@ def _write(
 
     def extra_files(folder: Path) -> dict[str, str | bytes]:
         seconds = stages.seconds | {"total": stages.total()}
-        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds)
+        notes = (*draft.notes, *reader_notes(open_checkpoint(folder)))
+        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds, notes=notes)
         return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
 
     with stages.stage("write"):

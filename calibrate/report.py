@@ -14,7 +14,7 @@ from html import escape
 from rich.table import Table
 
 from .charts import Dot, dots, sparkline
-from .result import CalibrationReport, EvalReport, LayerReport, Quality, TensorReport
+from .result import CalibrationReport, DataReport, EvalReport, LayerReport, Quality, TensorReport, worst_first
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WORST = 12  # rows of the table of worst layers
@@ -26,6 +26,7 @@ def html_report(report: CalibrationReport) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(verdict(report))}</p>",
+        *(f"<p>{escape(note)}</p>" for note in report.notes),
         _cards(report),
         _charts(report),
         "<h2>Worst layers first</h2>",
@@ -41,10 +42,24 @@ def html_report(report: CalibrationReport) -> str:
 def verdict(report: CalibrationReport) -> str:
     """One sentence: what changed on the held-out samples, and the weakest layer."""
     quality = report.quality
-    where = "held-out samples" if report.data.held_out_disjoint else "the one sample"
+    where = f"{report.data.held_out_tokens:,} tokens that no scale has seen ({', '.join(report.data.held_out_source)})"
     before, after = _num(quality.reference_perplexity), _num(quality.perplexity)
-    weakest = "".join(f" The weakest layer is {w.name} at {_db(w.sqnr_db)}." for w in report.worst_layers[:1])
+    weakest = "".join(
+        f" What costs most is {w.name} at {_db(w.sqnr_db)}{_cost(w, quality)}." for w in report.worst_layers[:1]
+    )
     return f"Perplexity on {where} went from {before} to {after}{_change(quality)}.{weakest}"
+
+
+def _cost(layer: LayerReport, quality: Quality) -> str:
+    """What the layer's FP8 adds to the KL divergence, and which part of the whole that is."""
+    if layer.kl is None:
+        return ""
+    part = f", {_percent(layer.kl / quality.kl_divergence)} of the model's" if quality.kl_divergence else ""
+    return f" (KL {layer.kl:.2g} nats{part})"
+
+
+def _excluded(data: DataReport) -> str:
+    return f", without {data.excluded} examples that are held out" if data.excluded else ""
 
 
 def _change(quality: Quality) -> str:
@@ -55,7 +70,7 @@ def _change(quality: Quality) -> str:
 
 def _cards(report: CalibrationReport) -> str:
     quality, ratio = report.quality, report.bytes_after / max(1, report.bytes_before)
-    worst = report.worst_layers[0].sqnr_db if report.layers else None
+    worst = min((layer.sqnr_db for layer in report.layers if layer.sqnr_db is not None), default=None)
     cards = {
         "Perplexity": (f"{_num(quality.reference_perplexity)} → {_num(quality.perplexity)}", _change(quality)),
         "Same top token": (_percent(quality.top1_agreement), f"KL {_num(quality.kl_divergence)} nats"),
@@ -82,9 +97,10 @@ def _charts(report: CalibrationReport) -> str:
     charts["Largest absolute key and value of each layer"] = dots(
         _series(cached, ("k", "v")), "decoder layer", log=True
     )
-    saturated = [(layer.name, 100 * layer.saturated, f"{100 * layer.saturated:.4g} %") for layer in report.layers]
-    if any(y > 0 for _, y, _ in saturated):
-        charts["Saturated input elements (%)"] = dots(_series(saturated), "decoder layer")
+    for field, title in (("saturated", "cut off"), ("underflowed", "lost to zero")):
+        lost = [(layer.name, 100 * getattr(layer, field), _percent(getattr(layer, field))) for layer in report.layers]
+        if any(y > 0 for _, y, _ in lost):
+            charts[f"Input elements {title} (%)"] = dots(_series(lost), "decoder layer")
     shown = (f"<figure><figcaption>{escape(t)}</figcaption>{svg}</figure>" for t, svg in charts.items() if svg)
     return f'<section class="charts">{"".join(shown)}</section>'
 
@@ -110,8 +126,10 @@ def _layer_table(report: CalibrationReport, layers: Sequence[LayerReport]) -> st
     for layer in layers:
         seen = tensors.get(f"{layer.name}.input")
         amax, scale, spark = (_num(seen.amax), _num(seen.scale), sparkline(seen.history)) if seen else ("–", "–", "")
-        rows.append([escape(layer.name), _db(layer.sqnr_db), _percent(layer.saturated), amax, scale, spark])
-    return _table(("layer", "SQNR", "saturated", "input amax", "input scale", "amax per batch"), rows)
+        lost = (_percent(f) for f in (layer.saturated, layer.rounded_to_top, layer.underflowed))
+        rows.append([escape(layer.name), _num(layer.kl), _db(layer.sqnr_db), *lost, amax, scale, spark])
+    head = ("layer", "KL, nats", "SQNR", "cut off", "at the top", "underflowed", "input amax", "input scale")
+    return _table((*head, "amax per batch"), rows)
 
 
 def _tensor_table(tensors: Sequence[TensorReport]) -> str:
@@ -143,12 +161,14 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     table.add_row("perplexity", f"{_num(quality.reference_perplexity)} -> {_num(quality.perplexity)}{_change(quality)}")
     table.add_row("same top token", f"{_percent(quality.top1_agreement)} (KL {_num(quality.kl_divergence)} nats)")
     table.add_row("weights", f"{_bytes(report.bytes_before)} -> {_bytes(report.bytes_after)}")
-    table.add_row("calibrated on", f"{data.tokens:,} tokens in {data.batches} batches, {data.samples} samples")
+    table.add_row("calibrated on", f"{data.tokens:,} tokens of {', '.join(data.source)}{_excluded(data)}")
+    table.add_row("measured on", f"{data.held_out_tokens:,} other tokens, of {', '.join(data.held_out_source)}")
     saturated = max((layer.saturated for layer in report.layers), default=0.0)
-    table.add_row("saturated inputs", f"{_percent(saturated)} at most")
+    underflowed = max((layer.underflowed for layer in report.layers), default=0.0)
+    table.add_row("inputs cut off, lost to zero", f"{_percent(saturated)}, {_percent(underflowed)} at most")
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:worst]:
-        table.add_row(f"{layer.name}", f"SQNR {_db(layer.sqnr_db)}")
+        table.add_row(layer.name, f"SQNR {_db(layer.sqnr_db)}{_cost(layer, quality)}")
     table.add_row("written to", report.out)
     return table
 
@@ -163,8 +183,8 @@ def eval_table(report: EvalReport, worst: int = 5) -> Table:
         table.add_row("reference perplexity", _num(quality.reference_perplexity) + _change(quality))
         table.add_row("KL to the reference", f"{_num(quality.kl_divergence)} nats per token")
         table.add_row("same top token", _percent(quality.top1_agreement), end_section=True)
-    for layer in sorted(report.layers, key=lambda row: (row.sqnr_db is None, row.sqnr_db or 0.0))[:worst]:
-        table.add_row(layer.name, f"SQNR {_db(layer.sqnr_db)}")
+    for layer in worst_first(report.layers)[:worst]:
+        table.add_row(layer.name, f"SQNR {_db(layer.sqnr_db)}{_cost(layer, quality)}")
     return table
 
 

@@ -5,7 +5,7 @@ stored. A figure that does not exist is None, never NaN. No torch here: a report
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,21 +42,33 @@ class LayerReport:
 
     name: str
     sqnr_db: float | None  # None: no error at all, or an output of zeros
-    saturated: float  # fraction of input elements beyond the FP8 range
+    saturated: float  # fraction of input elements cut off, beyond the FP8 range
+    rounded_to_top: float = 0.0  # within it, with the topmost code
+    underflowed: float = 0.0  # not zero, with the code zero
+    kl: float | None = None  # nats per token that this layer's FP8 adds; see sensitivity.py
+
+
+def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
+    """By the KL divergence that each adds; where that is not known by SQNR, exact layers last."""
+    return tuple(sorted(layers, key=lambda x: (-(x.kl or 0.0), x.sqnr_db is None, x.sqnr_db or 0.0)))
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was read. `held_out_disjoint` is False when the data were one sample only."""
+    """What was read: `samples` of `source` made the scales, and quality was measured on others, of `held_out_source`.
+
+    excluded: examples of `source` that were not observed because they are held out, too.
+    """
 
     source: tuple[str, ...]
     samples: int
     seq_len: int
     batches: int
     tokens: int
+    held_out_source: tuple[str, ...]
     held_out_samples: int
     held_out_tokens: int
-    held_out_disjoint: bool
+    excluded: int
     seed: int
 
 
@@ -77,11 +89,12 @@ class CalibrationReport:
     bytes_after: int  # weights as FP8 and scales, rest as before
     seconds: Mapping[str, float]  # per stage, and "total"
     versions: Mapping[str, str]
+    notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
-        """Lowest SQNR first; exact layers last."""
-        return tuple(sorted(self.layers, key=lambda layer: (layer.sqnr_db is None, layer.sqnr_db or 0.0)))
+        """What costs the model most first."""
+        return worst_first(self.layers)
 
     def tensor(self, name: str) -> TensorReport | None:
         return next((t for t in self.tensors if t.name == name), None)
@@ -95,7 +108,7 @@ class CalibrationReport:
         """The inverse of `to_json`. DataError: not a calibration report."""
         try:
             raw = json.loads(text)
-            data = raw["data"] | {"source": tuple(raw["data"]["source"])}
+            data = raw["data"] | {key: tuple(raw["data"][key]) for key in ("source", "held_out_source")}
             return cls(
                 **raw
                 | {
@@ -103,6 +116,7 @@ class CalibrationReport:
                     "quality": Quality(**raw["quality"]),
                     "layers": tuple(LayerReport(**layer) for layer in raw["layers"]),
                     "tensors": tuple(TensorReport(**t | {"history": tuple(t["history"])}) for t in raw["tensors"]),
+                    "notes": tuple(raw.get("notes", ())),
                 }
             )
         except (ValueError, TypeError, KeyError) as e:
@@ -129,6 +143,7 @@ class EvalReport:
     quality: Quality
     layers: tuple[LayerReport, ...]  # empty without a reference
     seconds: float
+    notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)

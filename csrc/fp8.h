@@ -51,6 +51,14 @@ FP8_INLINE int32_t encode(float x) {
   return sign | (found > kInfinity ? 0x7f : finite);
 }
 
+// Whether a product x * scale is beyond what the format holds, and not only by the roundings of FP32: a scale
+// made for x, its inverse and the product may together end up to four steps above the maximum.
+template <class F>
+FP8_INLINE bool is_cut_off(float product) {
+  const int32_t found = std::bit_cast<int32_t>(product) & kMagnitude;
+  return found > F::max_bits + 4 && found <= kInfinity;  // NaN is not cut off
+}
+
 // FP8 -> FP32, exact.
 template <class F>
 constexpr float decode(uint8_t code) {
@@ -89,6 +97,16 @@ FP8_INLINE float scale_for(float amax, float fp8_max, bool power_2) {
   const int32_t quotient = std::bit_cast<int32_t>(fp8_max / amax);
   const int32_t finite = quotient < kInfinity ? quotient : kInfinity - 1;
   return std::bit_cast<float>(power_2 ? finite & kInfinity : finite);
+}
+
+// sum * a * b, rounded after each product. Where a is far from one and b on its other side, the first product
+// may leave the range of FP32 though the second would bring it back: then 2^64 goes from one to the other,
+// which moves no bit of a result that stays in range. Within 2^-64 to 2^64 any a leaves any sum in range.
+constexpr float kFarUp = 0x1p64f, kFarDown = 0x1p-64f;
+FP8_INLINE float scaled_by(float sum, float a, float b) {
+  const bool up = a > kFarUp && b < 1.0f, down = a < kFarDown && b > 1.0f;
+  const float of_a = up ? kFarDown : (down ? kFarUp : 1.0f), of_b = up ? kFarUp : (down ? kFarDown : 1.0f);
+  return sum * (a * of_a) * (b * of_b);
 }
 
 }  // namespace fp8serve

@@ -5,12 +5,26 @@
 
 namespace fp8serve {
 
+// What was cast: x itself, the RMSNorm of x (`other` is its weight), or silu(x) * other.
+enum class Source { plain, norm, gated };
+
+inline Source source_of(const std::optional<Tensor>& other, const std::optional<double>& eps) {
+  if (!other) return Source::plain;
+  return eps ? Source::norm : Source::gated;
+}
+
 // `Check`: a Contract, or a device's own.
 template <class Check>
-void check_counters(const Check& check, const Tensor& q, const Tensor& amax, const Tensor& seen,
-                    const Tensor& saturated, const std::optional<Tensor>& rows) {
-  check.rank("q", q, 2);
-  check.tensor("q", q, {ScalarType::Float8_e4m3fn}, {{"T", q.size(0)}, {"K", q.size(1)}});
+void check_counters(const Check& check, const Tensor& x, const std::optional<Tensor>& other,
+                    const std::optional<double>& eps, const Tensor& scale, const Tensor& amax,
+                    const Tensor& seen, const Tensor& saturated, const std::optional<Tensor>& rows) {
+  check.rank("x", x, 2);
+  const Size t{"T", x.size(0)}, width{"K", x.size(1)};
+  check.tensor("x", x, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}, {t, width});
+  if (other && eps) check.tensor("other", *other, {x.scalar_type()}, {width});
+  if (other && !eps) check.tensor("other", *other, {x.scalar_type()}, {t, width});
+  check.require(other || !eps, "eps", "is given without a weight in other");
+  check.tensor("scale", scale, {ScalarType::Float}, {});
   check.tensor("amax", amax, {ScalarType::Float}, {});
   check.tensor("seen", seen, {ScalarType::Float}, {});
   check.tensor("saturated", saturated, {ScalarType::Long}, {});

@@ -1,7 +1,24 @@
 """The failures a user can have, one class each; every message is one sentence that says what was wrong and what to do.
 
-The command line prints the message and exits with 1, the server renders it as a 4xx; neither shows a traceback.
+The command line prints the message and exits with 1, the server renders it as a 4xx; neither shows a traceback. What a
+message quotes is a stranger's, of any length and with any characters: it is quoted by `shown` or `one_line`.
 """
+
+MAX_SHOWN = 80  # characters of a quoted value
+
+
+def shown(value: object) -> str:
+    """`value` as a sentence quotes it: its repr, and of a long one the beginning."""
+    return _cut(repr(value))
+
+
+def one_line(message: object) -> str:
+    """Another library's message in the middle of a sentence: without its full stop and line breaks, and not long."""
+    return _cut(" ".join(str(message).split()).rstrip("."), 3 * MAX_SHOWN)
+
+
+def _cut(text: str, most: int = MAX_SHOWN) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class Fp8ServeError(Exception):

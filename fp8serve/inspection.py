@@ -6,6 +6,7 @@ do the `_extra_state` tensors of Transformer Engine. All are read and checked by
 them, so what cannot be served is refused here in the same words.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model import transformer_engine
+from fp8serve.model.readers import reader_notes
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, load_scales
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
@@ -36,8 +38,9 @@ class Scale:
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """{"path", "holds", "scales": [Scale as a dict, ...]} of a model directory, of a scales.safetensors, or of a
-    .safetensors file with the `_extra_state` tensors of Transformer Engine.
+    """{"path", "holds", "scales": [Scale as a dict, ...], "notes"} of a model directory, of a scales.safetensors, or of
+    a .safetensors file with the `_extra_state` tensors of Transformer Engine. `notes` are sentences on what the model
+    loses here and on who else cannot read it.
 
     ModelError, ScalesError: there is nothing to inspect, or it is damaged.
     """
@@ -49,20 +52,21 @@ def inspect(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ModelError(f"There is no {path}; give a model directory or a {FILE_NAME}.")
     found: list[Scale] = []
-    holds = "scales"
+    holds, notes = "scales", []
     if (path / "config.json").is_file():
         checkpoint = open_checkpoint(path)
         found += _from_checkpoint(checkpoint)
         holds = _describe(checkpoint)
+        notes = [note for note in (checkpoint.config.window_note, *reader_notes(checkpoint)) if note]
     elif not (path / FILE_NAME).is_file():
         raise ModelError(f"{path} holds neither config.json nor {FILE_NAME}; give a model directory.")
     if (path / FILE_NAME).is_file():
         found += _from_scales(load_scales(path / FILE_NAME), FILE_NAME)
-    return _report(path, holds, found)
+    return _report(path, holds, found, notes)
 
 
-def _report(path: Path, holds: str, scales: list[Scale]) -> dict[str, Any]:
-    return {"path": str(path), "holds": holds, "scales": [asdict(s) for s in scales]}
+def _report(path: Path, holds: str, scales: list[Scale], notes: Sequence[str] = ()) -> dict[str, Any]:
+    return {"path": str(path), "holds": holds, "scales": [asdict(s) for s in scales], "notes": list(notes)}
 
 
 def _describe(checkpoint: Checkpoint) -> str:

@@ -1,7 +1,20 @@
-"""One thread for torch here and in every process that a test starts, set before torch is imported: the suite also runs
-beside other work, where threads that wait for each other cost minutes. Results do not depend on it."""
+"""What every test shares.
+
+One thread for torch here and in every process that a test starts, set before torch is imported: the suite also runs
+beside other work, where threads that wait for each other cost minutes. Results do not depend on it.
+"""
 
 import os
 
+import pytest
+
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test draws the same numbers whatever ran before it."""
+    import torch
+
+    torch.manual_seed(0)

@@ -13,12 +13,18 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "fp8": {"fp8", "errors"},
     "model": {"model", "fp8", "errors"},
-    "engine": {"engine", "model", "fp8", "errors"},
+    "engine": {"engine", "model", "fp8", "errors", "ending"},
     "calibration": {"calibration", "model", "fp8", "errors"},
-    "train": {"train", "model", "fp8", "errors"},
+    "train": {"train", "model", "fp8", "errors", "ending"},
     "server": {"server", "engine", "train", "model", "fp8", "errors"},
 }
-NOTHING_OF_OURS = {"fp8serve.fp8.recipe", "fp8serve.fp8.reference", "fp8serve.engine.request", "fp8serve.errors"}
+NOTHING_OF_OURS = {
+    "fp8serve.fp8.recipe",
+    "fp8serve.fp8.reference",
+    "fp8serve.engine.request",
+    "fp8serve.errors",
+    "fp8serve.ending",
+}
 NO_TORCH = {"fp8serve.fp8.recipe", "fp8serve.engine.request", "fp8serve.engine.kv_cache", "fp8serve.engine.scheduler"}
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fp8serve.running import RunningServer
+from tests.patience import until
 from tests.tiny import write_tiny_model
 
 SIZES: dict[str, Any] = {
@@ -49,12 +49,13 @@ def fp8serve(*arguments: object) -> dict[str, Any]:
 
 
 def finished(server: RunningServer, job: str) -> dict[str, Any]:
-    for _ in range(600):
-        found = server.get(f"/finetune/{job}")
-        if found["status"] in ("succeeded", "failed", "cancelled"):
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"the job is still {found['status']}")
+    def ended() -> bool:
+        found.update(server.get(f"/finetune/{job}"))
+        return found["status"] in ("succeeded", "failed", "cancelled")
+
+    found: dict[str, Any] = {}
+    until(ended, "the end of the job")
+    return found
 
 
 def complete(server: RunningServer) -> dict[str, Any]:

@@ -51,6 +51,39 @@ std::optional<Tensor> dense(const std::optional<Tensor>& t) {
 }
 const void* pointer(const std::optional<Tensor>& t) { return t ? t->data_ptr() : nullptr; }
 
+// Whether a's scales, outside the sum, may take it out of the range of FP32 before b's bring it back.
+bool is_far(const Problem& p) {
+  if (p.blocked() || p.a.scale == nullptr || p.b.scale == nullptr) return false;
+  const int64_t count = p.a.scale_rows == 1 ? p.m : 1;
+  return std::any_of(p.a.scale, p.a.scale + count, [](float s) { return s > kFarUp || s < kFarDown; });
+}
+
+// The end of the sums [m, n] in FP32 of a problem that is far: like end_row, rare and therefore plain.
+template <class Out, class Bias>
+void end_far(const Problem& p, const float* sums) {
+  for (int64_t i = 0; i < p.m * p.n; ++i) {
+    const float bias = p.bias == nullptr ? 0.0f : load(static_cast<const Bias*>(p.bias)[i % p.n]);
+    Out* out = static_cast<Out*>(p.out) + i;
+    store(scaled_by(sums[i], p.a.outer(i / p.n), p.b.outer(i % p.n)) + bias, out);
+    if (p.residual != nullptr) store(load(static_cast<const Out*>(p.residual)[i]) + load(*out), out);
+  }
+}
+
+void run_far(const Problem& p) {
+  const Tensor sums = empty({p.m, p.n}, ScalarType::Float);
+  Problem plain = p;
+  plain.a.scale = plain.b.scale = nullptr;
+  plain.bias = plain.residual = nullptr;
+  plain.out = sums.data_ptr();
+  plain.out_type = plain.bias_type = ScalarType::Float;
+  run(plain);
+  with_element(p.out_type, [&](auto out) {
+    with_element(p.bias_type, [&](auto bias) {
+      end_far<typename decltype(out)::type, typename decltype(bias)::type>(p, data<const float>(sums));
+    });
+  });
+}
+
 Tensor multiply(const Contract& check, const Arguments& in, std::initializer_list<ScalarType> operands,
                 ScalarType out_dtype) {
   check.rank("a", in.a, 2);
@@ -86,7 +119,7 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
   if (use.a_scale) attach_scale(check, "a_scale_inv", *use.a_scale, m, k, p.a);
   if (use.b_scale) attach_scale(check, "b_scale_inv", *use.b_scale, n, k, p.b);
   if (p.blocked()) p.ones.assign(static_cast<size_t>(p.k / kScaleBlock + 1), 1.0f);
-  if (out.numel() > 0) run(p);
+  if (out.numel() > 0) is_far(p) ? run_far(p) : run(p);
   return out;
 }
 

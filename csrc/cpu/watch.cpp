@@ -1,36 +1,71 @@
 // count_saturated: what serving keeps of every FP8 input, its largest magnitude and how many elements were
-// cut off. The codes are read only in the rare step whose amax lies beyond the limit.
+// cut off. Codes do not tell: the topmost one is also what values below it round to. So the values themselves
+// are counted, those of a fused cast made once more, but only in the rare step whose amax was cut off.
 #include "watch.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"
+#include "cpu/elementwise.h"
 #include "cpu/isa.h"
+#include "cpu/rows.h"
+#include "cpu/scratch.h"
 #include "cpu/tensors.h"
 
 namespace fp8serve {
 namespace {
 
-struct CountAtEnd {
-  static FP8_INLINE void run(const uint8_t* codes, int64_t count, int64_t* found) {
+// How many of a row's values lie beyond the format; `other` and `y` are for the sources that are made first.
+template <Source kSource>
+struct CountRow {
+  template <class T>
+  static FP8_INLINE void run(const T* x, const T* other, T* y, int64_t n, float eps, float scale,
+                             int64_t* found) {
+    if constexpr (kSource == Source::norm) norm_row(x, other, y, n, eps);
+    if constexpr (kSource == Source::gated) silu_mul_row(x, other, y, n);
+    const T* values = kSource == Source::plain ? x : y;
     int64_t total = 0;
-    for (int64_t i = 0; i < count; ++i) total += (codes[i] & 0x7f) == 0x7e;
+    for (int64_t i = 0; i < n; ++i) total += is_cut_off<E4M3>(load(values[i]) * scale);
     *found = total;
   }
 };
 
-void count_saturated(const Tensor& q_in, const Tensor& amax, const Tensor& seen, const Tensor& saturated,
-                     double limit, const std::optional<Tensor>& rows) {
+template <Source kSource, class T>
+int64_t count(const Tensor& x, const std::optional<Tensor>& other, float eps, float scale, int64_t live) {
+  const Rows in = rows_of(x);
+  const std::optional<Rows> gated = kSource == Source::gated ? std::optional(rows_of(*other)) : std::nullopt;
+  const Tensor held = kSource == Source::norm ? dense(*other) : gated ? gated->held : x;
+  std::atomic<int64_t> total{0};
+  parallel_rows(std::min(live, in.count), in.width, [&](int64_t r) {
+    thread_local Scratch scratch;
+    int64_t found = 0;
+    dispatch<CountRow<kSource>>(
+        data<const T>(in.held) + r * in.stride, data<const T>(held) + (gated ? r * gated->stride : 0),
+        scratch.get<T>(kSource == Source::plain ? 0 : in.width), in.width, eps, scale, &found);
+    total += found;
+  });
+  return total;
+}
+
+void count_saturated(const Tensor& x, const std::optional<Tensor>& other, const std::optional<double>& eps,
+                     const Tensor& scale, const Tensor& amax, const Tensor& seen, const Tensor& saturated,
+                     const std::optional<Tensor>& rows) {
   const Contract check("count_saturated");
-  check_counters(check, q_in, amax, seen, saturated, rows);
-  const float here = *data<const float>(amax);
+  check_counters(check, x, other, eps, scale, amax, seen, saturated, rows);
+  const float here = *data<float>(amax), factor = *data<float>(scale);
   float& most = *data<float>(seen);
   if (here > most) most = here;
-  if (!(here > static_cast<float>(limit))) return;
-  const Tensor q = dense(q_in);
-  const int64_t live = rows ? std::min(q.numel(), *data<const int64_t>(*rows) * q.size(1)) : q.numel();
+  if (!is_cut_off<E4M3>(here * factor)) return;
+  const int64_t live = rows ? *data<const int64_t>(*rows) : x.size(0);
+  const auto epsilon = static_cast<float>(eps.value_or(0.0));
   int64_t found = 0;
-  dispatch<CountAtEnd>(data<const uint8_t>(q), live, &found);
+  with_element(x.scalar_type(), [&](auto element) {
+    using T = typename decltype(element)::type;
+    const Source source = source_of(other, eps);
+    if (source == Source::plain) found = count<Source::plain, T>(x, other, epsilon, factor, live);
+    if (source == Source::norm) found = count<Source::norm, T>(x, other, epsilon, factor, live);
+    if (source == Source::gated) found = count<Source::gated, T>(x, other, epsilon, factor, live);
+  });
   *data<int64_t>(saturated) += found;
 }
 

@@ -2,6 +2,7 @@
 //
 //   out[m][n] = (sum over k of a[m][k] b[n][k], block scales inside) * a_scale[m] * b_scale[n] + bias[n]
 //
+// (the two scales by `scaled_by`, which keeps the first product in range)
 // and, where codes are wanted, out[m][n] = saturate(that * out_scale), amax = largest |that|.
 //
 // Kernels: gemm_sm89.cu answers everything on every chip (mma.sync); gemm_skinny.cu answers up to 64 rows

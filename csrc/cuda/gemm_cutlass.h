@@ -110,6 +110,17 @@ struct ToCodes {
   }
 };
 
+// (sum * a_scale) * b_scale of the tree's three leaves, element by element.
+template <class Values>
+struct ScaledBy {
+  CUTLASS_HOST_DEVICE Values operator()(const Values& sum, const Values& a, const Values& b) const {
+    Values out;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Values::kElements; ++i) out[i] = scaled_by(sum[i], a[i], b[i]);
+    return out;
+  }
+};
+
 template <class CtaTile, class Out>
 struct Epilogue {
   static constexpr bool kCodes = std::is_same_v<Out, e4m3>;
@@ -118,10 +129,9 @@ struct Epilogue {
   using ByRow = fusion::Sm90ColBroadcast<0, CtaTile, float, float, Stride<bool, _0, _0>>;
   using ByColumn = fusion::Sm90RowBroadcast<0, CtaTile, float, float, Stride<_0, bool, _0>>;
   using Bias = fusion::Sm90RowBroadcast<0, CtaTile, BiasType, float>;
-  using Times = fusion::Sm90Compute<cutlass::multiplies, float, float, kRound>;
+  using Times = fusion::Sm90Compute<ScaledBy, float, float, kRound>;
   using Plus = fusion::Sm90Compute<cutlass::plus, std::conditional_t<kCodes, float, Out>, float, kRound>;
-  using ScaledByRow = fusion::Sm90EVT<Times, ByRow, fusion::Sm90AccFetch>;
-  using Scaled = fusion::Sm90EVT<Times, ByColumn, ScaledByRow>;
+  using Scaled = fusion::Sm90EVT<Times, fusion::Sm90AccFetch, ByRow, ByColumn>;
   using Value = fusion::Sm90EVT<Plus, Bias, Scaled>;
   using Codes = fusion::Sm90EVT<ToCodes, Value>;
   using Tree = std::conditional_t<kCodes, Codes, Value>;
@@ -132,7 +142,7 @@ struct Epilogue {
     const float* b_scale = g.b_scale.inside() ? nullptr : g.b_scale.data;
     const typename Value::Arguments value{
         {static_cast<const BiasType*>(g.bias), BiasType(0), {}},
-        {{b_scale, 1.0f, {_0{}, by_column, _0{}}}, {{a_scale, 1.0f, {by_row, _0{}, _0{}}}, {}, {}}, {}},
+        {{}, {a_scale, 1.0f, {by_row, _0{}, _0{}}}, {b_scale, 1.0f, {_0{}, by_column, _0{}}}, {}},
         {}};
     if constexpr (kCodes) {
       return {value, {g.out_scale, g.amax}};

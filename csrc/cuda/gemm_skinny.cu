@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply(float (&part)[4], const Weights& w, con
 }
 
 __device__ __forceinline__ float finished(const Gemm& g, float sum, int token, int column) {
-  return sum * g.a_scale.outer(token) * g.b_scale.outer(column) + bias_at(g, column);
+  return scaled_by(sum, g.a_scale.outer(token), g.b_scale.outer(column)) + bias_at(g, column);
 }
 
 template <Codes kCodes, int kGroups, bool kInside>  // kGroups: tokens in eights

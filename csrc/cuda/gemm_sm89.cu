@@ -156,8 +156,8 @@ __device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const P
         if (row >= g.m) continue;
         const float by_row = g.a_scale.outer(row);
         const float* sum = total[i][j] + 2 * half;
-        seen = put_pair(g, row, column, sum[0] * by_row * scale[0] + bias[0],
-                        sum[1] * by_row * scale[1] + bias[1], seen);
+        seen = put_pair(g, row, column, scaled_by(sum[0], by_row, scale[0]) + bias[0],
+                        scaled_by(sum[1], by_row, scale[1]) + bias[1], seen);
       }
     }
   }

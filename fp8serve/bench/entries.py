@@ -102,8 +102,9 @@ def casts() -> Iterator[Entry]:
     q, seen, saturated = x.to(E4M3), torch.zeros(()), torch.zeros((), dtype=torch.int64)
     turned = partial(_torch_transpose, q)
     yield Entry("transpose_codes", size, partial(OPS.transpose_codes, q), turned, 2.0 * q.numel())
-    watch = partial(OPS.count_saturated, q, torch.ones(()), seen, saturated, 464.0, None)
-    yield Entry("count_saturated", size, watch, None, float(q.numel()))
+    for kind, cut in (("nothing cut off", 1.0), ("some cut off", 1000.0)):
+        watch = partial(OPS.count_saturated, x, None, None, torch.tensor(cut), torch.ones(()), seen, saturated, None)
+        yield Entry("count_saturated", f"{size}, {kind}", watch, None, 2.0 * x.numel() if cut > 1 else 0.0)
 
 
 def _fp8_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> object:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fp8serve.errors import RecipeError
-from fp8serve.terminal import AsJson, print_rich, progress
+from fp8serve.terminal import AsJson, print_rich, progress, remark
 
 RecipeName = Literal["delayed", "current", "rowwise", "block"]
 
@@ -18,6 +18,13 @@ def command(
         list[Path] | None,
         typer.Option(
             help="Text or JSON-lines file; repeat for several.", show_default="passages that ship with fp8serve"
+        ),
+    ] = None,
+    holdout: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File to measure quality on, never calibrated on; repeat for several.",
+            show_default="passages that ship with fp8serve",
         ),
     ] = None,
     recipe: Annotated[RecipeName, typer.Option(help="How tensors are scaled.")] = "delayed",
@@ -37,7 +44,8 @@ def command(
     kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Also find scales for an FP8 KV cache.")] = False,
     gradients: Annotated[bool, typer.Option("--gradients", help="Also observe gradients, for training.")] = False,
     format: Annotated[
-        Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="Spelling of the FP8 weights.")
+        Literal["compressed-tensors", "fp8", "modelopt"],
+        typer.Option(help="Spelling of the FP8 weights; docs/formats.md says who reads it."),
     ] = "compressed-tensors",
     scales_only: Annotated[
         bool, typer.Option("--scales-only", help="Write scales.safetensors and no weights.")
@@ -49,11 +57,13 @@ def command(
     """Write MODEL in FP8, with scales from sample data.
 
     Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html.
+    All of --data makes scales, whatever the order of files and lines; quality is measured on other text: --holdout,
+    or passages that ship with fp8serve.
 
     \b
     Examples:
       fp8serve calibrate ./llama --out ./llama-fp8
-      fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --samples 256 --kv-cache
+      fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --holdout test.jsonl --kv-cache
       fp8serve calibrate ./llama --out ./scales --scales-only --json
     """
     from fp8serve.hub import find_model
@@ -70,6 +80,7 @@ def command(
             out=out,
             recipe=chosen,
             data=data,
+            holdout=holdout,
             samples=samples,
             seq_len=seq_len,
             batch_size=batch_size,
@@ -81,6 +92,8 @@ def command(
             scales_only=scales_only,
             progress=lambda stage, done, total: advance(done, total, stage),
         )
+    for note in report.notes:
+        remark(note)
     print(report.to_json()) if json else print_rich(summary_table(report))
 
 

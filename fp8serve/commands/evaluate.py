@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fp8serve.commands.serve import RecipeChoice
-from fp8serve.terminal import AsJson, print_rich, progress
+from fp8serve.terminal import AsJson, print_rich, progress, remark
 
 
 def command(
@@ -59,4 +59,6 @@ def command(
             device=device,
             progress=lambda stage, done, total: advance(done, total, stage),
         )
+    for note in report.notes:
+        remark(note)
     print(report.to_json()) if json else print_rich(eval_table(report))

@@ -51,20 +51,28 @@ def command(
         int | None, typer.Option(min=1, help="Steps between validations.", show_default="at the end")
     ] = None,
     save_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="at the end")
+        int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="by --save-minutes")
     ] = None,
+    save_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints, without --save-every.")] = 10.0,
     keep_last: Annotated[int, typer.Option(min=1, help="Newest checkpoints to keep.")] = 2,
     format: Annotated[
         Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="Spelling of the result's FP8 weights.")
     ] = "compressed-tensors",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data order.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    template_date: Annotated[
+        str | None, typer.Option(metavar="DATE", help="Date that chat templates are told.", show_default="first day")
+    ] = None,
+    on_divergence: Annotated[
+        Literal["fail", "keep"], typer.Option(help="Whether a run that made the model worse gives a model.")
+    ] = "fail",
     json: AsJson = False,
 ) -> None:
     """Fine-tune MODEL in FP8 on your own data.
 
     The result carries the scales that training kept: no calibration is needed before serving it. Interrupted
-    (ctrl-C, SIGTERM), it writes a checkpoint first; the same command again goes on from there.
+    (ctrl-C, SIGTERM), it writes a checkpoint first; the same command again goes on from there, with more --max-steps
+    or --epochs beyond its end. Killed, it loses what came after its last checkpoint.
 
     \b
     Examples:
@@ -101,10 +109,13 @@ def command(
         eval_data=tuple(map(str, eval_data or ())),
         eval_every=eval_every,
         save_every=save_every,
+        save_minutes=save_minutes,
         keep_last=keep_last,
         format=format,
         seed=seed,
         device=device,
+        template_date=template_date,
+        on_divergence=on_divergence,
     )
     with progress("Training") as advance, _stop_on_signal() as stopped:
         result = Trainer(config).run(on_event=lambda event: _show(event, advance), stop=stopped)
@@ -144,10 +155,10 @@ def _summary(result: Any) -> None:
             f"the same command again goes on from {result.checkpoint}."
         )
     else:
-        loss = result.metrics["train_loss"]
+        loss = result.metrics.get("train_loss")
         print(
             f"{result.step} steps, {result.trained_tokens} tokens in {result.seconds:.1f} s; "
-            f"last loss {loss:.4f}; model in {result.model}"
+            f"last loss {'not finite' if loss is None else f'{loss:.4f}'}; model in {result.model}"
         )
 
 

@@ -34,6 +34,8 @@ def _print(report: dict[str, Any]) -> None:
     from fp8serve.inspection import sparkline
 
     print(f"{report['path']}: {report['holds']}, {len(report['scales'])} scale tensors")
+    for note in report["notes"]:
+        print(note)
     rows = [
         (s["tensor"], s["direction"], s["shape"] or "[]", _values(s), s["origin"], sparkline(s["history"] or []))
         for s in report["scales"]

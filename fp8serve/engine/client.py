@@ -60,17 +60,22 @@ class EngineClient:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._last_sign = self._loop.time()
         self._ended: str | None = None  # the sentence that says how the process ended
+        self._why: str | None = None  # it was killed, in the killer's words
+        self.step_seconds = 0.0  # that the step under way had taken at the last heartbeat
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
     async def start(cls, model_dir: str | Path, options: EngineOptions | None = None) -> "EngineClient":
-        """Spawns the process and waits until it is ready; raises the worker's own error if it is not."""
+        """Spawns the process and waits until it is ready; raises the worker's own error if it is not.
+
+        Cancelling it, as a deadline does, ends the process.
+        """
         process, connection = await _spawn(Path(model_dir), options or EngineOptions())
         client = cls(process, connection)
         try:
             await asyncio.shield(client._ready)
         except BaseException:
-            await client.close()
+            await client.kill("The engine was given up before it was ready.")
             raise
         return client
 
@@ -118,12 +123,19 @@ class EngineClient:
 
     async def drain(self, deadline: float) -> None:
         """Takes no new request, lets running ones finish for `deadline` seconds, then ends the process."""
-        await self._send("drain", deadline=deadline)
+        self._write("drain", deadline=deadline)
         await self._exit(deadline + CLOSE_SECONDS)
 
     async def close(self) -> None:
         """Ends the process now; what runs is aborted."""
-        await self._send("close")
+        self._write("close")  # a process that hangs does not read: waiting for it to would wait for ever
+        await self._exit(CLOSE_SECONDS)
+
+    async def kill(self, why: str) -> None:
+        """Ends a process that does not answer; `why` is what requests in flight are told."""
+        self._why = why
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
         await self._exit(CLOSE_SECONDS)
 
     async def _generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
@@ -151,7 +163,11 @@ class EngineClient:
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-        await self._reading
+        await asyncio.wait({self._reading}, timeout=seconds)
+        if not self._reading.done():  # the kernel holds it, as it may in a driver: nobody here waits for that
+            self._reading.cancel()
+            self._writer.close()
+            self._end(self._why or "The engine process does not end.")
 
     async def _ask(self, op: str) -> Any:
         self._require_life()
@@ -183,7 +199,8 @@ class EngineClient:
                 self._last_sign = self._loop.time()
                 self._take(json.loads(line))
         self._writer.close()
-        self._end(_ending(await self._process.wait()))
+        status = await self._process.wait()
+        self._end(self._why or _ending(status))
 
     def _take(self, message: dict[str, Any]) -> None:
         match message["event"]:
@@ -192,6 +209,8 @@ class EngineClient:
                     self._deliver(RequestOutput.from_json(data))
             case "refused" if stream := self._streams.get(message["request_id"]):
                 stream.arrived.put_nowait(_error(message))
+            case "heartbeat":
+                self.step_seconds = message["step_seconds"]
             case "reply" if waiting := self._replies.get(message["id"]):
                 if not waiting.done():
                     waiting.set_result(message["value"])

@@ -20,7 +20,7 @@ from fp8serve.engine import loading
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions, KvDtype
-from fp8serve.engine.request import Completion, FinishReason, Limits, Request, RequestOutput, SamplingParams, Sequence
+from fp8serve.engine.request import Completion, FinishReason, Request, RequestOutput, SamplingParams, Sequence
 from fp8serve.engine.sampler import Sampled, sample
 from fp8serve.engine.scheduler import Scheduler, Work
 from fp8serve.engine.text import TextStream
@@ -70,12 +70,9 @@ class Engine:
         self.loaded = loading.load(Path(model_dir), self.options)
         self.tokenizer = self.loaded.tokenizer
         self.eos_ids = self.loaded.config.eos_token_ids
-        plan = self.loaded.plan
-        self.limits = Limits(
-            plan.max_model_len, plan.num_blocks, block_size, self.loaded.config.vocab_size, self.tokenizer is not None
-        )
+        self.limits = self.loaded.limits()
         self.scheduler = Scheduler(
-            BlockPool(plan.num_blocks, block_size), max_num_seqs, max_batch_tokens, max_prefill_tokens
+            BlockPool(self.limits.num_blocks, block_size), max_num_seqs, max_batch_tokens, max_prefill_tokens
         )
         self._live: dict[str, tuple[Sequence, TextStream]] = {}
         self._finished: Counter[FinishReason] = Counter()

@@ -83,17 +83,23 @@ class Matrix:
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.input_scale is None:
             return self.layer.cast(x)
-        return self._watched(*_quantize(x, self.input_scale, E4M3))
+        q, amax = _quantize(x, self.input_scale, E4M3)
+        self.layer.watch(self.input_scale, amax, x)
+        return q, self.input_scale_inv  # type: ignore[return-value]  # there, because input_scale is
 
     def cast_norm(self, x: Tensor, norm: "Norm") -> tuple[Tensor, Tensor]:
         if self.input_scale is None:
             return self.layer.cast(_norm(x, norm.weight, norm.eps))
-        return self._watched(*_norm_quantize(x, norm.weight, norm.eps, self.input_scale, E4M3))
+        q, amax = _norm_quantize(x, norm.weight, norm.eps, self.input_scale, E4M3)
+        self.layer.watch(self.input_scale, amax, x, norm.weight, norm.eps)
+        return q, self.input_scale_inv  # type: ignore[return-value]
 
     def cast_silu_mul(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         if self.input_scale is None:
             return self.layer.cast(_silu_mul(gate, up))
-        return self._watched(*_silu_mul_quantize(gate, up, self.input_scale, E4M3))
+        q, amax = _silu_mul_quantize(gate, up, self.input_scale, E4M3)
+        self.layer.watch(self.input_scale, amax, gate, up)
+        return q, self.input_scale_inv  # type: ignore[return-value]
 
     def product(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
         if self.is_packed:
@@ -106,10 +112,6 @@ class Matrix:
             scales = scale_inv, self.weight_scale_inv
             return _packed_mm(q, self.weight, *scales, self.bias, residual, residual.dtype)  # type: ignore[no-any-return]
         return _scaled_mm_add(q, self.weight, scale_inv, self.weight_scale_inv, self.bias, residual)  # type: ignore[no-any-return]
-
-    def _watched(self, q: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        self.layer.watch(q, amax)
-        return q, self.input_scale_inv  # type: ignore[return-value]  # there, because input_scale is
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from fp8serve.engine.invariant import make_row_independent, own_products, use_ow
 from fp8serve.engine.memory import Plan, check_length, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
+from fp8serve.engine.request import Limits
 from fp8serve.engine.runner import KvScale, Runner
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import ops, recipe
@@ -31,6 +32,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.checkpoint import kv_scales, load_servable
 from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder
+from fp8serve.model.files import present
 from fp8serve.model.tokenizer import Tokenizer
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -75,8 +77,18 @@ class Loaded:
             "eos_token_ids": list(config.eos_token_ids),
             "kernels": ops.backends(torch.device(options.device).type),
             "cuda_graphs": self.graphs.text(),
+            "notes": [config.window_note] if config.window_note else [],
             "tiled_layers": sorted(name for name, heights in self.tiles.items() if heights),
         }
+
+    def limits(self) -> Limits:
+        """What requests are checked against."""
+        plan, config = self.plan, self.config
+        windowed = config.window_note is not None and plan.max_model_len == config.max_full_attention_len
+        bound = config.length_bound if windowed else ""
+        has_tokenizer = self.tokenizer is not None
+        size = self.options.block_size
+        return Limits(plan.max_model_len, plan.num_blocks, size, config.vocab_size, has_tokenizer, bound)
 
     def scales(self, tokens: int, sampled: int) -> list[dict[str, Any]]:
         """See `Engine.scales`; `tokens` is how many were computed, `sampled` of how many there were logits."""
@@ -118,7 +130,7 @@ def _path(text: str | None) -> Path | None:
 
 
 def _tokenizer(model_dir: Path) -> Tokenizer | None:
-    return Tokenizer.from_dir(model_dir) if (model_dir / "tokenizer.json").exists() else None
+    return Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
 
 
 def _separate_rows(

@@ -49,8 +49,8 @@ def check_length(config: ModelConfig, options: EngineOptions) -> int:
     longest = config.max_full_attention_len
     if options.max_model_len is not None and options.max_model_len > longest:
         raise RequestError(
-            f"max_model_len {options.max_model_len} is beyond the {longest} tokens on which this model is exact here "
-            "(its trained context, or its attention window); ask for less."
+            f"max_model_len {options.max_model_len} is beyond the {longest} tokens of this model's "
+            f"{config.length_bound}; ask for less."
         )
     return longest
 

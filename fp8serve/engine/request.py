@@ -19,6 +19,9 @@ from fp8serve.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
+GREEDY_TEMPERATURE = 1e-5
+"""Below it a difference of 1e-4 between two logits makes one 20,000 times as likely as the other, and far below it the
+quotient of a logit and the temperature is no number."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -52,7 +55,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 16
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # below GREEDY_TEMPERATURE the most probable token is taken
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -116,6 +119,11 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens and ignore_eos cannot be used with json_schema or regex, which say when to end."
             )
+
+    @property
+    def greedy(self) -> bool:
+        """The most probable token is taken; nothing is drawn."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
     def has_form(self) -> bool:
@@ -192,6 +200,11 @@ class Limits:
     block_size: int  # tokens
     vocab_size: int
     has_tokenizer: bool = True
+    bound: str = ""  # what keeps `max_model_len` below the trained context, where that is the model
+
+    def context(self) -> str:
+        """ "4096 (the model's attention window)", for a refusal."""
+        return f"{self.max_model_len} (the model's {self.bound})" if self.bound else str(self.max_model_len)
 
     def check(self, request: Request) -> None:
         """Raises RequestError when `request` could never run, however long it waited."""
@@ -199,7 +212,7 @@ class Limits:
         if prompt + new > self.max_model_len:
             raise RequestError(
                 f"The prompt has {prompt} tokens and max_new_tokens is {new}, together {prompt + new}, but the context "
-                f"holds {self.max_model_len}: shorten the prompt or ask for fewer new tokens."
+                f"holds {self.context()}: shorten the prompt or ask for fewer new tokens."
             )
         # the last token is returned but never read back, so it needs no slot
         if (blocks := -(-(prompt + new - 1) // self.block_size)) > self.num_blocks:

@@ -60,7 +60,7 @@ def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> li
     _forbid_the_end(logits, seqs, eos_ids)
     _forbid_other_forms(logits, seqs)
     tokens = logits.argmax(-1)
-    if rows := _rows(seqs, lambda params: params.temperature > 0 and params.top_k != 1):
+    if rows := _rows(seqs, lambda params: not params.greedy):
         index = to_device(rows, torch.long, logits.device)
         chosen = logits if len(rows) == len(seqs) else logits[index]
         tokens[index] = _draw(chosen, [seqs[row] for row in rows])

@@ -3,11 +3,13 @@
 It connects to the AF_UNIX socket that its owner listens on (`client.py`) and speaks newline-delimited JSON.
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
-    out   heartbeat | ready {info, limits} | failed {error, message} | outputs {outputs}
+    out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
           refused {request_id, error, message} | reply {id, value}
 
 Three threads: this one loads the model and steps the engine; one reads the socket into an inbox, so that a command
-never waits for more than the step under way; one says every second that the process lives, also during a long step.
+never waits for more than the step under way; one says every second that the process lives, also during a long step,
+and for how long that step has been going, so that a thread which is stuck in one can be told from a busy one. Loading
+and packing are no steps.
 SIGTERM drains: nothing new, what runs may finish for `DRAIN_SECONDS`, then the rest is aborted; exit status 0. When
 the owner goes away the process ends. SIGINT is the owner's business (Ctrl-C reaches the whole group).
 """
@@ -17,7 +19,6 @@ import contextlib
 import json
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from fp8serve.ending import end_process
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request, RequestOutput
@@ -68,6 +70,7 @@ class Worker:
         self._wire = wire
         self._engine = engine
         self._closed = False
+        self._step_began: float | None = None
         self._deadline: float | None = None  # of draining, on the monotonic clock
         self._commands: dict[str, Callable[[Message], None]] = {
             "generate": self._generate,
@@ -83,10 +86,21 @@ class Worker:
         while not self._closed:
             self._obey()
             if self._engine.has_work():
-                self._send_outputs(self._engine.step())
+                self._step()
             if self._deadline is not None and (not self._engine.has_work() or time.monotonic() >= self._deadline):
                 break
         self._send_outputs(self._engine.abort_all())
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step under way has been going; 0 between steps. Read by another thread."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def _step(self) -> None:
+        self._step_began = time.monotonic()
+        self._send_outputs(self._engine.step())
+        self._step_began = None
 
     def _obey(self) -> None:
         """All waiting commands; waits for one when there is nothing else to do."""
@@ -128,9 +142,20 @@ def _described(problem: Exception) -> dict[str, str]:
     return {"error": type(problem).__name__, "message": str(problem)}
 
 
-def _beat(wire: Wire, stop: threading.Event) -> None:
-    while not stop.wait(HEARTBEAT_SECONDS):
-        wire.send("heartbeat")
+class Heart:
+    """Beats until it is stopped. `step_seconds` says what there is to say of a step, once there can be one."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self._stop = wire, threading.Event()
+        self.step_seconds: Callable[[], float] = lambda: 0.0
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            self._wire.send("heartbeat", step_seconds=round(self.step_seconds(), 1))
+
+    def stop(self) -> None:
+        self._stop.set()
 
 
 def _load(wire: Wire, model: Path, options: EngineOptions) -> Engine | None:
@@ -145,12 +170,13 @@ def _load(wire: Wire, model: Path, options: EngineOptions) -> Engine | None:
     return None
 
 
-def serve(wire: Wire, model: Path, options: EngineOptions) -> int:
+def serve(wire: Wire, heart: Heart, model: Path, options: EngineOptions) -> int:
     """Exit status of the process."""
     engine = _load(wire, model, options)
     if engine is None:
         return 1
     worker = Worker(wire, engine)
+    heart.step_seconds = lambda: worker.step_seconds
     signal.signal(signal.SIGTERM, lambda *_: wire.inbox.put({"op": "drain", "deadline": DRAIN_SECONDS}))
     wire.send("ready", info=engine.info(), limits=asdict(engine.limits))
     worker.run()
@@ -164,13 +190,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--options", default="{}", help="EngineOptions as JSON")
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    wire, stop = Wire(parsed.socket), threading.Event()
-    threading.Thread(target=_beat, args=(wire, stop), daemon=True).start()
+    wire = Wire(parsed.socket)
+    heart = Heart(wire)
     try:
-        return serve(wire, parsed.model, EngineOptions.from_json(parsed.options))
+        return serve(wire, heart, parsed.model, EngineOptions.from_json(parsed.options))
     finally:
-        stop.set()
+        heart.stop()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

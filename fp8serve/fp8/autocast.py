@@ -33,6 +33,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.compiling import constant_in_graphs
 from fp8serve.fp8.distributed import Attendance, default_group, header, reduce_staged, several
 from fp8serve.fp8.loops import LoopWatch
+from fp8serve.fp8.microbatch import checked
 from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.reference import FP8_MAX
@@ -160,7 +161,9 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
     gradients, and the states are updated at the end; together with enabled=False the maths stays in high precision.
     `amax_reduction_group`: the process group over which delayed amaxes are reduced with MAX, in every context that ends
     with gradients enabled. None: the default group, if one is initialised. A recipe with `reduce_amax=False` reduces
-    over none. Raises RecipeError if calibrating is asked of a recipe that has no history.
+    over none. `is_first_microbatch`, for gradient accumulation: True keeps the codes of the weights, False uses those
+    of the last True, None quantizes the weights (microbatch.py); the innermost context decides. Raises RecipeError if
+    calibrating is asked of a recipe that has no history.
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         recipe: Recipe | None = None,
         calibrating: bool = False,
         amax_reduction_group: Any = None,
+        is_first_microbatch: bool | None = None,
     ) -> None:
         self.enabled = enabled
         self.recipe: Recipe = DelayedScaling() if recipe is None else recipe
@@ -177,6 +181,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         self.named_group = amax_reduction_group
         self.group: Any = None  # this one and the rule are set on entry
         self.rule: int | None = None
+        self.is_first_microbatch = checked(is_first_microbatch)
         if not isinstance(self.recipe, Recipe):
             raise RecipeError(
                 f"recipe must be DelayedScaling, Float8CurrentScaling or Float8BlockScaling, found {recipe!r}."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.reference import BLOCK, FLT_MAX, FP8_MAX, saturate
+from fp8serve.fp8.reference import BLOCK, FLT_MAX, FP8_MAX, amax, rms_norm, saturate, silu_mul
 from fp8serve.fp8.reference_packed import pack_weight, packed_shape
 
 
@@ -269,20 +269,21 @@ def _sample_cases() -> list[Case]:
     return [Case(f"{r} x {v}, filters {f}", partial(_sample_case, r, v, f)) for r, v, f in grid]
 
 
-def _watch_case(rows: int, cols: int, amax: float, live: int | None) -> tuple[Any, ...]:
-    counters = torch.tensor(3.0), torch.tensor(5)
-    return (
-        _codes(rows, cols, torch.float8_e4m3fn, 1),
-        torch.tensor(amax),
-        *counters,
-        2.5,
-        None if live is None else torch.tensor(live),
-    )
+def _watch_case(
+    rows: int, cols: int, source: str, dtype: torch.dtype, scale: float, live: int | None
+) -> tuple[Any, ...]:
+    """Sources of one sort (plain, norm, gated) in rows that lie apart, and what their cast found."""
+    x, up = torch.chunk(_normal(rows, 2 * cols, dtype, 1), 2, 1)
+    other, eps = {"plain": (None, None), "norm": (_normal(1, cols, dtype, 2)[0], 1e-5), "gated": (up, None)}[source]
+    y = x if other is None else silu_mul(x, other) if eps is None else rms_norm(x, other, eps)
+    counters = torch.tensor(0.5), torch.tensor(5)
+    return x, other, eps, torch.tensor(scale), amax(y), *counters, None if live is None else torch.tensor(live)
 
 
 def _watch_cases() -> list[Case]:
-    grid = product(((3, 64), (70, 130), (0, 16)), (1.0, 7.0), (None, 2))
-    return [Case(f"{s} amax {a} rows {n}", partial(_watch_case, *s, a, n)) for s, a, n in grid]
+    sizes, dtypes = ((3, 64), (70, 130), (130, 1032), (0, 16)), (torch.float32, torch.bfloat16, torch.float16)
+    grid = product(sizes, ("plain", "norm", "gated"), dtypes, (1.0, 230.0), (None, 2))
+    return [Case(f"{s} {k} {d} scale {f} rows {n}", partial(_watch_case, *s, k, d, f, n)) for s, k, d, f, n in grid]
 
 
 def _turned_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:

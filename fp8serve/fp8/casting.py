@@ -76,6 +76,26 @@ def cast_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_2: bool) -> 
     return Codes(q, scale.reciprocal())
 
 
+def has_infinity(x: Tensor) -> Tensor:
+    """Whether x holds an infinity, bool []; NaN beside it may hide it."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.bool)
+    low, high = x.aminmax()
+    return low.isinf() | high.isinf()
+
+
+def unhidden(pair: Pair, overflowed: Tensor) -> Pair:
+    """The codes of a gradient; with NaN for their scale_inv if it `overflowed`, bool [].
+
+    A cast saturates infinities, and yet a loss scaler or a finite-norm check must see them. NaN has a code of its own.
+    """
+
+    def marked(codes: Codes | None) -> Codes | None:
+        return codes and Codes(codes.q, torch.where(overflowed, torch.nan, codes.scale_inv))
+
+    return Pair(marked(pair.rows), marked(pair.cols))
+
+
 def cast_by_content(
     x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, rows: bool, cols: bool, sharers: Any = None
 ) -> Pair:

@@ -26,6 +26,7 @@ from torch import Tensor
 from fp8serve.fp8 import reference
 from fp8serve.fp8.attention import causal_attention, check_lengths
 from fp8serve.fp8.autocast import current, expect_backward, prepare, record
+from fp8serve.fp8.casting import Codes, Pair, has_infinity, unhidden
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, attends_in_fp8
 from fp8serve.fp8.recompute import planned
@@ -52,14 +53,19 @@ class Rounding:
         if self.rule is None:
             power_2 = not isinstance(self.recipe, DelayedScaling) and self.recipe.power_2_scale
             q, scale_inv = torch.ops.fp8serve.quantize_current(x, dtype, power_2)
-            return cast(Tensor, q.float() * scale_inv)
+            return self._values(Codes(q, scale_inv), name, has_infinity(x))
         if not self.enabled:
             self._stage(name, reference.amax(x))
             return x.float()
         scale = self.states[name].scale
         q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
         self._stage(name, amax)
-        return cast(Tensor, q.float() * scale.reciprocal())
+        return self._values(Codes(q, scale.reciprocal()), name, amax.isinf())
+
+    def _values(self, codes: Codes, name: str, overflowed: Tensor) -> Tensor:
+        if name in BACKWARD:
+            codes = cast(Codes, unhidden(Pair(codes, None), overflowed).rows)
+        return codes.q.float() * codes.scale_inv
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name in BACKWARD else "forward"

@@ -2,7 +2,7 @@
 
 It calls the same ops as the forward pass of `Linear`, in the same order: with the scales that training ended with, it
 gives the same bits. It also watches its input: `amax` is the largest magnitude since `reset_counters`, `saturated` how
-many elements were cut off at +-448. Watching costs a comparison per call, and a pass over the codes only in the
+many elements were cut off at +-448. Watching costs a comparison per call, and a pass over the values only in the
 rare call that saturates; on a GPU, where looking would mean waiting, a kernel compares and decides.
 """
 
@@ -15,11 +15,12 @@ from fp8serve.errors import ScalesError
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import blocks
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
-from fp8serve.fp8.reference import BLOCK, FP8_MAX
+from fp8serve.fp8.reference import BLOCK
 from fp8serve.fp8.reference_packed import GROUP, RUN, packed_shape
 
 InputGranularity = Literal["tensor", "row", "block"]
 E4M3 = torch.float8_e4m3fn
+_count_saturated = torch.ops.fp8serve.count_saturated.default  # looked up once: it is called for every input
 
 
 def _valid_scale(name: str, scale: Tensor) -> Tensor:
@@ -98,7 +99,6 @@ class FrozenLinear(nn.Module):
         self.register_buffer("amax", torch.zeros((), device=weight_q.device), persistent=False)
         self.register_buffer("saturated", torch.zeros((), dtype=torch.int64, device=weight_q.device), persistent=False)
         self.live_rows: Tensor | None = None  # int64 []: how many rows of the input are not padding; None: all
-        self.limit = torch.inf if scale is None else FP8_MAX[E4M3] / float(scale)  # of inputs that do not saturate
 
     @classmethod
     def from_linear(
@@ -164,7 +164,7 @@ class FrozenLinear(nn.Module):
         op = torch.ops.fp8serve
         if self.input_scale is not None and self.input_scale_inv is not None:
             q, amax = op.quantize(x, self.input_scale, E4M3)
-            self.watch(q, amax)
+            self.watch(self.input_scale, amax, x)
             return q, self.input_scale_inv
         if self.granularity == "row":
             return cast(tuple[Tensor, Tensor], op.quantize_rowwise(x, E4M3, self.power_2_scale))
@@ -172,9 +172,11 @@ class FrozenLinear(nn.Module):
             return cast(tuple[Tensor, Tensor], op.quantize_block(x, E4M3, 1, self.power_2_scale))
         return cast(tuple[Tensor, Tensor], op.quantize_current(x, E4M3, self.power_2_scale))
 
-    def watch(self, q: Tensor, amax: Tensor) -> None:
-        """Count an input that another op has cast by `input_scale` to the codes q; amax FP32 []."""
-        torch.ops.fp8serve.count_saturated(q, amax, self.amax, self.saturated, self.limit, self.live_rows)
+    def watch(
+        self, scale: Tensor, amax: Tensor, x: Tensor, other: Tensor | None = None, eps: float | None = None
+    ) -> None:
+        """Count an input that another op has cast by `scale`: x, or what `count_saturated` makes of these; amax []."""
+        _count_saturated(x, other, eps, scale, amax, self.amax, self.saturated, self.live_rows)
 
     def reset_counters(self) -> None:
         """Start watching anew."""

@@ -11,13 +11,14 @@ weight, so the gathered codes are those that one process would have made, bit fo
 
 * delayed: the scale is known beforehand and equal on all ranks, because the amaxes are reduced over the group of the
   `autocast`; it must span the ranks that share the weight. The shard's own amax is staged in the same read.
-* current: the scale needs the amax of the whole weight. The first gather of a step takes the amax of every shard of the
-  model and reduces them with one MAX, not one for each weight (and one more over a tensor-parallel group).
+* current: the scale needs the amax of the whole weight. The first gather of a forward pass takes the amax of every
+  shard of the model and reduces them with one MAX, not one for each weight (and one more over a tensor-parallel group).
+  Each is used once: the first weight that is gathered a second time has them all found anew.
 
 The codes are kept with the shard (1 / ranks bytes an element) for the backward pass's second all-gather, which must
-send what the forward pass computed with although the scale has moved on by then, and while gradients accumulate, when a
-weight is cast once. Two forward passes before one backward pass share a buffer, as FSDP has one: the first's gradients
-are then computed with the second's codes and scale.
+send what the forward pass computed with although the scale has moved on by then, and for the following microbatches if
+the `autocast` announces them (microbatch.py). Two forward passes before one backward pass share a buffer, as FSDP has
+one: the first's gradients are then computed with the second's codes and scale.
 
 FSDP2's extension points are methods of a tensor, so two tensor subclasses are needed here, and only here: what a rank
 holds (`ShardedWeight`), and what a layer sees once it is gathered (`GatheredWeight`), which has the codes in FSDP's own
@@ -46,8 +47,9 @@ from fp8serve.fp8 import reference
 from fp8serve.fp8.casting import Codes, Pair, cast_by_amax, cast_delayed
 from fp8serve.fp8.distributed import one_scale
 from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.microbatch import Kept
 from fp8serve.fp8.ops import DTYPES
-from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
 
 # What FSDP2, DTensor and `nn.Module` do to a parameter while they shard, move and load it: the result is a shard again.
 _KEEP = {
@@ -57,7 +59,7 @@ _KEEP = {
 
 
 class WholeAmax(NamedTuple):
-    """The amax [] of a whole weight, and the step (its session) in which the ranks found it together."""
+    """The amax [] of a whole weight that no cast has used yet; found by the ranks in one step (its session)."""
 
     value: Tensor
     session: "weakref.ref[contexts.Session]"
@@ -82,7 +84,10 @@ class Peers:
         return list(groups.values())
 
     def whole_amax(self, shard: "ShardedWeight", mesh: DeviceMesh, group: dist.ProcessGroup) -> Tensor:
-        """The amax of the shard's whole weight; the first to ask in a step finds those of all shards over `mesh`."""
+        """The amax of the shard's whole weight; the first to ask in a pass finds those of all shards over `mesh`.
+
+        Each is handed out once. Gathers are collectives themselves, so all ranks find anew at the same time.
+        """
         session = contexts.session()
         if shard.whole is None or shard.whole.session() is not session:
             shards = self._shards(mesh)
@@ -91,7 +96,8 @@ class Peers:
                 dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=members)
             for found, amax in zip(shards, amaxes.unbind(), strict=True):
                 found.whole = WholeAmax(amax, weakref.ref(session))
-        return cast(WholeAmax, shard.whole).value
+        whole, shard.whole = cast(WholeAmax, shard.whole), None
+        return whole.value
 
 
 class Cast(NamedTuple):
@@ -108,8 +114,8 @@ class ShardedWeight(torch.Tensor):
     hp: Tensor
     peers: Peers
     whole: WholeAmax | None
-    sent: Cast | None
-    sent_key: tuple[Any, ...]
+    sent: Cast | None  # by the last forward pass
+    kept: Kept[Cast]  # by the first microbatch
 
     @staticmethod
     def __new__(cls, hp: Tensor, peers: Peers) -> "ShardedWeight":
@@ -120,7 +126,7 @@ class ShardedWeight(torch.Tensor):
     def __init__(self, hp: Tensor, peers: Peers) -> None:
         self.hp, self.peers = hp, peers
         self.whole = self.sent = None
-        self.sent_key = ()
+        self.kept = Kept()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -143,14 +149,12 @@ class ShardedWeight(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast]]:
-        """Codes of this rank's rows as uint8 [ceil(N / ranks), K]; cast anew only when the weight may have changed."""
-        layer, sent = cast(Linear, module), self.sent
+        """Codes of this rank's rows as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if sent is not None and (in_backward or (layer.weight.grad is not None and self.sent_key == self._key(layer))):
-            sent = sent._replace(amax=None)  # staged by the forward pass, or by the first microbatch
-        else:
-            sent = self.sent = self._cast_rows(mesh, layer)
-            self.sent_key = self._key(layer)
+        sent = self.sent
+        if sent is None or not in_backward:
+            sent = self._codes(mesh, cast(Linear, module))
+            self.sent = sent._replace(amax=None)  # the layer stages it once
         q = F.pad(sent.q.view(torch.uint8), (0, 0, 0, -(-outer_size[0] // mesh.size()) - sent.q.shape[0]))
         return (q,), (outer_size, sent)
 
@@ -165,12 +169,20 @@ class ShardedWeight(torch.Tensor):
         q = outputs[0].view(mine.q.dtype)[: size[0]]
         return GatheredWeight(Cast(q, mine.scale_inv.clone(), mine.amax), dtype), ()
 
-    def _key(self, layer: Linear) -> tuple[Any, ...]:
-        context = contexts.current()
-        return layer.weight._version, self.hp._version, None if context is None else context.recipe
+    def _codes(self, mesh: DeviceMesh, layer: Linear) -> Cast:
+        """Cast now, or by the first microbatch; only what is cast now has an amax to stage."""
+        context, fresh = _usable(mesh), []
 
-    def _cast_rows(self, mesh: DeviceMesh, layer: Linear) -> Cast:
-        recipe = _usable(mesh).recipe
+        def make() -> Cast:
+            fresh.append(self._cast_rows(mesh, layer, context.recipe))
+            return fresh[0]._replace(amax=None)
+
+        # DTensor counts the writes that are made through it; the shard below does not see them all.
+        about = (context.recipe, layer.weight._version)
+        kept = self.kept.get(self.hp, about, context.is_first_microbatch, make)
+        return fresh[0] if fresh else kept
+
+    def _cast_rows(self, mesh: DeviceMesh, layer: Linear, recipe: Recipe) -> Cast:
         dtype = DTYPES[recipe.fp8_format.forward]
         if isinstance(recipe, DelayedScaling):
             pair, amax = cast_delayed(self.hp, dtype, layer.delayed_states(recipe)["weight"].scale, cols=False)

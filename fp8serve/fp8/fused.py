@@ -67,13 +67,26 @@ def _rows(sources: Sources) -> list[Tensor | None]:
     return [s.reshape(-1, s.shape[-1]) if s is not None and s.dim() > 1 else s for s in sources]
 
 
-def _through(linear: Linear, produce: Produce, op: Callable[..., tuple[Tensor, Tensor]], sources: Sources) -> Tensor:
+def _through(
+    linear: Linear,
+    produce: Produce,
+    op: Callable[..., tuple[Tensor, Tensor]],
+    sources: Sources,
+    is_first_microbatch: bool | None,
+) -> Tensor:
     """linear(produce(*sources)), the cast fused by `op(*sources, scale, dtype)` where the recipe allows it."""
     dtype, kind = _dtype(sources), cast(Tensor, sources[0]).device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
-        return cast(Tensor, linear(produce(*sources)))  # torch.autocast rounds once more between the two
+        return cast(
+            Tensor, linear(produce(*sources), is_first_microbatch)
+        )  # torch.autocast rounds once more between the two
     edge = cast(Tensor, _StandIn.apply(produce, dtype, *sources))  # type: ignore[no-untyped-call]
-    return linear.run(edge, lambda: produce(*sources), lambda scale, fmt: op(*_rows(sources), scale, fmt))
+    return linear.run(
+        edge,
+        lambda: produce(*sources),
+        lambda scale, fmt: op(*_rows(sources), scale, fmt),
+        is_first_microbatch,
+    )
 
 
 class NormLinear(nn.Module):
@@ -89,8 +102,8 @@ class NormLinear(nn.Module):
         self.center = isinstance(norm, nn.LayerNorm)
         self.eps = float(cast(Any, norm).eps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """linear(norm(x))."""
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """linear(norm(x), is_first_microbatch)."""
         weight, bias = cast(Tensor, self.norm.weight), cast(Tensor | None, getattr(self.norm, "bias", None))
         eps = self.eps
         if self.center:
@@ -101,12 +114,13 @@ class NormLinear(nn.Module):
             def op(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Any:
                 return torch.ops.fp8serve.layer_norm_quantize(x, weight, bias, eps, scale, dtype)
 
-            return _through(self.linear, produce, op, (x, weight, bias))
+            return _through(self.linear, produce, op, (x, weight, bias), is_first_microbatch)
         return _through(
             self.linear,
             lambda x, weight: rms_norm(x, weight, eps),
             lambda x, weight, scale, dtype: torch.ops.fp8serve.rms_norm_quantize(x, weight, eps, scale, dtype),
             (x, weight),
+            is_first_microbatch,
         )
 
 
@@ -117,6 +131,6 @@ class SiluMulLinear(nn.Module):
         super().__init__()
         self.linear = linear
 
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """linear(silu(gate) * up)."""
-        return _through(self.linear, silu_mul, torch.ops.fp8serve.silu_mul_quantize, (gate, up))
+    def forward(self, gate: Tensor, up: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """linear(silu(gate) * up, is_first_microbatch)."""
+        return _through(self.linear, silu_mul, torch.ops.fp8serve.silu_mul_quantize, (gate, up), is_first_microbatch)

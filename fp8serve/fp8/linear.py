@@ -10,9 +10,8 @@ activation is quantized twice in the forward pass, along K for the forward GEMM 
 Either way a layer keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128
 blocks of a weight serve both directions; a row-wise weight is quantized twice.
 
-A weight is quantized once per optimizer step, without being told: its codes are kept while gradients accumulate
-(`weight.grad is not None`) and the parameter's version counter and storage are unchanged. The price is one byte per
-weight element between two microbatches.
+A weight is quantized in every forward pass, unless the caller announces that it is the one of the pass before
+(`is_first_microbatch`, microbatch.py).
 """
 
 import warnings
@@ -28,7 +27,8 @@ from torch.autograd.function import once_differentiable
 from fp8serve.fp8 import reference
 from fp8serve.fp8.announce import announcements, skipped
 from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
-from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes
+from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes, has_infinity, unhidden
+from fp8serve.fp8.microbatch import Kept, checked
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
 from fp8serve.fp8.recompute import planned, refuse_reentrant
@@ -37,7 +37,7 @@ from fp8serve.fp8.stateful import Stateful
 
 Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (codes [M, K], amax)
 
-Observer = Callable[[str, Tensor, Tensor], None]  # (tensor name, codes, scale_inv)
+Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, codes, scale_inv)
 
 NAMES = ("input", "weight", "grad_output")
 
@@ -70,26 +70,29 @@ class Call:
         fmt = self.recipe.fp8_format
         dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
         if self.rule is None:
-            pair = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols, self.sharers)
+            pair, amax = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols, self.sharers), None
         else:
             pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
-        self._show(name, pair)
+        self._show(name, lambda: x, pair)
+        if name == "grad_output":
+            pair = unhidden(pair, has_infinity(x) if amax is None else amax.isinf())
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
-    def cast_fused(self, fused: Fused, cols: bool) -> Pair:
-        """Codes of the input from an op that produces and casts it in one."""
+    def cast_fused(self, fused: Fused, values: Callable[[], Tensor], cols: bool) -> Pair:
+        """Codes of the input from an op that produces and casts it in one; `values` makes it for an observer."""
         scale = self.states["input"].scale
         q, amax = fused(scale, DTYPES[self.recipe.fp8_format.forward])
         self._stage("input", amax)
         pair = from_codes(q, scale, cols)
-        self._show("input", pair)
+        self._show("input", lambda: values().reshape(q.shape), pair)
         return pair
 
-    def _show(self, name: str, pair: Pair) -> None:
-        codes = pair.rows or pair.cols
-        if self.observer is not None and codes is not None:
-            self.observer(name, *codes)
+    def _show(self, name: str, values: Callable[[], Tensor], pair: Pair) -> None:
+        if self.observer is not None and pair.rows is not None:
+            self.observer(name, values(), *pair.rows)
+        elif self.observer is not None and pair.cols is not None:
+            self.observer(name, values().t(), *pair.cols)
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name == "grad_output" else "forward"
@@ -162,29 +165,6 @@ def gradient(
     return in_high_precision().to(dtype) if a is None or b is None else mm(a, b, None, dtype)
 
 
-class _WeightCodes:
-    """The codes of a weight, kept while gradients accumulate. Not copied with the module."""
-
-    def __init__(self) -> None:
-        self.key: tuple[Any, ...] = ()
-        self.pair = Pair(None, None)
-
-    def __deepcopy__(self, memo: Any) -> "_WeightCodes":
-        return _WeightCodes()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _WeightCodes, ()
-
-    def get(self, weight: Tensor, recipe: Recipe, rows: bool, cols: bool, make: Callable[[], Pair]) -> Pair:
-        if torch.compiler.is_compiling():  # a graph cannot ask whether the weight has changed
-            return make()
-        key = (weight._version, weight.data_ptr(), recipe)
-        usable = key == self.key and (self.pair.rows or not rows) and (self.pair.cols or not cols)
-        if not weight.is_leaf or weight.grad is None or not usable:
-            self.key, self.pair = key, make()
-        return self.pair
-
-
 class Linear(Stateful, nn.Linear):
     """nn.Linear [..., in_features] -> [..., out_features] that runs in FP8 inside `autocast`, else in high precision.
 
@@ -212,7 +192,7 @@ class Linear(Stateful, nn.Linear):
 
     def _begin(self) -> None:
         super()._begin()
-        self._weight_codes = _WeightCodes()
+        self._weight_codes: Kept[Pair] = Kept()
         self.observer: Observer | None = None
         self._ran_frozen = False  # the last call ran in FP8 without gradients
 
@@ -228,19 +208,25 @@ class Linear(Stateful, nn.Linear):
         """Where the weight is."""
         return self.weight.device
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """x [..., in_features] -> [..., out_features].
+
+        is_first_microbatch: True keeps the codes of the weight, False uses those of the last True, None asks the
+        `autocast`, which quantizes anew unless it says otherwise. Raises RecipeError for anything else.
+        """
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        return self.run(x, lambda: x, None)
+        return self.run(x, lambda: x, None, is_first_microbatch)
 
-    def run(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None) -> Tensor:
+    def run(
+        self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, is_first_microbatch: bool | None = None
+    ) -> Tensor:
         """The layer on `values()`; on the codes of `fused` instead where the plan reads nothing but codes.
 
         edge: the input's place in the autograd graph, of its shape and dtype; the input itself, or a stand-in for it.
         """
-        plan = planned(self.key, lambda: self._plan(edge))
+        plan = planned(self.key, lambda: self._plan(edge, checked(is_first_microbatch)))
         if plan is None:
             return self._in_high_precision(values())
         y = self._quantized(edge, values, fused, plan)
@@ -256,7 +242,7 @@ class Linear(Stateful, nn.Linear):
         """What the GEMM adds."""
         return self.bias
 
-    def _plan(self, x: Tensor) -> Plan | None:
+    def _plan(self, x: Tensor, first: bool | None) -> Plan | None:
         """How this call runs: the recipe in force and the codes of the weight. None: in high precision."""
         context, graph = current(), torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
@@ -272,11 +258,20 @@ class Linear(Stateful, nn.Linear):
         input_cols = graph and self.weight.requires_grad and not wgrad_hp
         if call.rule is not None and (cols or input_cols or (call.observing and graph and self._differentiable(x))):
             expect_backward(call.states["weight"].amax_history, call.rule)
-        with torch.no_grad():
-            weight_codes = self._weight_codes.get(
-                self.weight, call.recipe, rows, cols, lambda: call.cast("weight", self.weight, rows, cols)
-            )
+        weight_codes = self._codes_of_weight(call, context.is_first_microbatch if first is None else first, rows, cols)
         return Plan(call, rows, input_cols, weight_codes)
+
+    def _codes_of_weight(self, call: Call, first: bool | None, rows: bool, cols: bool) -> Pair:
+        if hasattr(self.weight, "received_codes"):  # gathered by FSDP2, which keeps them itself
+            first = None
+
+        def suits(pair: Pair) -> bool:
+            return not (rows and pair.rows is None) and not (cols and pair.cols is None)
+
+        with torch.no_grad():
+            return self._weight_codes.get(
+                self.weight, call.recipe, first, lambda: call.cast("weight", self.weight, rows, cols), suits
+            )
 
     def _differentiable(self, x: Tensor) -> bool:
         return x.requires_grad or self.weight.requires_grad
@@ -309,7 +304,7 @@ class Linear(Stateful, nn.Linear):
         x = (edge if by_codes else values()).reshape(-1, self.in_features)
         with torch.no_grad():
             if fused is not None and by_codes:
-                return x, plan.call.cast_fused(fused, plan.input_cols)
+                return x, plan.call.cast_fused(fused, values, plan.input_cols)
             return x, plan.call.cast("input", x, plan.input_rows, plan.input_cols)
 
 

@@ -8,6 +8,7 @@ package's `__path__` because an editable install has two places.
 An op is declared here and nowhere else: `torch.library` is imported by this module only.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -289,7 +290,8 @@ _define(
     composed=True,
 )
 _define(
-    "count_saturated(Tensor q, Tensor amax, Tensor(a!) seen, Tensor(b!) saturated, float limit, Tensor? rows) -> ()",
+    "count_saturated(Tensor x, Tensor? other, float? eps, Tensor scale, Tensor amax, Tensor(a!) seen,"
+    " Tensor(b!) saturated, Tensor? rows) -> ()",
     reference_fused.count_saturated,
     _fake_nothing,
     composed=True,
@@ -346,6 +348,8 @@ def _with_scale(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> tuple[T
     scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     if scale.dim() != 0:
         raise ValueError(f"A given scale must be one number (shape []), found shape {list(scale.shape)}.")
+    if not 0 < float(scale) < math.inf:  # NaN fails both; this waits for a device, which the op itself does not
+        raise ValueError(f"A given scale must be positive and finite, found {float(scale)}.")
     q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
     return q, scale.reciprocal()
 

@@ -22,6 +22,9 @@ from torch import Tensor
 BLOCK = 128
 FLT_MAX = torch.finfo(torch.float32).max
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+# An element is cut off when |x * scale| is above this: the maximum and four steps of FP32, which is what the roundings
+# of a scale made for x, of its inverse and of the product can add (docs/numerics.md).
+CUT_OFF = {torch.float8_e4m3fn: 448.0 + 4 * 2.0**-15, torch.float8_e5m2: 57344.0 + 4 * 2.0**-8}
 
 
 def amax(x: Tensor, dims: tuple[int, ...] = ()) -> Tensor:
@@ -138,6 +141,17 @@ def _padded(a: Tensor) -> Tensor:
     return F.pad(a, (0, 0, 0, -a.shape[0] % 8))
 
 
+def _scaled_by(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """sums * a * b, rounded after each product. Where a is far from one and b on its other side, the first product may
+    leave the range of FP32 though the second would bring it back: then 2^64 goes from one to the other, which moves no
+    bit of a result that stays in range."""
+    one = torch.ones((), device=sums.device)
+    far_up, far_down = 2.0**64 * one, 2.0**-64 * one
+    up, down = (a > far_up) & (b < 1), (a < far_down) & (b > 1)
+    of_a = torch.where(up, far_down, torch.where(down, far_up, one))
+    return sums * (a * of_a) * (b / of_a)
+
+
 def scaled_mm(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -152,7 +166,7 @@ def scaled_mm(
         if _is_block(a_scale_inv, *a.shape) or _is_block(b_scale_inv, *b.shape):
             out = (_padded(dequantize(a, a_scale_inv)) @ dequantize(b, b_scale_inv).t())[:rows]
         else:
-            out = (_padded(a.float()) @ b.float().t())[:rows] * a_scale_inv * b_scale_inv.t()
+            out = _scaled_by((_padded(a.float()) @ b.float().t())[:rows], a_scale_inv, b_scale_inv.t())
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

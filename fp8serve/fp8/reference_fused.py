@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8 import reference
+from fp8serve.fp8.reference import CUT_OFF
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -65,13 +66,29 @@ def rotary_write_kv(
 
 
 def count_saturated(
-    q: Tensor, amax: Tensor, seen: Tensor, saturated: Tensor, limit: float, rows: Tensor | None
+    x: Tensor,
+    other: Tensor | None,
+    eps: float | None,
+    scale: Tensor,
+    amax: Tensor,
+    seen: Tensor,
+    saturated: Tensor,
+    rows: Tensor | None,
 ) -> None:
-    """Watch an input that was cast to q [T, K]: seen FP32 [] rises to its amax []; where that is beyond `limit`, the
-    largest input that is not cut off, saturated int64 [] counts the codes at the format's end (E4M3) among the first
-    `rows` int64 [], None for all."""
+    """Watch an input [T, K] that was cast to E4M3 by scale []: x itself, rms_norm(x, other, eps), or, without eps,
+    silu_mul(x, other). seen FP32 [] rises to its amax [], saturated int64 [] by the number of elements that were cut
+    off among the first `rows` int64 [], None for all."""
     torch.fmax(seen, amax, out=seen)  # a NaN is no largest magnitude
-    cut = (q.view(torch.uint8) & 0x7F).eq(0x7E)
+    limit = CUT_OFF[torch.float8_e4m3fn]
+    if amax.device.type == "cpu" and not bool(amax * scale > limit):
+        return
+    cut = (_source(x, other, eps).float() * scale).abs() > limit
     if rows is not None:
-        cut = cut & (torch.arange(q.shape[0], device=q.device) < rows).unsqueeze(1)
-    saturated += cut.sum() * (amax > limit)
+        cut = cut & (torch.arange(x.shape[0], device=x.device) < rows).unsqueeze(1)
+    saturated += cut.sum()
+
+
+def _source(x: Tensor, other: Tensor | None, eps: float | None) -> Tensor:
+    if other is None:
+        return x
+    return reference.silu_mul(x, other) if eps is None else reference.rms_norm(x, other, eps)

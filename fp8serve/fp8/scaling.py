@@ -30,12 +30,20 @@ class ScalingState:
     amax_history: FP32 [N]; slot 0 is being filled, 1 is the oldest, N-1 the newest; starts at 0.
     nonfinite: int64 [], how many steps were dropped because their amax was infinite.
     steps: int64 [], how many steps entered the history.
+
+    Training updates them in place, so they are ordinary tensors even if they are set under `torch.inference_mode()`.
     """
 
     scale: Tensor
     amax_history: Tensor
     nonfinite: Tensor
     steps: Tensor
+
+    def __setattr__(self, name: str, value: Tensor) -> None:
+        if value.is_inference():
+            with torch.inference_mode(False), torch.no_grad():
+                value = value.clone()
+        super().__setattr__(name, value)
 
     @classmethod
     def create(cls, length: int, device: torch.device) -> "ScalingState":

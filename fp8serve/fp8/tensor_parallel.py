@@ -47,6 +47,7 @@ from fp8serve.fp8.token_collectives import (
 )
 
 Kind = Literal["column", "row"]
+NAN_CODE = 0x7F  # in both formats
 
 
 class ParallelLinear(Linear):
@@ -172,10 +173,16 @@ class _ScatteredMatmul(torch.autograd.Function):
         (x_dtype, w_dtype), (want_dx, want_dw) = ctx.dtypes, ctx.needs_input_grad[:2]
         x_q, x_scale_inv, w_q, w_scale_inv = ctx.saved_tensors
         mine = ctx.call.cast("grad_output", dy, True, False).rows
+        _mark(mine)
         q = gather(mine.q, ctx.group)
         dx = mm(Codes(q, mine.scale_inv), Codes(w_q, w_scale_inv), None, x_dtype) if want_dx else None
         dw = mm(Codes(q.t(), mine.scale_inv), Codes(x_q, x_scale_inv), None, w_dtype) if want_dw else None
         return dx, dw, None, None, None, None
+
+
+def _mark(codes: Codes) -> None:
+    """Codes whose scale_inv is NaN say so themselves, once a row: the other ranks get them without it."""
+    codes.q.view(torch.uint8)[:, :1].masked_fill_(codes.scale_inv.isnan(), NAN_CODE)
 
 
 def _part(parameter: nn.Parameter, dim: int, group: Any) -> nn.Parameter:

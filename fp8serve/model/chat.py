@@ -5,16 +5,18 @@ it does not keep it from running for an hour or building a string of a gigabyte,
 each call and look-up costs one, `range(n)` costs n, and every string made by an operator, a filter, a method, a macro
 or a block costs its length; what is about to be made large (padding, formats, repetition) is paid before it is made.
 Helpers are those Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
-controls, and `{% generation %}` blocks, which mark what an assistant wrote.
+controls, and `{% generation %}` blocks, which mark what an assistant wrote (`model.turns` reads them).
+
+`strftime_now` gives the time of the machine, as transformers does, unless the template was compiled with a date: a
+training run keeps the date of its first day, so that it renders the same text when it is resumed on another.
 """
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import datetime
+from datetime import date, datetime, time
 from functools import wraps
 from typing import Any
 
@@ -25,10 +27,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fp8serve.errors import ModelError, RequestError
+from fp8serve.errors import ModelError, RequestError, one_line
 
 Message = dict[str, Any]
-Span = tuple[int, int]  # character positions [start, end)
 
 MAX_STEPS = 50_000_000
 MAX_CHARS = 16 * 1024 * 1024
@@ -67,11 +68,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self) -> None:
+    def __init__(self, today: date | None = None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _tojson
         self.filters.update({name: _priced(function) for name, function in self.filters.items()})
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "range": _range}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today), "range": _range}
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
@@ -157,20 +158,29 @@ class _Generation(Extension):
 class ChatTemplate:
     """A compiled template and the special tokens that it may write.
 
-    ModelError when `source` is not a template.
+    today: what `strftime_now` takes for the date; None for the machine's clock. ModelError when `source` is not a
+    template. `marks_generation`: whether it has `{% generation %}` blocks. `constants`: the texts written in it, which
+    are what it can look for in a message.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        self.marks_generation = "generation %}" in source or "generation -%}" in source
+    def __init__(self, source: str, special_tokens: dict[str, str], today: date | None = None) -> None:
         self._special_tokens = special_tokens
+        environment = _Environment(today)
         with _budget():  # jinja computes constant expressions while it compiles
             try:
-                self._template = _Environment().from_string(source)
+                parsed = environment.parse(source)
+                blocks = parsed.find_all(nodes.ExtensionAttribute)
+                self.marks_generation = any(b.identifier == _Generation.identifier for b in blocks)
+                self.constants = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
+                self._template = environment.from_string(parsed)
             except (jinja2.TemplateError, RecursionError) as e:
-                raise ModelError(f"The model's chat template does not compile: {e}.") from None
+                raise ModelError(f"The model's chat template does not compile: {one_line(e)}.") from None
 
-    def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
-        """The text of the conversation. RequestError: the template refuses the messages. ModelError: it runs away."""
+    def render(self, messages: list[Message], add_generation_prompt: bool = True, mark: str = "") -> str:
+        """The text of the conversation, with `mark` before and after what a generation block wrote.
+
+        RequestError: the template refuses the messages. ModelError: it runs away.
+        """
         plain = [{k: _plain(v) for k, v in m.items() if v is not None} for m in messages]
         variables = {
             "messages": plain,
@@ -178,49 +188,14 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        with _budget():
-            try:
+        token = _mark.set(mark)
+        try:
+            with _budget():
                 return _bounded(self._template.generate(self._special_tokens | variables))
-            except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
-                raise RequestError(f"The model's chat template refuses these messages: {e}.") from None
-
-    def assistant_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        """The whole conversation and where in it the assistant's own words stand, end-of-turn mark included.
-
-        Taken from `{% generation %}` where the template has it; otherwise from rendering every prefix of the
-        conversation: what appears between the generation prompt and the end of the turn is the assistant's.
-        RequestError when prefixes of the conversation do not render to prefixes of the text.
-        """
-        return self._marked_spans(messages) if self.marks_generation else self._prefix_spans(messages)
-
-    def _marked_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        with _marking() as mark:
-            pieces = self.render(messages, add_generation_prompt=False).split(mark)
-        ends = [0]
-        for piece in pieces:
-            ends.append(ends[-1] + len(piece))
-        return "".join(pieces), [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
-
-    def _prefix_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        text = self.render(messages, add_generation_prompt=False)
-        spans: list[Span] = []
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before = self.render(messages[:i], add_generation_prompt=True) if i else ""
-            upto = self.render(messages[: i + 1], add_generation_prompt=False)
-            spans.append(self._span(text, before, upto, message, spans[-1][1] if spans else 0))
-        return text, spans
-
-    def _span(self, text: str, before: str, upto: str, message: Message, cursor: int) -> Span:
-        if upto.startswith(before) and text.startswith(upto):
-            return len(before), len(upto.rstrip()) if len(upto.rstrip()) > len(before) else len(upto)
-        # A template that rewrites earlier turns (drops their reasoning): find the words themselves.
-        words = message.get("content")
-        start = text.find(words, cursor) if isinstance(words, str) and words else -1
-        if start < 0:
-            raise RequestError("The model's chat template rewrites earlier turns, so what to learn cannot be found.")
-        return start, start + len(words or "")
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
+            raise RequestError(f"The model's chat template refuses these messages: {one_line(e)}.") from None
+        finally:
+            _mark.reset(token)
 
 
 @contextmanager
@@ -233,17 +208,6 @@ def _budget() -> Iterator[None]:
         raise ModelError("The model's chat template runs too long or writes too much.") from None
     finally:
         _steps.reset(token)
-
-
-@contextmanager
-def _marking() -> Iterator[str]:
-    """A mark that no message can contain, in force inside the block."""
-    mark = f"\ue000{secrets.token_hex(16)}\ue001"
-    token = _mark.set(mark)
-    try:
-        yield mark
-    finally:
-        _mark.reset(token)
 
 
 def _bounded(pieces: Iterator[str]) -> str:
@@ -277,8 +241,14 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
+def _clock(today: date | None) -> Callable[[str], str]:
+    """`strftime_now`: the machine's time, or noon of `today`."""
+    fixed = None if today is None else datetime.combine(today, time(12))
+
+    def strftime_now(layout: str) -> str:
+        return (fixed or datetime.now()).strftime(layout)
+
+    return strftime_now
 
 
 def _tojson(

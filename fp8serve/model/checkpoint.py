@@ -22,6 +22,7 @@ from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.model import interop
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
+from fp8serve.model.files import present
 from fp8serve.model.scales import (
     FILE_NAME,
     ScalingCheckpoint,
@@ -115,7 +116,7 @@ def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoin
     """The scaling state of `given`, else of the file in the directory, whose scales are those of the weights' own
     `input_scale` before it was inverted for other projects; None where there is none or it holds only a KV cache's."""
     path = given or checkpoint.path / FILE_NAME
-    if given is None and not path.exists():
+    if given is None and not present(path):
         return None
     state = load_scales(path, checkpoint.path)
     if given is None and not any(key.endswith(".input") for key in state.tensors):
@@ -201,7 +202,7 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     ScalesError, ModelError: a scale is unusable, or a layer has one of the two only.
     """
     path = Path(scales) if scales is not None else Path(model_dir) / FILE_NAME
-    state = load_scales(path, model_dir) if scales is not None or path.exists() else None
+    state = load_scales(path, model_dir) if scales is not None or present(path) else None
     checkpoint = open_checkpoint(model_dir)
     found = {}
     for layer in range(checkpoint.config.num_layers):
@@ -229,7 +230,9 @@ def _kv_scale(
     if entry is not None:
         return entry.scale
     key = checkpoint.scale_key(owner, role) or checkpoint.scale_key(owner, "kv")
-    return None if key is None else interop.quantizing_scale(key, checkpoint.shards[key])
+    if key is None:
+        return None
+    return interop.quantizing_scale(key, checkpoint.shards[key], checkpoint.shards.entries[key].note)
 
 
 def _put(module: nn.Module, name: str, value: Tensor, trainable: bool) -> None:

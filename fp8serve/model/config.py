@@ -2,21 +2,22 @@
 
 Four published architectures are one decoder with switches: which projections carry a bias, whether queries and keys are
 normalised, which layers see only a window. Every key of the file is sorted into one of three: honoured (becomes a
-field), harmless (listed below: sizes of nothing, training-time settings, notes), or unknown. An unknown key that is set
-is an error, because a model that runs with one term of its maths missing looks healthy and answers wrongly.
+field), harmless (`config_keys`), or unknown. An unknown key that is set is an error, because a model that runs with one
+term of its maths missing looks healthy and answers wrongly.
 
 transformers 5 writes `rope_parameters` and `dtype` where 4 wrote `rope_theta` + `rope_scaling` and `torch_dtype`: both
 are read. Defaults of omitted keys are those of transformers' class for the architecture. No torch here.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import ModelError
-from fp8serve.model.files import read_json
+from fp8serve.errors import ModelError, shown
+from fp8serve.model.config_keys import is_harmless
+from fp8serve.model.files import present, read_json, read_optional_json
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,22 @@ class ModelConfig:
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     @property
+    def length_bound(self) -> str:
+        """What `max_full_attention_len` is, in words."""
+        return "trained context" if self.window_note is None else "attention window"
+
+    @property
+    def window_note(self) -> str | None:
+        """What a user must know of a model whose window is shorter than its context; None for other models."""
+        window = self.sliding_window
+        if window is None or window >= self.max_position_embeddings:
+            return None
+        return (
+            f"This model attends to windows of {window} tokens, and attention beyond a window is not computed yet: "
+            f"sequences end at {window} tokens instead of the {self.max_position_embeddings} that it was trained for."
+        )
+
+    @property
     def softmax_scale(self) -> float:
         return float(self.head_dim**-0.5)
 
@@ -99,7 +116,7 @@ _COMMON: dict[str, Any] = {
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 _QWEN = {"max_position_embeddings": 32768, "vocab_size": 151936, "use_sliding_window": False, "sliding_window": 4096,
          "max_window_layers": 28, "num_key_value_heads": 32}  # fmt: skip
-_WINDOWED = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+_WINDOWED = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
 
 FAMILIES: dict[str, _Family] = {
     "llama": _Family("LlamaForCausalLM", _COMMON | _SPECIAL, optional=frozenset({"attention_bias", "mlp_bias"})),
@@ -122,22 +139,12 @@ _HONOURED = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
     "rope_parameters", "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id", "eos_token_id",
-    "dtype", "torch_dtype", "quantization_config",
+    "dtype", "torch_dtype", "quantization_config", "layer_types",
 })  # fmt: skip
-# Initialisation, training-time noise, caching, notes of tools, and generation defaults: none changes a forward pass.
-# `pretraining_tp` only ever reordered a sum; `auto_map` points at remote code, which is never run.
-_HARMLESS = frozenset({
-    "initializer_range", "attention_dropout", "use_cache", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-    "pretraining_tp", "transformers_version", "auto_map", "is_decoder", "is_encoder_decoder", "output_attentions",
-    "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward", "id2label", "label2id",
-    "problem_type", "task_specific_params", "tokenizer_class", "prefix", "finetuning_task", "max_length",
-    "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams", "num_beam_groups", "num_return_sequences",
-    "early_stopping", "diversity_penalty", "max_new_tokens", "bad_words_ids", "begin_suppress_tokens",
-    "suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
-    "remove_invalid_values", "return_dict_in_generate", "output_scores", "use_bfloat16", "gradient_checkpointing",
-    "name_or_path", "license", "model_name", "unsloth_version", "unsloth_fixed",
-})  # fmt: skip
+
+# What no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
+_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
+_LARGEST = 1e38  # of a number that is computed with in FP32
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -150,11 +157,11 @@ def read_config(model_dir: Path | str) -> ModelConfig:
     if not model_dir.is_dir():
         what = "is not a directory" if model_dir.exists() else "does not exist"
         raise ModelError(f"{model_dir} {what}; give the path of a Hugging Face-format model directory.")
-    if not (model_dir / "config.json").exists():
+    if not present(model_dir / "config.json"):
         raise ModelError(f"{model_dir} is not a model directory: it holds no config.json.")
     raw = read_json(model_dir / "config.json")
-    generation = model_dir / "generation_config.json"
-    return parse_config(raw, read_json(generation) if generation.exists() else {}, str(model_dir / "config.json"))
+    generation = read_optional_json(model_dir / "generation_config.json")
+    return parse_config(raw, generation, str(model_dir / "config.json"))
 
 
 def parse_config(
@@ -165,7 +172,7 @@ def parse_config(
     _refuse_unknown(raw, family, where)
     get = _Reader(raw, family, where)
     if get("hidden_act") != "silu":
-        raise ModelError(f"{where}: hidden_act is {get('hidden_act')!r}; this decoder computes only 'silu'.")
+        raise ModelError(f"{where}: hidden_act is {shown(get('hidden_act'))}; this decoder computes only 'silu'.")
     heads, layers = get.positive("num_attention_heads"), get.positive("num_hidden_layers")
     kv_heads = get.positive("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -204,23 +211,17 @@ def _family(raw: Mapping[str, Any], where: str) -> _Family:
     if family is None or (names and names != [family.architecture]):
         found = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
-        raise ModelError(f"{where}: the architecture {found!r} is not supported; supported are {known}.")
+        raise ModelError(f"{where}: the architecture {shown(found)} is not supported; supported are {known}.")
     return family
 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: _Family, where: str) -> None:
     for key, value in raw.items():
-        known = key in _HONOURED or key in _HARMLESS or key in family.optional or key.startswith("_")
-        if not known and value not in (None, False, [], {}, "") and value != _neutral(key):
+        if key not in _HONOURED and key not in family.optional and not is_harmless(key, value):
             raise ModelError(
-                f"{where}: the key {key!r} is {value!r}, which {family.architecture} here does not compute; "
+                f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."
             )
-
-
-def _neutral(key: str) -> Any:
-    """The value at which a foreign key does nothing; a window is off for a family that has none only when null."""
-    return {"partial_rotary_factor": 1.0, "logit_scale": 1.0, "attention_multiplier": 1.0}.get(key)
 
 
 class _Reader:
@@ -239,6 +240,8 @@ class _Reader:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.complain(key, value, "a positive whole number")
+        if value > (most := _MOST.get(key, 2**28)):
+            raise self.complain(key, value, f"at most {most}")
         return value
 
     def number(self, key: str) -> float:
@@ -255,21 +258,21 @@ class _Reader:
         return ids[0] if ids else None
 
     def complain(self, key: str, value: Any, expected: str) -> ModelError:
-        return ModelError(f"{self.where}: {key} is {value!r} where {expected} was expected.")
+        return ModelError(f"{self.where}: {key} is {shown(value)} where {expected} was expected.")
 
 
 def _number(value: Any, key: str, where: str, default: float | None = None) -> float:
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ModelError(f"{where}: {key} is {value!r} where a positive number was expected.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:  # NaN fails, too
+        raise ModelError(f"{where}: {key} is {shown(value)} where a positive number was expected.")
     return float(value)
 
 
 def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
     """`eos_token_id` is a number or a list of numbers, `bos_token_id` a number; null is none."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise ModelError(f"{where}: {key} is {value!r} where a token id was expected.")
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
+        raise ModelError(f"{where}: {key} is {shown(value)} where a token id was expected.")
     return tuple(ids)
 
 
@@ -284,16 +287,21 @@ def _head_dim(get: _Reader, heads: int, where: str) -> int:
 
 
 def _windows(get: _Reader, layers: int, where: str) -> tuple[int | None, ...]:
-    """Per layer. `layer_types` rules where the family has it; otherwise layers from `max_window_layers` on."""
+    """Per layer: `layer_types` where it is given, otherwise the layers from `max_window_layers` on."""
     enabled = get.boolean("use_sliding_window") and get("sliding_window") is not None
     window = get.positive("sliding_window") if enabled else None
     types = get("layer_types")
     if types is None:
-        first = get("max_window_layers")
+        first = get.positive("max_window_layers") if get("max_window_layers") not in (0, None) else 0
         return tuple(window if i >= first else None for i in range(layers))
-    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
         raise ModelError(f"{where}: layer_types is not {layers} of 'full_attention' and 'sliding_attention'.")
-    return tuple(window if t == "sliding_attention" else None for t in types)
+    windows = tuple(window if t == "sliding_attention" else None for t in types)
+    uniform = "max_window_layers" not in get.family.optional  # transformers gives all layers of the family the window
+    if windows.count(None) != types.count("full_attention") or (uniform and set(windows) != {window}):
+        raise ModelError(f"{where}: layer_types contradicts sliding_window {window} of {get.family.architecture}.")
+    return windows
 
 
 def _eos(get: _Reader, generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -305,7 +313,7 @@ def _eos(get: _Reader, generation: Mapping[str, Any], where: str) -> tuple[int, 
 def _dtype(raw: Mapping[str, Any], where: str) -> str:
     value = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     if value not in ("bfloat16", "float16", "float32"):
-        raise ModelError(f"{where}: dtype {value!r} is not one of bfloat16, float16, float32.")
+        raise ModelError(f"{where}: dtype {shown(value)} is not one of bfloat16, float16, float32.")
     return str(value)
 
 
@@ -314,7 +322,7 @@ _ROPE_KEYS = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-                       "mscale", "mscale_all_dim", "truncate"}),
+                       "mscale", "mscale_all_dim", "truncate", "finetuned"}),  # the last is a note
 }  # fmt: skip
 
 
@@ -329,8 +337,9 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> tuple[float, Rope
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"{where}: partial_rotary_factor other than 1 is not supported.")
-    if kind not in _ROPE_KEYS or set(rope) - _ROPE_KEYS[kind]:
-        wrong = f"the keys {sorted(set(rope) - _ROPE_KEYS[kind])}" if kind in _ROPE_KEYS else f"type {kind!r}"
+    keys = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
+    if keys is None or set(rope) - keys:
+        wrong = f"type {shown(kind)}" if keys is None else f"the keys {shown(sorted(set(rope) - keys))}"
         known = ", ".join(_ROPE_KEYS)
         raise ModelError(f"{where}: rotary scaling with {wrong} is not supported; known types are {known}.")
     return theta, None if kind == "default" else _scaling(kind, rope, max_len, where)
@@ -355,17 +364,17 @@ def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeS
         original,
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
-        attention_factor=number("attention_factor", _yarn_attention(factor, rope)),
+        attention_factor=number("attention_factor", _yarn_attention(factor, rope, number)),
         truncate=bool(rope.get("truncate", True)),
     )
 
 
-def _yarn_attention(factor: float, rope: Mapping[str, Any]) -> float:
+def _yarn_attention(factor: float, rope: Mapping[str, Any], number: Callable[[str], float]) -> float:
     """YaRN (arXiv 2309.00071), section 3.4: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+        return mscale(number("mscale")) / mscale(number("mscale_all_dim"))
     return mscale(1.0)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import DataError, Fp8ServeError
+from fp8serve.errors import DataError, Fp8ServeError, one_line, shown
+from fp8serve.model.files import read_text
 from fp8serve.model.tokenizer import Tokenizer
 
+MAX_DATA_BYTES = 4 << 30  # of one file, which is held in memory
 PASSAGE_CHARS = 2000  # paragraphs of a text file are joined up to about this: some 500 tokens
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
@@ -64,7 +66,7 @@ def read_examples(paths: Iterable[Path | str]) -> list[Example]:
 
 
 def _read(path: Path) -> list[Example]:
-    text = _content(path)
+    text = read_text(path, MAX_DATA_BYTES, DataError)
     suffix = path.suffix.lower()
     if suffix in TEXT_SUFFIXES:
         found: list[Example] = list(_passages(text, path))
@@ -75,17 +77,6 @@ def _read(path: Path) -> list[Example]:
     if not found:
         raise DataError(f"{path} holds no examples; it is empty.")
     return found
-
-
-def _content(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist.") from None
-    except UnicodeDecodeError as e:
-        raise DataError(f"{path} is not UTF-8 text: byte {e.start} cannot be read.") from None
-    except OSError as e:
-        raise DataError(f"{path} cannot be read: {e.strerror}.") from None
 
 
 def _passages(text: str, path: Path) -> Iterator[TextExample]:
@@ -105,21 +96,24 @@ def _example(line: str, where: str) -> Example:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{where} is not valid JSON: {e}.") from None
+        raise DataError(f"{where} is not valid JSON: {one_line(e)}.") from None
     if not isinstance(row, dict):
         raise DataError(f"{where} is a JSON {type(row).__name__} where an object was expected.")
     return example_from(row, where)
 
 
 def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
-    """One row: exactly one of `text`, `prompt` + `completion`, `messages`; further columns are notes.
+    """One row: exactly one of `text`, `prompt` + `completion`, `messages`; further columns are notes, except `tools`,
+    which would have to be in the prompt and are refused.
 
     DataError names `where` and what is wrong.
     """
     kinds = [k for k, columns in _COLUMNS.items() if any(c in row for c in columns)]
     if len(kinds) != 1:
-        found = f"both {' and '.join(kinds)}" if kinds else f"only {sorted(row)}"
+        found = f"both {' and '.join(kinds)}" if kinds else f"only {shown(sorted(row))}"
         raise DataError(f"{where} has {found}; give one of `text`, `prompt` and `completion`, or `messages`.")
+    if row.get("tools") or row.get("functions"):
+        raise DataError(f"{where} has `tools`, which prompts here do not describe; write them into a system message.")
     if kinds[0] == "messages":
         return ChatExample(_messages(row["messages"], where), where)
     values = [_text(row, column, where) for column in _COLUMNS[kinds[0]]]
@@ -156,7 +150,7 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(message.get("content"), str):
             raise DataError(f"{where}: message {i} has no text in `content`.")
         if message.get("weight", 1) not in (0, 1):
-            raise DataError(f"{where}: message {i} has weight {message['weight']!r}, which is neither 0 nor 1.")
+            raise DataError(f"{where}: message {i} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
         _valid_unicode(message["role"] + message["content"], f"{where}: message {i}")
     if not any(m["role"] == "assistant" and m.get("weight", 1) for m in value):
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
@@ -199,16 +193,15 @@ def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer) -> tuple[list
     tokenized together, they are tokenized apart."""
     prompt = tokenizer.encode(example.prompt)
     joined = tokenizer.encode(example.prompt + example.completion)
-    apart = prompt + tokenizer.encode(example.completion, add_special_tokens=False)
-    ids = (joined if joined[: len(prompt)] == prompt else apart) + _eos(tokenizer)
+    if joined[: len(prompt)] != prompt:
+        joined = prompt + tokenizer.encode(example.completion, add_special_tokens=False)
+    ids = joined + _eos(tokenizer)
     return ids, [i >= len(prompt) for i in range(len(ids))]
 
 
 def _tokenize_chat(example: ChatExample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     messages = [{k: v for k, v in m.items() if k != "weight"} for m in example.messages]
-    text, spans = tokenizer.assistant_spans(messages)
-    turns = [m for m in example.messages if m["role"] == "assistant"]
-    if len(turns) == len(spans):  # a template may merge turns; then weights cannot be told apart
-        spans = [s for s, m in zip(spans, turns, strict=True) if m.get("weight", 1)]
+    skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not m.get("weight", 1)]
+    text, spans = tokenizer.assistant_spans(messages, skip)
     ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
     return ids, [any(start < b and a < end for a, b in spans) for start, end in offsets]

@@ -4,12 +4,12 @@ Weights are streamed: sizes are known from shapes, so each shard's header is wri
 one by one at their offsets; at most one tensor exists in both precisions. Tensors whose size is a multiple of 64 bytes
 come first and the header is padded to 64, so that every weight matrix is aligned for kernels that read the mapped file.
 
-All scales are written in FP32 and in the direction that the formats share, dequantizing. `scales.safetensors` beside
+All scales are written in FP32 and in the direction that the formats share, dequantizing; where that does not restore
+the quantizing scale to the last bit, the file's metadata note it under the tensor's name. `scales.safetensors` beside
 them keeps ours: the quantizing scales, bit for bit, with their histories.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,10 +24,19 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder, linear_names
-from fp8serve.model.files import check_absent, read_json, regular_file, whole_directory, write_json
+from fp8serve.model.files import (
+    MAX_CARRIED_BYTES,
+    check_absent,
+    read_file,
+    read_json,
+    regular_file,
+    whole_directory,
+    write_json,
+)
+from fp8serve.model.interop import dequantizing_scale
 from fp8serve.model.quantization_config import FORMATS, quantization_files
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
-from fp8serve.model.shards import DTYPES, INDEX, SINGLE, inside
+from fp8serve.model.shards import DTYPES, SINGLE, inside, write_index
 from fp8serve.model.stored import open_checkpoint
 
 __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]
@@ -48,6 +57,7 @@ class _Item:
     dtype: torch.dtype
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
+    note: str | None = None  # for the file's metadata, under the tensor's name
 
     @property
     def size(self) -> int:
@@ -135,7 +145,7 @@ class _Quantizer:
             else:
                 yield _plain(name, shape, self.weights, self.dtype)
         for key, entry in self.kv.items():
-            yield self._scalar(self._kv_name(key), entry.scale.reciprocal())
+            yield self._scalar(self._kv_name(key), entry.scale)
 
     def _fp8(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
         scale_shape = self._scale_shape(*shape)
@@ -143,7 +153,7 @@ class _Quantizer:
         scale_name = f"{linear}.weight_scale{'_inv' if self._block and self.format == 'fp8' else ''}"
         yield _Item(scale_name, torch.float32, scale_shape, lambda: self.quantized(linear)[1].reshape(scale_shape))
         if isinstance(self.recipe, DelayedScaling):
-            yield self._scalar(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale.reciprocal())
+            yield self._scalar(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale)
 
     @property
     def _block(self) -> bool:
@@ -172,8 +182,10 @@ class _Quantizer:
     def _scalar_shape(self) -> tuple[int, ...]:
         return (1,) if self.format == "compressed-tensors" else ()
 
-    def _scalar(self, name: str, value: Tensor) -> _Item:
-        return _Item(name, torch.float32, self._scalar_shape, lambda: value.reshape(self._scalar_shape))
+    def _scalar(self, name: str, scale: Tensor) -> _Item:
+        """A scale that quantizes, in the formats' direction."""
+        value, note = dequantizing_scale(scale)
+        return _Item(name, torch.float32, self._scalar_shape, lambda: value.reshape(self._scalar_shape), note)
 
     def _kv_name(self, key: str) -> str:
         owner, _, role = key.rpartition(".")  # model.layers.0.self_attn.k
@@ -220,7 +232,7 @@ def _write_common(
 def _carry(source: Path, folder: Path) -> None:
     for name in CARRIED:
         if regular_file(source / name):
-            shutil.copyfile(inside(source, name), folder / name)
+            (folder / name).write_bytes(read_file(inside(source, name), MAX_CARRIED_BYTES))
 
 
 def _write_extra(folder: Path, extra: ExtraFiles | None) -> None:
@@ -232,15 +244,11 @@ def _write_extra(folder: Path, extra: ExtraFiles | None) -> None:
 
 def _write_weights(folder: Path, items: list[_Item], max_shard_bytes: int) -> None:
     shards = _divide(items, max_shard_bytes)
-    if len(shards) == 1:
-        _write_shard(folder / SINGLE, items)
-        return
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        name = f"model-{i:05}-of-{len(shards):05}.safetensors"
+    many = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = many if len(shards) > 1 else [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
         _write_shard(folder / name, shard)
-        weight_map |= {item.name: name for item in shard}
-    write_json(folder / INDEX, {"metadata": {"total_size": sum(i.size for i in items)}, "weight_map": weight_map})
+    write_index(folder, names)
 
 
 def _divide(items: list[_Item], max_shard_bytes: int) -> list[list[_Item]]:
@@ -262,7 +270,8 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 def _write_shard(path: Path, items: list[_Item]) -> None:
     """One safetensors file: length of the header, header, tensors without gaps in the order of `_placement`."""
     offsets = _placement(items)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    notes = {item.name: item.note for item in items if item.note is not None}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | notes}
     for item in items:
         span = [offsets[item.name], offsets[item.name] + item.size]
         header[item.name] = {"dtype": _CODES[item.dtype], "shape": list(item.shape), "data_offsets": span}

@@ -1,4 +1,7 @@
-"""Reading small JSON files of a model directory and writing a directory whole or not at all.
+"""Reading the small files of a model directory and writing a directory whole or not at all.
+
+Files come from strangers: only regular ones of a bounded size are read, so that a FIFO, a device or a sparse file of a
+terabyte is a sentence and not a process that hangs or is killed for its memory.
 
 A directory is written into a hidden sibling of its final name, every file is fsynced, the directory too, then one
 `rename` puts it in place and the parent is fsynced: after a crash or a full disk either the whole directory is there
@@ -15,29 +18,63 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8serve.errors import Fp8ServeError, MachineError, ModelError
+from fp8serve.errors import Fp8ServeError, MachineError, ModelError, one_line, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
+MAX_CARRIED_BYTES = 256 * 1024 * 1024  # of one tokenizer file; the largest published is an eighth of this
+
+
+def present(path: Path) -> bool:
+    """Whether the directory lists it, if only as a link that leads nowhere: that is an error, and no absence."""
+    return os.path.lexists(path)
+
+
+def read_file(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -> bytes:
+    """The content of a regular file of at most `limit` bytes; anything else is an `error`, and at once."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO without a writer opens, too
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise error(f"{path} is not a regular file; put the file itself there.")
+            content = b"" if found.st_size > limit else file.read(limit + 1)
+    except FileNotFoundError:
+        what = "is a link to a file that does not exist" if path.is_symlink() else "does not exist"
+        raise error(f"{path} {what}.") from None
+    except (OSError, ValueError) as e:  # ValueError: a name with a null byte
+        raise error(f"{path} cannot be read: {getattr(e, 'strerror', None) or e}.") from None
+    if max(found.st_size, len(content)) > limit:
+        raise error(f"{path} is larger than {limit >> 20} MiB, the most that is read; give a smaller file.")
+    return content
+
+
+def read_text(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -> str:
+    """As `read_file`, decoded; a byte-order mark is dropped."""
+    try:
+        return read_file(path, limit, error).decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise error(f"{path} is not UTF-8 text: byte {e.start} cannot be read.") from None
 
 
 def read_json(path: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, Any]:
     """The JSON object in `path`; `error` with one sentence when it is missing, unreadable, too large or no object."""
+    text = read_text(path, MAX_JSON_BYTES, error)
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise error(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, which no {path.name} is.")
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
-    except FileNotFoundError:
-        raise error(f"{path} does not exist.") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise error(f"{path} cannot be read: {e}.") from None
+        value = json.loads(text, object_pairs_hook=no_duplicates)
+        if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair is a ValueError, too
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
-        raise error(f"{path} is not valid JSON: {e or 'nested too deeply'}.") from None
+        raise error(f"{path} is not valid JSON: {one_line(e) or 'nested too deeply'}.") from None
     if not isinstance(value, dict):
         raise error(f"{path} holds a JSON {type(value).__name__} where an object was expected.")
     return value
+
+
+def read_optional_json(path: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, Any]:
+    """As `read_json`; empty when there is no such file."""
+    return read_json(path, error) if present(path) else {}
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -46,7 +83,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} appears twice")
+        raise ValueError(f"the key {shown(twice)} appears twice")
     return result
 
 
@@ -56,13 +93,30 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
-    """A safetensors file as readable as its neighbours: the library alone makes it the owner's only."""
+    """A safetensors file of tensors on the CPU: the same bytes for the same content.
+
+    The library alone writes metadata in another order each time, and makes the file the owner's only.
+    """
     from safetensors.torch import save_file
 
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)  # what this process gives a new file
     save_file(dict(tensors), path, dict(metadata))
+    _sort_metadata(path)
     path.chmod(mode)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Rewrite the header of a file just written, in the same room: only the order of the metadata changes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > size:
+            raise RuntimeError(f"The header of {path} grew from {size} to {len(text)} bytes.")
+        file.seek(8)
+        file.write(text.ljust(size))
 
 
 def check_absent(out: Path, error: type[Fp8ServeError] = ModelError) -> None:

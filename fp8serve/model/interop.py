@@ -3,7 +3,8 @@
 Two questions. What does `quantization_config` promise about activations (`Scheme`)? What does each scale tensor mean
 (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name says:
 `weight_scale_inv` of DeepSeek is no exception. Ours in memory are `weight_scale_inv` (dequantizes) and `input_scale`
-(quantizes), so input and KV scales are inverted at this border. BF16 or FP32 is accepted, FP32 is kept; the ranks that
+(quantizes), so input and KV scales are inverted at this border; 1 / (1 / s) is not always s, so where it is not our
+files note s in their header (`dequantizing_scale`). BF16 or FP32 is accepted, FP32 is kept; the ranks that
 projects use for one thing ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are brought to ours.
 
 | project                  | weight             | input            | KV cache                                  |
@@ -18,8 +19,6 @@ projects use for one thing ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) a
 A key with "scale" or "zero_point" in it that the table does not know is an error: dropping a scale serves garbage.
 """
 
-import fnmatch
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8serve.errors import ModelError
-from fp8serve.model.files import read_json
+from fp8serve.errors import ModelError, shown
+from fp8serve.model.fields import Fields
+from fp8serve.model.files import present, read_json
+from fp8serve.model.targets import checked as checked_targets
+from fp8serve.model.targets import matches
 
 BLOCK = 128
 Activations = Literal["static", "tensor", "row", "block", "none"]  # "none": weights only, inputs stay in high precision
@@ -72,7 +74,7 @@ class Quantization:
     def scheme_of(self, linear: str) -> Scheme:
         """ModelError when no group claims the layer, though its weight is FP8."""
         for targets, scheme in self.groups:
-            if any(_matches(target, linear) for target in targets):
+            if any(matches(target, linear) for target in targets):
                 return scheme
         raise ModelError(f"{linear} has FP8 weights but quantization_config has no group for it.")
 
@@ -103,102 +105,113 @@ def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantiz
 
     ModelError: a method, format or number of bits that is not one of SPEC 5.3.
     """
-    config = raw_config.get("quantization_config")
-    side_car = model_dir / "hf_quant_config.json"
-    if config is None and side_car.exists():
-        config = {"quant_method": "modelopt"} | dict(read_json(side_car).get("quantization") or {})
+    config, side_car = raw_config.get("quantization_config"), model_dir / "hf_quant_config.json"
+    if config is None and present(side_car):
+        return _modelopt(Fields(read_json(side_car).get("quantization") or {}, f"{side_car}: quantization"))
     if config is None:
         return None
     found = config.get("quant_method") if isinstance(config, dict) else config
-    reader = _READERS.get(str(found))
-    if reader is None or not isinstance(config, dict):
-        raise ModelError(f"{model_dir} is quantized by {found!r}; supported are {', '.join(_READERS)}.")
-    return reader(config)
+    reader = _READERS.get(found) if isinstance(found, str) else None
+    if reader is None:
+        raise ModelError(f"{model_dir} is quantized by {shown(found)}; supported are {', '.join(_READERS)}.")
+    return reader(Fields(config, f"{model_dir / 'config.json'}: quantization_config"))
 
 
-def _compressed_tensors(config: dict[str, Any]) -> Quantization:
+def _compressed_tensors(config: Fields) -> Quantization:
     name = "compressed-tensors"
-    if config.get("format") not in ("float-quantized", "naive-quantized", None):
-        raise _unsupported(name, "format", config["format"])
-    if config.get("sparsity_config") or config.get("transform_config"):
+    if (form := config.text("format")) not in ("float-quantized", "naive-quantized", "dense", None):  # dense: KV only
+        raise _unsupported(name, "format", form)
+    sparse, rotated = config.object("sparsity_config"), config.object("transform_config")
+    if (sparse and sparse.says_something and sparse.text("format") != "dense") or (rotated and rotated.says_something):
         raise ModelError(f"The {name} checkpoint is sparse or rotated, which is not supported.")
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
-        raise _unsupported(name, "config_groups", groups)
-    parsed = tuple((tuple(g.get("targets") or ()), Scheme(name, _ct_activations(g))) for g in groups.values())
-    return Quantization(parsed, tuple(config.get("ignore") or ()), name)
+    _require_fp8(name, "kv_cache_scheme", config.object("kv_cache_scheme"))
+    groups = tuple(
+        (checked_targets(g.texts("targets"), g.where), Scheme(name, _ct_activations(g)))
+        for g in config.objects("config_groups")
+    )
+    return Quantization(groups, checked_targets(config.texts("ignore"), config.where), name)
 
 
-def _ct_activations(group: dict[str, Any]) -> Activations:
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+def _ct_activations(group: Fields) -> Activations:
+    weights, inputs = group.object("weights"), group.object("input_activations")
     _require_fp8("compressed-tensors", "weights", weights)
-    _require_fp8("compressed-tensors", "output_activations", group.get("output_activations") or {})  # an old KV scheme
-    if weights.get("strategy", "tensor") not in ("tensor", "channel", "block"):
-        raise _unsupported("compressed-tensors", "weight strategy", weights["strategy"])
+    _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # an old KV scheme
+    kind = "tensor" if weights is None else weights.text("strategy") or "tensor"
+    if kind not in ("tensor", "channel", "block"):
+        raise _unsupported("compressed-tensors", "weight strategy", kind)
     if inputs is None:
         return "none"
     _require_fp8("compressed-tensors", "input_activations", inputs)
-    strategy = inputs.get("strategy") or "tensor"
-    if not inputs.get("dynamic"):
+    strategy = inputs.text("strategy") or "tensor"
+    if not _is_dynamic(inputs):
         if strategy != "tensor":
             raise _unsupported("compressed-tensors", "static activation strategy", strategy)
         return "static"
-    if strategy == "group" and inputs.get("group_size") != BLOCK:
-        raise _unsupported("compressed-tensors", "activation group_size", inputs.get("group_size"))
+    if strategy == "group" and inputs.whole("group_size") != BLOCK:
+        raise _unsupported("compressed-tensors", "activation group_size", inputs.whole("group_size"))
     if strategy not in _CT_DYNAMIC:
         raise _unsupported("compressed-tensors", "activation strategy", strategy)
     return _CT_DYNAMIC[strategy]
 
 
+def _is_dynamic(inputs: Fields) -> bool:
+    """ "local" (a global scale and a dynamic one) exists for FP4 only."""
+    if inputs.anything("dynamic") == "local":
+        raise _unsupported("compressed-tensors", "dynamic activations", "local")
+    return bool(inputs.boolean("dynamic"))
+
+
 _CT_DYNAMIC: dict[str, Activations] = {"tensor": "tensor", "token": "row", "group": "block"}
 
 
-def _require_fp8(producer: str, what: str, args: Mapping[str, Any]) -> None:
-    kind = (args.get("num_bits", 8), args.get("type", "float"), args.get("symmetric", True))
+def _require_fp8(producer: str, what: str, args: Fields | None) -> None:
+    if args is None:
+        return
+    kind = tuple(args.anything(key, usual) for key, usual in (("num_bits", 8), ("type", "float"), ("symmetric", True)))
     if kind != (8, "float", True):
         raise _unsupported(producer, what, f"{kind[0]}-bit {kind[1]}{'' if kind[2] else ' asymmetric'}")
-    if args.get("block_structure") not in (None, [BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
-        raise _unsupported(producer, "block_structure", args["block_structure"])
+    block = args.anything("block_structure")
+    if block not in (None, [BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+        raise _unsupported(producer, "block_structure", block)
 
 
-def _fp8(config: dict[str, Any]) -> Quantization:
+def _fp8(config: Fields) -> Quantization:
     """vLLM's and DeepSeek's `quant_method: fp8`. Dynamic inputs: one scale per token, so that a sequence's answer does
     not depend on its neighbours in the batch; per 1x128 where the weight is in blocks."""
-    block, kind = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise _unsupported("fp8", "fmt", config["fmt"])
+    block, kind = config.anything("weight_block_size"), config.text("activation_scheme") or "dynamic"
+    if (form := config.text("fmt")) not in ("e4m3", "float8_e4m3fn", None):
+        raise _unsupported("fp8", "fmt", form)
     if block not in (None, [BLOCK, BLOCK]):
         raise _unsupported("fp8", "weight_block_size", block)
     if kind not in ("static", "dynamic") or (kind == "static" and block):
         raise _unsupported("fp8", "activation_scheme", kind)
     activations: Activations = "static" if kind == "static" else "block" if block else "row"
-    ignore = tuple(config.get("ignored_layers") or config.get("modules_to_not_convert") or ())
+    ignore = config.texts("ignored_layers") or config.texts("modules_to_not_convert")
     return Quantization(((("Linear",), Scheme("fp8", activations)),), ignore, "fp8")
 
 
 _MODELOPT: dict[str, Activations] = {"FP8": "static", "FP8_PER_CHANNEL_PER_TOKEN": "row", "FP8_PB_WO": "none"}
 
 
-def _modelopt(config: dict[str, Any]) -> Quantization:
-    algo = str(config.get("quant_algo"))
-    if algo not in _MODELOPT:
+def _modelopt(config: Fields) -> Quantization:
+    """ModelOpt's own tools write some algorithms in lower case; null is a model of which only the cache is FP8."""
+    cache, algo = config.text("kv_cache_quant_algo"), config.text("quant_algo")
+    if cache is not None and cache.upper() != "FP8":
+        raise _unsupported("modelopt", "kv_cache_quant_algo", cache)
+    _require_fp8("modelopt", "kv_cache_scheme", config.object("kv_cache_scheme"))
+    ignore = config.texts("ignore") or config.texts("exclude_modules")
+    if algo is None and (cache is not None or config.object("kv_cache_scheme") is not None):
+        return Quantization((), ignore, "modelopt")
+    if algo is None or algo.upper() not in _MODELOPT:
         raise _unsupported("modelopt", "quant_algo", algo)
-    ignore = tuple(config.get("ignore") or config.get("exclude_modules") or ())
-    return Quantization(((("Linear",), Scheme("modelopt", _MODELOPT[algo])),), ignore, "modelopt")
+    return Quantization(((("Linear",), Scheme("modelopt", _MODELOPT[algo.upper()])),), ignore, "modelopt")
 
 
 _READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
 
 
 def _unsupported(producer: str, what: str, found: Any) -> ModelError:
-    return ModelError(f"The checkpoint is quantized by {producer} with {what} {found!r}, which is not supported.")
-
-
-def _matches(target: str, linear: str) -> bool:
-    """compressed-tensors' rules (class name, `re:` pattern, module name) and ModelOpt's wildcards."""
-    if target.startswith("re:"):
-        return re.match(target[3:], linear) is not None
-    return target in ("Linear", linear) or linear.endswith(f".{target}") or fnmatch.fnmatch(linear, target)
+    return ModelError(f"The checkpoint is quantized by {producer} with {what} {shown(found)}, which is not supported.")
 
 
 def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
@@ -217,11 +230,34 @@ def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
     )
 
 
-def quantizing_scale(name: str, stored: Tensor) -> Tensor:
-    """FP32 [] multiplier that quantizes, from the stored one that dequantizes. ModelError: not one number."""
+def dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:
+    """(what is stored of a scale FP32 [] that quantizes, a note that restores the scale exactly where that does not).
+
+    One scale in six is the reciprocal of no FP32 number: between sqrt(2) and 2, times a power of two, reciprocals lie
+    further apart than FP32 numbers do. Elsewhere the nearest number to 1 / scale restores it.
+    """
+    stored = scale.reciprocal()
+    return stored, None if torch.equal(stored.reciprocal(), scale) else float(scale).hex()
+
+
+def quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tensor:
+    """FP32 [] multiplier that quantizes, from the stored one that dequantizes and its note, which is believed if that
+    scale is stored as this number. ModelError: not one number."""
     if stored.numel() != 1:
         raise ModelError(f"{name} has the shape {list(stored.shape)} where one number was expected.")
-    return checked(name, stored).reshape(()).reciprocal()
+    value = checked(name, stored).reshape(())
+    exact = None if note is None else _noted(note)
+    if exact is not None and torch.equal(dequantizing_scale(exact)[0], value):
+        return exact
+    return value.reciprocal()
+
+
+def _noted(note: str) -> Tensor | None:
+    try:
+        scale = torch.tensor(float.fromhex(note), dtype=torch.float32)
+    except (ValueError, OverflowError):
+        return None
+    return scale if 0 < float(scale) < float("inf") else None
 
 
 def checked(name: str, stored: Tensor) -> Tensor:

@@ -7,14 +7,18 @@ until it is used, so a model larger than memory can be walked through layer by l
 one mapping, so that neighbours can be seen as one matrix (engine/fused.py); one that lies at an address its type does
 not allow is copied.
 
+A directory that we write has an index even when all its weights lie in one file, because vLLM and SGLang take every
+`*.safetensors` of a directory without one, and `scales.safetensors` is no file of weights.
+
 We chose not to read pickle (`pytorch_model.bin`): loading one runs what is in it.
 """
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fp8serve.errors import ModelError
-from fp8serve.model.files import no_duplicates, read_json, regular_file
+from fp8serve.errors import ModelError, one_line, shown
+from fp8serve.model.files import no_duplicates, present, read_json, regular_file, write_json
 from fp8serve.model.mapped import map_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,17 +47,19 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int = 0  # of its bytes, from the beginning of the file
+    note: str | None = None  # what the file's metadata say under the tensor's name
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """(tensors by name, metadata) of one safetensors file, without touching its data. ModelError when malformed."""
     if not regular_file(path):
-        raise ModelError(f"{path} does not exist or is not a file; the model's download is incomplete.")
+        raise ModelError(f"{path} does not exist or is not a regular file; the model's download is incomplete.")
     raw, begin = _header_json(path)
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ModelError(f"{path} has metadata that is not text.")
-    return {name: _entry(path, name, value, begin) for name, value in raw.items()}, metadata
+    entries = {name: _entry(path, name, value, begin) for name, value in raw.items()}
+    return {name: replace(entry, note=metadata.get(name)) for name, entry in entries.items()}, metadata
 
 
 def _header_json(path: Path) -> tuple[dict[str, Any], int]:
@@ -67,7 +73,7 @@ def _header_json(path: Path) -> tuple[dict[str, Any], int]:
     try:
         raw = json.loads(text, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as e:
-        raise ModelError(f"{path} has a header that is not valid JSON: {e}.") from None
+        raise ModelError(f"{path} has a header that is not valid JSON: {one_line(e)}.") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} has a header that is not a JSON object.")
     return raw, 8 + length
@@ -76,10 +82,10 @@ def _header_json(path: Path) -> tuple[dict[str, Any], int]:
 def _entry(path: Path, name: str, value: Any, begin: int) -> Entry:
     if not _NAME.fullmatch(name):
         raise ModelError(f"{path} holds a tensor of the name {name[:80]!r}, which is not a parameter's name.")
-    dtype = DTYPES.get(value.get("dtype", "")) if isinstance(value, dict) else None
+    found = value.get("dtype") if isinstance(value, dict) else value
+    dtype = DTYPES.get(found) if isinstance(value, dict) and isinstance(found, str) else None
     if dtype is None:
-        found = value.get("dtype") if isinstance(value, dict) else value
-        raise ModelError(f"{path}: tensor {name} has the type {found!r}, which is not supported.")
+        raise ModelError(f"{path}: tensor {name} has the type {shown(found)}, which is not supported.")
     shape = value.get("shape")
     if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
         raise ModelError(f"{path}: tensor {name} has no shape.")
@@ -129,14 +135,22 @@ class Shards(Mapping[str, Tensor]):
         return self._open[path]
 
 
+def write_index(model_dir: Path, files: Iterable[str] = (SINGLE,)) -> None:
+    """Write the index of the weights in `files`, which lie in `model_dir`, from their headers."""
+    found = {name: entry for file in files for name, entry in read_header(model_dir / file)[0].items()}
+    total_size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in found.values())
+    weight_map = {name: entry.file.name for name, entry in found.items()}
+    write_json(model_dir / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
 def open_shards(model_dir: Path) -> Shards:
     """The weights of `model_dir`: `model.safetensors`, else the shards that the index lists.
 
     ModelError: no weights, a damaged file, an index that points outside the directory or promises what is not there.
     """
-    if (model_dir / SINGLE).exists():
+    if present(model_dir / SINGLE):
         return Shards(*read_header(_inside(model_dir, SINGLE)))
-    if not (model_dir / INDEX).exists():
+    if not present(model_dir / INDEX):
         pickled = next(iter(sorted(model_dir.glob("*.bin"))), None)
         hint = f" ({pickled.name} is a pickle, which is never read; convert it to safetensors)" if pickled else ""
         raise ModelError(f"{model_dir} holds no model.safetensors and no {INDEX}{hint}.")
@@ -151,20 +165,20 @@ def _indexed(model_dir: Path) -> Shards:
     headers = {name: read_header(_inside(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
     for tensor, file in weight_map.items():
         if tensor not in headers[file]:
-            raise ModelError(f"{index} places {tensor} in {file}, which does not hold it.")
+            raise ModelError(f"{index} places {shown(tensor)} in {file}, which does not hold it.")
     return Shards({tensor: headers[file][tensor] for tensor, file in weight_map.items()})
 
 
 def _inside(model_dir: Path, name: str) -> Path:
     if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
-        raise ModelError(f"{model_dir / INDEX} names the shard {name!r}, which is not a plain .safetensors file name.")
+        raise ModelError(f"{model_dir / INDEX} names the shard {shown(name)}, not a plain .safetensors file name.")
     return inside(model_dir, name)
 
 
 def inside(model_dir: Path, name: str) -> Path:
     """`model_dir / name`, having checked that it is not a link to elsewhere. ModelError when it is."""
-    folder = model_dir.resolve()
-    target = (folder / name).resolve()
+    folder = Path(os.path.realpath(model_dir))
+    target = Path(os.path.realpath(folder / name))  # where a chain of links is endless: somewhere on it
     # the hub's cache keeps snapshots/<revision>/<file> as a link to ../../blobs/<hash>
     hub_blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     if not (target.is_relative_to(folder) or target.is_relative_to(hub_blobs)):

@@ -128,7 +128,7 @@ class Checkpoint(Mapping[str, Tensor]):
             return None
         if key is None:
             raise ModelError(f"{self.path}: {linear} has no input_scale, though its activations are static.")
-        return interop.quantizing_scale(key, self.shards[key])
+        return interop.quantizing_scale(key, self.shards[key], self.shards.entries[key].note)
 
 
 def open_checkpoint(model_dir: Path | str) -> Checkpoint:

@@ -10,15 +10,20 @@ The pieces then concatenate to exactly what `decode` gives for the whole, on any
 """
 
 import re
+from collections.abc import Collection
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from fp8serve.errors import ModelError, RequestError
-from fp8serve.model.chat import ChatTemplate, Message, Span
-from fp8serve.model.files import read_json
+from fp8serve.errors import ModelError, RequestError, one_line, shown
+from fp8serve.model.chat import ChatTemplate, Message
+from fp8serve.model.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
+from fp8serve.model.text_bound import TextBound, text_bound
+from fp8serve.model.turns import Markers, Span, assistant_spans
 
+MAX_TEMPLATE_BYTES = 4 * 1024 * 1024  # the longest published template has 20 KB
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -40,34 +45,50 @@ class Tokenizer:
         self.eos_id: int | None = own_eos if own_eos is not None else next(iter(eos_ids), None)
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*eos_ids, self.eos_id) if i is not None))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._bound: TextBound | None = text_bound(backend)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
+        ends = (backend.id_to_token(i) for i in self.eos_ids)
+        named = {t for t in special_tokens.values() if t in backend.get_vocab(with_added_tokens=True)}
+        self._markers = Markers(
+            end=frozenset(t for t in ends if t),
+            special=frozenset(t.content for t in added.values() if t.special) | named,
+        )
         self._byte_ids = frozenset(i for t, i in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(t))
 
     @classmethod
-    def from_dir(cls, model_dir: Path | str) -> "Tokenizer":
-        """ModelError: the directory has no tokenizer.json, or one of its tokenizer files is damaged."""
+    def from_dir(cls, model_dir: Path | str, today: date | None = None) -> "Tokenizer":
+        """`today` is the date that the chat template is told; None: the machine's.
+
+        ModelError: the directory has no tokenizer.json, or one of its tokenizer files is damaged.
+        """
         model_dir = Path(model_dir)
         path = model_dir / "tokenizer.json"
-        if not path.exists():
+        if not present(path):
             raise ModelError(f"{model_dir} holds no tokenizer.json; save the model's fast tokenizer there.")
+        text = read_text(path, MAX_CARRIED_BYTES)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_str(text)
         except Exception as e:  # the library raises plain Exception
-            raise ModelError(f"{path} is not a tokenizer that can be read: {e}.") from None
+            raise ModelError(f"{path} is not a tokenizer that can be read: {one_line(e)}.") from None
         backend.no_truncation()
         backend.no_padding()
-        config = _optional(model_dir / "tokenizer_config.json")
-        special = _special_tokens(_optional(model_dir / "special_tokens_map.json") | config)
+        config = read_optional_json(model_dir / "tokenizer_config.json")
+        special = _special_tokens(read_optional_json(model_dir / "special_tokens_map.json") | config)
         # As transformers does: a named special token counts as one even where tokenizer.json lists it as a plain word.
         backend.add_special_tokens([t for t in special.values() if backend.token_to_id(t) is not None])
         source = _template_source(model_dir, config)
-        template = ChatTemplate(source, special) if source else None
+        template = ChatTemplate(source, special, today) if source else None
         return cls(backend, special, template, _eos_ids(model_dir))
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, from its length alone; 0 where that says nothing."""
+        return 0 if self._bound is None else self._bound.fewest_tokens(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the model's own BOS (or whatever its post-processor adds) unless told otherwise."""
@@ -90,6 +111,22 @@ class Tokenizer:
         """One token on its own, specials included, as shown beside log-probabilities."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int, first: bool = False) -> bytes:
+        """The UTF-8 bytes that one token adds to a text, often part of a character. `first`: no text is before it.
+
+        The bytes of all tokens of a text, joined, are the text's.
+        """
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            return _byte_level_bytes(piece)
+        alone = self.token_text(token_id)
+        if token_id in self._byte_ids:
+            return b"" if first and not alone else bytes([int(piece[3:5], 16)])
+        # a leading space is lost at the start of a text and nowhere else: what a second one adds is the whole token
+        return (alone if first else self.decode([token_id] * 2, skip_special_tokens=False)[len(alone) :]).encode()
+
     def stream(self, skip_special_tokens: bool = True) -> "IncrementalDecoder":
         """A new incremental decoder for one answer."""
         return IncrementalDecoder(self, skip_special_tokens)
@@ -102,9 +139,9 @@ class Tokenizer:
         """Ids of the rendered conversation. The template writes BOS itself where the model wants one: none is added."""
         return self.encode(self.chat(messages, add_generation_prompt), add_special_tokens=False)
 
-    def assistant_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        """See `ChatTemplate.assistant_spans`."""
-        return self._require_template().assistant_spans(messages)
+    def assistant_spans(self, messages: list[Message], skip: Collection[int] = ()) -> tuple[str, list[Span]]:
+        """See `turns.assistant_spans`. ModelError when the model has no chat template."""
+        return assistant_spans(self._require_template(), messages, self._markers, skip)
 
     def holds_back(self, token_id: int) -> bool:
         """Whether the text of this token depends on the token after it (a byte of a longer run)."""
@@ -156,12 +193,25 @@ class IncrementalDecoder:
         return self._tokenizer.decode(self._window, self._skip)
 
 
+def _byte_symbols() -> dict[str, int]:
+    """The printable character by which byte-level BPE writes each byte in its vocabulary -> the byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_SYMBOLS = _byte_symbols()
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    """As the decoder reads a piece: a word with a character that stands for no byte was added, and is plain text."""
+    if all(symbol in _BYTE_SYMBOLS for symbol in piece):
+        return bytes(_BYTE_SYMBOLS[symbol] for symbol in piece)
+    return piece.encode()
+
+
 def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
     return None if token is None else backend.token_to_id(token)
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -174,16 +224,13 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json's `chat_template`: a string, or a list of named ones."""
     path = model_dir / "chat_template.jinja"
-    if path.exists():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ModelError(f"{path} cannot be read: {e}.") from None
+    if present(path):
+        return read_text(path, MAX_TEMPLATE_BYTES)
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        named = {str(t.get("name")): t.get("template") for t in value if isinstance(t, dict)}
         if "default" not in named:
-            raise ModelError(f"{model_dir} has several chat templates ({', '.join(map(str, named))}) and no default.")
+            raise ModelError(f"{model_dir} has several chat templates ({shown(sorted(named))}) and no default.")
         value = named["default"]
     if value is not None and not isinstance(value, str):
         raise ModelError(
@@ -195,7 +242,7 @@ def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
 def _eos_ids(model_dir: Path) -> tuple[int, ...]:
     """End-of-sequence ids that generation_config.json or else config.json names."""
     for name in ("generation_config.json", "config.json"):
-        value = _optional(model_dir / name).get("eos_token_id")
+        value = read_optional_json(model_dir / name).get("eos_token_id")
         if value is not None:
             return tuple(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
     return ()

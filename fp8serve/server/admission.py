@@ -1,9 +1,9 @@
 """How many requests are in the house, and who is let in.
 
 One request is one sequence of the engine: `n` choices of `p` prompts are n x p requests, admitted together or not at
-all. A request that cannot be taken is refused at once with 429 and Retry-After, before any header of a 200 was sent;
-nothing waits outside the engine's own queue. The books always balance: accepted = ok + failed + cancelled + in
-flight.
+all. Their places are reserved before a prompt is read, so a refusal costs no work; a request that cannot be taken is
+refused at once with 429 and Retry-After, before any header of a 200 was sent, and nothing waits outside the engine's
+own queue. The books always balance: accepted = ok + failed + cancelled + in flight.
 """
 
 import asyncio
@@ -30,6 +30,30 @@ class Ticket:
             self.admission.leave(self, outcome)
 
 
+@dataclass
+class Places:
+    """Room for requests whose prompts are still to be read; as a context, gives back what was not taken."""
+
+    admission: "Admission"
+    count: int
+
+    def take(self, token_counts: list[int]) -> list[Ticket]:
+        """One ticket for each request, or a 429 for all of them."""
+        self.give_back()
+        return self.admission.admit(token_counts)
+
+    def give_back(self) -> None:
+        self.admission.reserved -= self.count
+        self.count = 0
+        self.admission.settle()
+
+    def __enter__(self) -> "Places":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+
 class Admission:
     """Counts requests and their tokens (prompt plus the most they may generate) against the two bounds."""
 
@@ -38,6 +62,7 @@ class Admission:
         self.token_budget = token_budget
         self.max_streams = streams
         self.in_flight = 0
+        self.reserved = 0
         self.tokens = 0
         self.streams = 0
         self.idle = asyncio.Event()
@@ -49,8 +74,15 @@ class Admission:
         """High-water mark for readiness: nine tenths of the places are taken."""
         return self.in_flight * 10 >= self.capacity * 9
 
+    def reserve(self, count: int) -> Places:
+        """Room for `count` requests before any work is done for them, or a 429."""
+        self._check(count, 0)
+        self.reserved += count
+        self.idle.clear()
+        return Places(self, count)
+
     def admit(self, token_counts: list[int]) -> list[Ticket]:
-        """One ticket for each request, or a 429 for all of them."""
+        """One ticket for each request, or none: a Fault, 429 when they may fit later and 400 when they never can."""
         self._check(len(token_counts), sum(token_counts))
         self.in_flight += len(token_counts)
         self.tokens += sum(token_counts)
@@ -59,10 +91,15 @@ class Admission:
         return [Ticket(self, tokens) for tokens in token_counts]
 
     def _check(self, count: int, tokens: int) -> None:
-        if self.in_flight + count > self.capacity:
+        if count > self.capacity:
+            message = (
+                f"The request asks for {count} sequences, but this server holds at most {self.capacity} at a time."
+            )
+            raise Fault(Code.INVALID_PARAMETER, message, param="n", hint="Send fewer prompts or choices at once.")
+        taken = self.in_flight + self.reserved
+        if taken + count > self.capacity:
             self._refuse(
-                "requests",
-                f"The queue is full: {self.in_flight} requests are waiting or running and {self.capacity} fit.",
+                "requests", f"The queue is full: {taken} requests are waiting or running and {self.capacity} fit."
             )
         # an empty house takes even a request above the budget, or it could never run
         if self.in_flight and self.tokens + tokens > self.token_budget:
@@ -78,7 +115,11 @@ class Admission:
         self.in_flight -= 1
         self.tokens -= ticket.tokens
         self._metrics.finished.labels(outcome).inc()
-        if self.in_flight == 0:
+        self.settle()
+
+    def settle(self) -> None:
+        """Wakes whoever waits for an empty house."""
+        if self.in_flight == self.reserved == 0:
             self.idle.set()
 
     def open_stream(self) -> None:

@@ -12,12 +12,14 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 import fp8serve
 from fp8serve.errors import DataError, Fp8ServeError, MachineError
 from fp8serve.server import files, finetune, native, openai, openai_jobs, status
+from fp8serve.server.description import describe
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.guard import Envelope, Gate, Intake
+from fp8serve.server.guard import METHODS, Envelope, Gate, Intake
 from fp8serve.server.house import House
 from fp8serve.server.models import Launch
 from fp8serve.server.settings import Settings
@@ -47,10 +49,11 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     app.state.house = house
     for router in (native.router, openai.router, finetune.router, files.router, openai_jobs.router, status.router):
         app.include_router(router)
+    describe(app)
     _add_error_handlers(app)
     limits = settings.limits
     app.add_middleware(Intake, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
-    app.add_middleware(Gate, api_key=settings.api_key)
+    app.add_middleware(Gate, settings=settings)
     app.add_middleware(Envelope, metrics=house.metrics)
     return app
 
@@ -106,11 +109,22 @@ async def _on_http(request: Request, error: Exception) -> Response:
             request, Fault(Code.ROUTE_NOT_FOUND, "There is no such route here.", hint="GET /docs lists them.")
         )
     if status_code == 405:
-        return _render(
-            request,
-            Fault(Code.METHOD_NOT_ALLOWED, "This route does not take that method.", hint="GET /docs lists them."),
-        )
+        fault = Fault(Code.METHOD_NOT_ALLOWED, "This route does not take that method.", hint="GET /docs lists them.")
+        answer = _render(request, fault)
+        answer.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        return answer
     return _render(request, Fault(Code.INVALID_JSON, "The request body is not JSON that can be read."))
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path of `request` takes, over all routes that it matches."""
+    scope = {"type": "http", "path": request.scope["path"], "headers": []}
+
+    def allowed(method: str) -> bool:
+        found = (route.matches(scope | {"method": method})[0] for route in request.app.routes)
+        return Match.FULL in found
+
+    return {method for method in METHODS if allowed(method)}
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:

@@ -16,7 +16,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.house import House, HouseDep
 from fp8serve.server.records import StoredFile, new_file_id
 from fp8serve.server.submission import file_path
-from fp8serve.server.uploads import Upload, receive_upload
+from fp8serve.server.uploads import Upload, is_text, receive_upload
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
 CHUNK = 1 << 16
@@ -29,11 +29,10 @@ FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"s
 
 @router.post("", summary="Upload training data (.jsonl or .txt)", openapi_extra=FORM)
 async def upload(request: Request, house: HouseDep) -> Response:
-    limits = house.settings.limits
     folder = house.data_dir / "files"
     folder.mkdir(mode=0o700, exist_ok=True)
     file_id = new_file_id()
-    arrived = await receive_upload(request, folder / f".{file_id}.part", limits.upload_bytes, limits.body_seconds)
+    arrived = await receive_upload(request, folder / f".{file_id}.part", house.settings.limits)
     return JSONResponse(view(await asyncio.to_thread(_keep, house, arrived, file_id)))
 
 
@@ -41,7 +40,7 @@ def _keep(house: House, arrived: Upload, file_id: str) -> StoredFile:
     """Gives the file its name and its row; a file that is not accepted leaves nothing."""
     try:
         _check_form(arrived)
-        suffix = ".txt" if str(arrived.filename).lower().endswith((".txt", ".md")) else ".jsonl"
+        suffix = ".txt" if is_text(arrived.filename or "") else ".jsonl"
         final = arrived.path.with_name(file_id + suffix)
         arrived.path.rename(final)
         fsync(final.parent)

@@ -6,6 +6,7 @@ nothing.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
@@ -17,29 +18,32 @@ from fp8serve.server.house import House, HouseDep
 from fp8serve.server.jobs import FINAL
 from fp8serve.server.models import Served
 from fp8serve.server.protocol import ActivateBody
+from fp8serve.server.reading import BoundedRoute
 from fp8serve.server.records import Event, Job
-from fp8serve.server.streams import EventStream, event
+from fp8serve.server.streams import EventStream, event, until_disconnect
 from fp8serve.server.submission import FinetuneBody, dry_run, submit
 
-router = APIRouter(tags=["fine-tuning"])
+router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
 Limit = Annotated[int, Query(ge=1, le=1000)]
 IdempotencyKey = Annotated[str | None, Header(max_length=255)]
 EVENTS_AT_ONCE = 500
 
 
 @router.post("/finetune", status_code=202, summary="Start a fine-tune job")
-async def start(body: FinetuneBody, house: HouseDep, idempotency_key: IdempotencyKey = None) -> Response:
+async def start(
+    body: FinetuneBody, request: Request, house: HouseDep, idempotency_key: IdempotencyKey = None
+) -> Response:
     """Rows in `data` or an uploaded `file_id`. The same Idempotency-Key within a day gives the same job."""
-    job, made = await asyncio.to_thread(submit, house, body, idempotency_key)
+    job, made = await submit(house, body, idempotency_key, request.scope.get("rows"))
     if made:
         house.trainer.submitted()
     return JSONResponse(native(house, job), 202, {"Location": f"/finetune/{job.id}"})
 
 
 @router.post("/finetune/validate", summary="What a job would do, without doing it")
-async def validate(body: FinetuneBody, house: HouseDep) -> dict[str, Any]:
+async def validate(body: FinetuneBody, request: Request, house: HouseDep) -> dict[str, Any]:
     """Bad rows by number, tokens per epoch, the share that is learnt, steps, memory, and one row with its mask."""
-    return await asyncio.to_thread(dry_run, house, body)
+    return await until_disconnect(request, dry_run(house, body, request.scope.get("rows")))
 
 
 @router.get("/finetune", summary="Jobs, newest first")
@@ -162,8 +166,13 @@ async def models(house: HouseDep) -> dict[str, Any]:
         "alias": house.models.name,
         "state": house.models.state,
         "served": served_view(house.models.current),
+        "activating": _activating(house.models.activating),
         "available": available,
     }
+
+
+def _activating(under_way: tuple[str, float] | None) -> dict[str, Any] | None:
+    return under_way and {"model": under_way[0], "seconds": time.monotonic() - under_way[1]}  # type: ignore[return-value]
 
 
 @router.post("/models/{name}/activate", summary="Serve a job's result, or go back to the base model")

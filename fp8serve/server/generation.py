@@ -8,13 +8,14 @@ what still runs and frees its blocks. An engine that fails, a drain deadline and
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from fp8serve.engine.request import Request, RequestOutput, SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.server.admission import Admission, Outcome, Ticket
+from fp8serve.server.admission import Outcome, Places, Ticket
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.models import Served
@@ -26,17 +27,29 @@ class Generation:
     """Admitted requests of one HTTP request. Use `outputs` once; it closes everything behind itself."""
 
     def __init__(
-        self, served: Served, requests: Sequence[Request], n: int, admission: Admission, metrics: Metrics
+        self,
+        served: Served,
+        requests: Sequence[Request],
+        n: int,
+        places: Places,
+        metrics: Metrics,
+        seconds: float | None = None,
     ) -> None:
         self.served = served
         self.requests = requests
         self.n = n
         self.started = time.perf_counter()
+        self.seconds = seconds
         self._metrics = metrics
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._lease = contextlib.ExitStack()
-        self._tickets = admission.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
+        self._tickets = places.take([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
+
+    @property
+    def id(self) -> str:
+        """Unique on this server, whatever the client calls the request."""
+        return self.requests[0].request_id.rpartition("-")[0]
 
     @property
     def prompt_tokens(self) -> int:
@@ -53,6 +66,7 @@ class Generation:
             asyncio.create_task(self._pump(i, request, self._tickets[i])) for i, request in enumerate(self.requests)
         ]
         running = len(pumps)
+        alarm = None if self.seconds is None else asyncio.get_running_loop().call_later(self.seconds, self._late)
         try:
             while running:
                 item = await self._queue.get()
@@ -61,7 +75,13 @@ class Generation:
                 yield item
                 running -= item[1].finish_reason is not None
         finally:
+            if alarm is not None:
+                alarm.cancel()
             await self._close(pumps)
+
+    def _late(self) -> None:
+        message = f"The answer was not done within {self.seconds:g} seconds, this server's limit."
+        self.fail(Fault(Code.REQUEST_TIMEOUT, message, hint="Ask for fewer tokens."))
 
     async def _close(self, pumps: list[asyncio.Task[None]]) -> None:
         for pump in pumps:
@@ -144,15 +164,18 @@ class _Clock:
             self._metrics.per_token.observe((now - self._first) / (output.num_generated - 1))
 
 
-def build_requests(
-    served: Served, request_id: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int
-) -> list[Request]:
-    """`n` requests for each prompt, in order; each choice has its own seed. Raises Fault when one could never run."""
+def build_requests(served: Served, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int) -> list[Request]:
+    """`n` requests for each prompt, in order; each choice has its own seed. Raises Fault when one could never run.
+
+    The engine knows them by ids made here. A client's own request id is for its log and ours: two requests may carry
+    the same one.
+    """
     requests: list[Request] = []
+    group = secrets.token_hex(12)
     for prompt in prompts:
         for choice in range(n):
             seeded = params if params.seed is None else replace(params, seed=(params.seed + choice) % 2**63)
-            requests.append(Request(f"{request_id}-{len(requests)}", prompt, seeded))
+            requests.append(Request(f"{group}-{len(requests)}", prompt, seeded))
     _check_all(served, requests)
     return requests
 
@@ -165,7 +188,7 @@ def _check_all(served: Served, requests: Sequence[Request]) -> None:
             raise Fault(
                 Code.CONTEXT_LENGTH_EXCEEDED,
                 f"The prompt has {prompt} tokens and {new} new ones are asked for, but this model's context holds "
-                f"{limit}.",
+                f"{served.engine.limits.context()}.",
                 hint="Shorten the prompt or ask for fewer tokens.",
             )
         try:

@@ -5,8 +5,9 @@
   becomes a small 500 without a word about where it happened.
 * `Gate`: decides on `scope["path"]` and nothing else, denies by default. Only the health routes are open when a key
   is set. The key arrives as `Authorization: Bearer KEY` or, so that a browser can open the console, as the password
-  of HTTP Basic. Keys are compared as bytes in constant time. A browser that acts for another site (`Sec-Fetch-Site`)
-  may not change anything, key or no key.
+  of HTTP Basic. Keys are compared as bytes in constant time. A request by a name that is not this server's is refused
+  (hosts.py), and a browser that acts for another site (`Sec-Fetch-Site`, `Origin`) may not change anything, key or
+  no key.
 * `Intake`: reads the body before the handler runs, within a size (413) and a time (408), so that no handler ever
   holds a half-sent request; uploads are streamed by their own handler and only timed there.
 """
@@ -23,7 +24,9 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.hosts import Hosts
 from fp8serve.server.metrics import Metrics
+from fp8serve.server.settings import Settings
 
 log = logging.getLogger("fp8serve.server.access")
 
@@ -40,7 +43,7 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -86,14 +89,14 @@ class Envelope:
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
         route = _route(scope)
-        method = scope["method"] if scope["method"] in _METHODS else "other"
+        method = scope["method"] if scope["method"] in METHODS else "other"
         self.metrics.responses.labels(route, method, str(status or 499)).inc()
         self.metrics.http_seconds.labels(route).observe(seconds)
         level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO  # probes come every few seconds
         log.log(level, "%s %s %s %.1f ms %s", method, route, status or 499, seconds * 1e3, scope["request_id"])
 
 
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 def _route(scope: Scope) -> str:
@@ -126,9 +129,10 @@ class _Answer:
 class Gate:
     """See the module."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
-        self._key = api_key.encode() if api_key is not None else None
+        self._key = settings.api_key.encode() if settings.api_key is not None else None
+        self._hosts = Hosts(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -140,13 +144,19 @@ class Gate:
         return await self.app(scope, receive, send)
 
     def _verdict(self, scope: Scope) -> Fault | None:
+        if scope["path"] not in OPEN_PATHS and not self._hosts.knows(scope):
+            hint = "Ask for localhost, or start the server with --allowed-host NAME."
+            return Fault(Code.FORBIDDEN, "This server does not answer to the name in the Host header.", hint=hint)
         if scope["path"] not in OPEN_PATHS and not self._authorised(scope):
             return Fault(
                 Code.INVALID_API_KEY,
                 "This server needs an API key, and the one given is missing or wrong.",
                 hint="Send it as: Authorization: Bearer KEY.",
             )
-        if scope["method"] not in SAFE_METHODS and header(scope, b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        foreign = header(scope, b"sec-fetch-site") in (b"cross-site", b"same-site") or not self._hosts.is_own_page(
+            scope
+        )
+        if scope["method"] not in SAFE_METHODS and foreign:
             return Fault(Code.FORBIDDEN, "A page of another site may not use this server.")
         return None
 
@@ -193,7 +203,7 @@ class Intake:
             await refuse(fault, scope, receive, send, close=True)
             return
         if body is not None:  # else the client has gone
-            await self.app(scope, _replay(body, receive), send)
+            await self.app(scope, replay(body, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         limit = self.max_bytes
@@ -220,11 +230,11 @@ def _too_large(limit: int) -> Fault:
     )
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body once and then whatever the connection says, which is a disconnect."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replay() -> Message:
+    async def received() -> Message:
         return pending.pop() if pending else await receive()
 
-    return replay
+    return received

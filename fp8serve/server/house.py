@@ -19,12 +19,13 @@ from fastapi import Depends, Request
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import SamplingParams
 from fp8serve.errors import Fp8ServeError
-from fp8serve.server.admission import Admission
+from fp8serve.server.admission import Admission, Places
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.generation import Generation, build_requests
 from fp8serve.server.jobs import JobStore
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.models import BASE, Launch, Models, Served, Source, launch
+from fp8serve.server.reading import Reading
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
 from fp8serve.server.training import WORKER, Trainer
 
@@ -40,10 +41,11 @@ class House:
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
-        self.models = Models(settings.model_name, start_engine or launch, self.metrics)
+        self.models = Models(settings.model_name, start_engine or launch, self.metrics, settings.deadlines)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
         )
+        self.reading = Reading(limits)
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
         self.trainer = Trainer(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.started_at = int(time.time())
@@ -60,6 +62,7 @@ class House:
         self.metrics.engine_stats = lambda: self.models.stats
         self.metrics.job_counts = self.jobs.counts
         self.metrics.in_flight.set_function(lambda: self.admission.in_flight)
+        self.metrics.reading.set_function(lambda: self.reading.clerks.bytes)
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -129,6 +132,7 @@ class House:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.models.close()
+        await self.reading.close()
         self.jobs.close()
         self._lock.close()
 
@@ -196,11 +200,16 @@ class House:
         return self.models.resolve(model)
 
     def generation(
-        self, served: Served, request_id: str, prompts: list[tuple[int, ...]], params: SamplingParams, n: int = 1
+        self,
+        served: Served,
+        prompts: list[tuple[int, ...]],
+        params: SamplingParams,
+        places: Places,
+        n: int = 1,
     ) -> Generation:
         """Checks and admits; after this the answer is a 200. Fault otherwise."""
-        requests = build_requests(served, request_id, prompts, params, n)
-        generation = Generation(served, requests, n, self.admission, self.metrics)
+        requests = build_requests(served, prompts, params, n)
+        generation = Generation(served, requests, n, places, self.metrics, self.settings.request_seconds)
         self.active.add(generation)
         return generation
 

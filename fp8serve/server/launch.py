@@ -23,6 +23,7 @@ import uvicorn
 
 from fp8serve.errors import MachineError
 from fp8serve.server.app import create_app
+from fp8serve.server.connections import timed_protocol
 from fp8serve.server.house import House
 from fp8serve.server.models import Launch
 from fp8serve.server.settings import Settings
@@ -39,7 +40,7 @@ def run(settings: Settings, start_engine: Launch | None = None) -> None:
         house: House = app.state.house
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=timed_protocol(settings.limits),
             ws="none",
             lifespan="on",
             log_config=None,

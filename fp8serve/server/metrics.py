@@ -83,7 +83,10 @@ VLLM_NAMES = {
 
 
 class Metrics:
-    """All metrics of one server. `engine_stats` and `job_counts` are asked at every scrape and must not block."""
+    """All metrics of one server. `engine_stats` and `job_counts` are asked at every scrape and must not block.
+
+    `engine_stats` is empty while no engine runs: its series are then absent, and `fp8serve_engine_up` is 0.
+    """
 
     def __init__(self, vllm_aliases_of: str | None = None) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
@@ -119,6 +122,7 @@ class Metrics:
             registry=on,
         )
         self.in_flight = Gauge("fp8serve_requests_in_flight", "Admitted and not ended", registry=on)
+        self.reading = Gauge("fp8serve_reading_bytes", "Of requests that are read, or wait to be", registry=on)
         self.prompt_tokens = Counter("fp8serve_prompt_tokens", "Prompt tokens of ended requests", registry=on)
         self.generated_tokens = Counter("fp8serve_generated_tokens", "Tokens generated", registry=on)
         self.first_token = Histogram(
@@ -187,6 +191,7 @@ class _Live(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._metrics.engine_stats()
+        yield GaugeMetricFamily("fp8serve_engine_up", "Whether an engine runs and reports: 1 or 0", value=bool(stats))
         for key, (name, meaning) in ENGINE_GAUGES.items():
             if key in stats:
                 yield GaugeMetricFamily(name, meaning, value=float(stats[key]))

@@ -3,8 +3,10 @@
 `Models.current` is the only place that says what is served; replacing it is one assignment on the event loop, so
 every request sees either the old weights or the new, whole. A request holds a lease on the weights it started with;
 an engine that was replaced is closed when its last lease ends. A new engine must be ready and produce a token before
-it is put in place; when it cannot, the old one keeps serving. An engine process that dies is started again, with
-growing pauses, and readiness is false meanwhile. The front stays alive through all of it.
+it is put in place; when it cannot, or not before a deadline, the old one keeps serving. An engine process that dies is
+started again, with growing pauses, and readiness is false meanwhile; one that hangs, silent or in one step for too
+long, is ended and started again in the same way, also while another is being loaded. The front stays alive through all
+of it. If that does not help, liveness is false, and who watches this process must start it again.
 
 Names come from a table here; nothing a client sends is ever joined to a path.
 """
@@ -23,19 +25,24 @@ from typing import Any, Protocol
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Limits, Request, RequestOutput, SamplingParams
-from fp8serve.errors import Fp8ServeError
+from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.model.config import read_config
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
+from fp8serve.server.pulse import Deadlines, Pulse
 
 log = logging.getLogger("fp8serve.server")
 
 BASE = "base"
 WATCH_SECONDS = 0.2
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-CANARY_SECONDS = 120.0
 STATS_SECONDS = 5.0
+PLACEHOLDERS = frozenset({"dummy", "tgi"})
+"""Names by which official clients say "the model you serve": huggingface_hub's InferenceClient, given an address, and
+what text-generation-inference tells users of OpenAI's client to send."""
+HOPELESS = 3
+"""Restarts in a row that failed, after which somebody else should try."""
 
 
 class Engine(Protocol):
@@ -48,6 +55,8 @@ class Engine(Protocol):
     def alive(self) -> bool: ...
     @property
     def heartbeat_age(self) -> float: ...
+    @property
+    def step_seconds(self) -> float: ...
     def check(self, request: Request) -> None: ...
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]: ...
     async def abort(self, request_id: str) -> None: ...
@@ -55,6 +64,7 @@ class Engine(Protocol):
     async def scales(self) -> list[dict[str, Any]]: ...
     async def drain(self, deadline: float) -> None: ...
     async def close(self) -> None: ...
+    async def kill(self, why: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,8 @@ class Served:
     engine: Engine
     tokenizer: Tokenizer
     weight_version: str
+    pulse: Pulse = field(default_factory=Pulse)
+    proven: bool = False  # it has answered since it serves
     leases: int = 0
     free: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -104,15 +116,20 @@ async def launch(source: Source) -> tuple[Engine, Tokenizer]:
 class Models:
     """The alias `name` and what it points at."""
 
-    def __init__(self, name: str, start_engine: Launch, metrics: Metrics) -> None:
+    def __init__(self, name: str, start_engine: Launch, metrics: Metrics, deadlines: Deadlines | None = None) -> None:
         self.name = name
+        self.deadlines = deadlines or Deadlines()
+        self.failed_restarts = 0
         self.current: Served | None = None
         self.state = "loading"
         self.problem: Fp8ServeError | None = None
-        self.stats: dict[str, Any] = {}
+        self._stats: tuple[Served | None, dict[str, Any]] = (None, {})
         self.busy_since: float | None = time.monotonic()
         self._launch = start_engine
         self._metrics = metrics
+        self.activating: tuple[str, float] | None = (
+            None  # what a swap is loading, and since when on the monotonic clock
+        )
         self._swap = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._canaries = itertools.count()
@@ -131,20 +148,36 @@ class Models:
             raise Fault(
                 code, "The model is loading." if code is Code.STARTING else "The engine is restarting.", retry_after=2
             )
-        if model is not None and model not in self.names():
+        if model is not None and model not in self.names() and model not in PLACEHOLDERS:
             hint = f"This server answers to {', '.join(self.names())}; a fine-tuned model must be activated first."
             raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param="model", hint=hint)
         return served
 
     @property
     def ready(self) -> bool:
-        return self.state == "ready" and self.current is not None and self.current.engine.alive
+        served = self.current
+        return self.state == "ready" and served is not None and served.engine.alive and self._hang(served) is None
 
-    def live(self, limit: float) -> bool:
-        """Whether the engine gave a sign of life within `limit` seconds, or is being loaded."""
-        if self.current is None or not self.current.engine.alive:
-            return True
-        return self.current.engine.heartbeat_age < limit
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the present engine said last about itself; empty when it is dead, or has said nothing yet."""
+        of, stats = self._stats
+        return stats if of is self.current and self.ready else {}
+
+    def live(self) -> bool:
+        """Whether the engine gives signs of life, or is being loaded; not when it could not be started again."""
+        served = self.current
+        if served is None or not served.engine.alive:
+            return self.failed_restarts < HOPELESS
+        return self._hang(served) is None
+
+    def _hang(self, served: Served) -> str | None:
+        """Why the engine counts as hung; None when it does not."""
+        if served.pulse.silence >= self.deadlines.heartbeat:
+            return f"The engine gave no sign of life for {self.deadlines.heartbeat:g} seconds and was ended."
+        if served.engine.step_seconds >= self.deadlines.step:
+            return f"The engine did not finish a step within {self.deadlines.step:g} seconds and was ended."
+        return None
 
     # -- changing it ---------------------------------------------------------------------------------------------------
 
@@ -162,6 +195,7 @@ class Models:
                 Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint="Try again when it is done."
             )
         async with self._swap:
+            self.activating = source.model_id, time.monotonic()
             try:
                 new = await self._ready_engine(source)
             except Fp8ServeError as error:
@@ -169,6 +203,8 @@ class Models:
                 raise Fault(
                     Code.ACTIVATION_FAILED, f"The new weights cannot be served, and the old ones keep serving: {error}"
                 ) from None
+            finally:
+                self.activating = None
             old, self.current = self.current, new
             self.state = "ready"
             self._metrics.swaps.labels("ok").inc()
@@ -177,15 +213,27 @@ class Models:
                 self._retire(old)
             return new
 
+    def swapping(self) -> bool:
+        """Whether other weights are being loaded."""
+        return self._swap.locked()
+
     async def _ready_engine(self, source: Source) -> Served:
-        engine, tokenizer = await self._launch(source)
-        version = await asyncio.to_thread(weight_version, source.directory)
+        """Loaded and tried. Raises Fp8ServeError, also when it takes too long; nothing is then left running."""
         try:
-            async with asyncio.timeout(CANARY_SECONDS):
-                await self._canary(engine)
-        except BaseException:
-            await engine.close()
-            raise
+            async with asyncio.timeout(self.deadlines.load):
+                engine, tokenizer = await self._launch(source)
+                try:
+                    version = await asyncio.to_thread(weight_version, source.directory)
+                    await self._canary(engine)
+                except BaseException:
+                    await engine.kill("The engine was given up before it served.")
+                    raise
+        except TimeoutError:
+            raise MachineError(f"The weights were not ready within {self.deadlines.load:g} seconds.") from None
+        except OSError as error:
+            raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
+        for note in engine.info.get("notes", ()):
+            log.warning("%s", note)
         return Served(source, engine, tokenizer, f"{source.key}-{version}")
 
     async def _canary(self, engine: Engine) -> None:
@@ -211,24 +259,45 @@ class Models:
 
     async def watch(self) -> None:
         """Runs for ever: reads statistics for /metrics, and starts a dead engine again."""
-        failures = 0
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_alive())
+            tasks.create_task(self._keep_informed())
+
+    async def _keep_informed(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            served = self.current
-            if served is None or self._swap.locked():
-                continue
-            if served.engine.alive:
-                failures = 0 if await self._read_stats(served) else failures
-                continue
-            self.state = "restarting"
-            await asyncio.sleep(BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)] if failures else 0)
-            failures += 1
+            if self.current is not None and self.current.engine.alive:
+                self.current.proven |= await self._read_stats(self.current)
+
+    async def _keep_alive(self) -> None:
+        """Restarts are made here alone, one after the other; a swap meanwhile wins."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now, served = time.monotonic(), self.current
+            if served is not None:
+                served.pulse.turn(served.engine.heartbeat_age, now - last)
+                await self._look_after(served)
+            last = now
+
+    async def _look_after(self, served: Served) -> None:
+        if served.engine.alive and (hang := self._hang(served)) is not None:
+            log.error("the engine process of %s hangs", served.source.model_id)
+            await served.engine.kill(hang)
+        if served.engine.alive:
+            self.failed_restarts = 0 if served.proven else self.failed_restarts
+            return
+        self.state = "restarting"
+        if self.failed_restarts:
+            await asyncio.sleep(BACKOFF_SECONDS[min(self.failed_restarts, len(BACKOFF_SECONDS)) - 1])
+        self.failed_restarts += 1
+        if self.current is served:
             await self._restart(served)
 
     async def _read_stats(self, served: Served) -> bool:
         try:
             async with asyncio.timeout(STATS_SECONDS):
-                self.stats = await served.engine.stats()
+                self._stats = (served, await served.engine.stats())
         except (Fp8ServeError, OSError, TimeoutError):
             return False
         return True
@@ -237,14 +306,18 @@ class Models:
         log.error("the engine process of %s died; starting it again", dead.source.model_id)
         self._metrics.engine_restarts.inc()
         try:
-            async with self._swap:
-                if self.current is not dead:
-                    return
-                await dead.engine.close()
-                self.current = await self._ready_engine(dead.source)
-                self.state = "ready"
-        except (Fp8ServeError, OSError, TimeoutError) as error:
+            await dead.engine.close()
+            new = await self._ready_engine(dead.source)
+        except Fp8ServeError as error:
             log.error("the engine could not be started again: %s", error)
+            return
+        except Exception:
+            log.exception("the engine could not be started again")
+            return
+        if self.current is dead:
+            self.current, self.state = new, "ready"
+        else:  # other weights were put in its place meanwhile
+            await new.engine.close()
 
     async def close(self) -> None:
         """Ends every engine process."""

@@ -6,8 +6,8 @@ to `generated_text`. The last event carries `generated_text` and `details`; ther
 `model`, `weight_version`, `request_id`.
 """
 
-import asyncio
 import contextlib
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -23,19 +23,22 @@ from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.generation import Generation
 from fp8serve.server.house import House, HouseDep
+from fp8serve.server.logprobs import finite
 from fp8serve.server.models import Served
-from fp8serve.server.protocol import DetokenizeBody, GenerateBody, GenerateParameters, Message, TokenizeBody
+from fp8serve.server.protocol import (
+    DetokenizeAnswer,
+    DetokenizeBody,
+    GenerateBody,
+    GenerateParameters,
+    TokenizeAnswer,
+    TokenizeBody,
+)
+from fp8serve.server.reading import BoundedRoute, plain
 from fp8serve.server.streams import EventStream, event, until_disconnect
 
-router = APIRouter(tags=["generation"])
+router = APIRouter(tags=["generation"], route_class=BoundedRoute)
 DEFAULT_NEW_TOKENS = 16
-LOWEST_LOGPROB = -9999.0
 STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}, "application/json": {}}}}
-
-
-def finite(logprob: float) -> float:
-    """JSON has no minus infinity."""
-    return max(logprob, LOWEST_LOGPROB)
 
 
 @router.post("/generate", summary="Generate text", response_model=None, responses=STREAM_RESPONSE)
@@ -150,29 +153,13 @@ def finish_reason(output: RequestOutput) -> str:
 async def prepare(body: GenerateBody, request: Request, house: House) -> Answer:
     """Tokenises, checks and admits. Raises Fault; after it the answer is a 200."""
     served = house.served(body.model)
-    with served.lease():
-        prompt = await prompt_ids(served, body)
-        params = sampling(body.parameters)
-        request_id: str = request.scope["request_id"]
-        generation = house.generation(served, request_id, [prompt], params)
-    return Answer(body, request_id, generation, params)
-
-
-async def prompt_ids(served: Served, body: GenerateBody) -> tuple[int, ...]:
-    if body.input_ids is not None:
-        ids = body.input_ids
-    else:
-        ids = await encode(served.tokenizer, body.inputs or "")
-    cut = body.parameters.truncate
-    return tuple(ids[-cut:] if cut else ids)
-
-
-async def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
-    """Token ids, computed off the event loop. Fault when the text has none."""
-    ids = await asyncio.to_thread(tokenizer.encode, text, special)
-    if not ids:
-        raise Fault(Code.INVALID_PARAMETER, "The prompt has no tokens.", param="inputs")
-    return ids
+    house.reading.sizes(served.engine.limits.max_model_len).check(body)
+    params = sampling(body.parameters)
+    prompt = body.inputs or "" if body.input_ids is None else body.input_ids
+    with served.lease(), house.admission.reserve(1) as places:
+        prompts = await until_disconnect(request, house.reading.prompts(served, [prompt], body.parameters.truncate))
+        generation = house.generation(served, prompts, params, places)
+    return Answer(body, request.scope["request_id"], generation, params)
 
 
 def sampling(p: GenerateParameters) -> SamplingParams:
@@ -284,34 +271,25 @@ def timing_headers(job: Answer) -> dict[str, str]:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/tokenize", summary="Text or messages to token ids")
-async def tokenize(body: TokenizeBody, house: HouseDep) -> dict[str, Any]:
+@router.post("/tokenize", summary="Text or messages to token ids", response_model=TokenizeAnswer)
+async def tokenize(body: TokenizeBody, request: Request, house: HouseDep) -> Response:
     """The ids that generation would see for the same text."""
     served = house.models.resolve(body.model)
-    tokenizer = served.tokenizer
-    if body.messages is not None:
-        ids = await encode_chat(tokenizer, body.messages, body.add_generation_prompt)
-    else:
-        ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "", body.add_special_tokens)
-    strings = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
-    return {
-        "count": len(ids),
-        "max_model_len": served.engine.limits.max_model_len,
-        "tokens": ids,
-        "token_strs": strings,
-    }
+    text = plain(body.messages) if body.messages is not None else (body.prompt or "").encode()
+    asked = {"special": body.add_special_tokens, "prompted": body.add_generation_prompt}
+    head = {"op": "tokenize", "messages": body.messages is not None, "strings": body.return_token_strs, **asked}
+    return await _rendered(house, request, served, head, text)
 
 
-@router.post("/detokenize", summary="Token ids to text")
-async def detokenize(body: DetokenizeBody, house: HouseDep) -> dict[str, Any]:
-    tokenizer = house.models.resolve(body.model).tokenizer
-    return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, body.skip_special_tokens)}
+@router.post("/detokenize", summary="Token ids to text", response_model=DetokenizeAnswer)
+async def detokenize(body: DetokenizeBody, request: Request, house: HouseDep) -> Response:
+    served = house.models.resolve(body.model)
+    house.reading.sizes(served.engine.limits.max_model_len).check(body)
+    head = {"op": "detokenize", "skip": body.skip_special_tokens}
+    return await _rendered(house, request, served, head, json.dumps(body.tokens).encode())
 
 
-async def encode_chat(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
-    """The conversation through the model's own template. Fault when it has none, or refuses the messages."""
-    plain = [message.plain() for message in messages]
-    try:
-        return await asyncio.to_thread(tokenizer.encode_chat, plain, add_generation_prompt)
-    except Fp8ServeError as error:
-        raise Fault(Code.TEMPLATE_ERROR, str(error), param="messages") from None
+async def _rendered(house: House, request: Request, served: Served, head: dict[str, Any], text: bytes) -> Response:
+    with served.lease():
+        content = await until_disconnect(request, house.reading.render(served, head, text))
+    return Response(content, media_type="application/json")

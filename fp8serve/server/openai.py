@@ -3,8 +3,7 @@ native routes.
 
 A stream's failures after the 200 arrive as `data: {"error": ...}` and then `data: [DONE]`, which OpenAI's own client
 raises as an APIError. Choices of one request run at the same time and their chunks interleave by `index`.
-Log-probabilities are clamped at -9999, because JSON has no infinity. `system_fingerprint` is the version of the
-weights that answered.
+`system_fingerprint` is the version of the weights that answered.
 """
 
 import contextlib
@@ -16,18 +15,21 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from fp8serve.engine.request import RequestOutput, SamplingParams, TokenLogprob
+from fp8serve.engine.request import RequestOutput, SamplingParams
 from fp8serve.errors import Fp8ServeError
 from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.server.admission import Places
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.generation import Generation
 from fp8serve.server.house import House, HouseDep
+from fp8serve.server.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
 from fp8serve.server.models import Served
-from fp8serve.server.native import STREAM_RESPONSE, encode, encode_chat, finite
+from fp8serve.server.native import STREAM_RESPONSE
 from fp8serve.server.openai_protocol import ChatBody, CompletionBody, Sampled
+from fp8serve.server.reading import BoundedRoute
 from fp8serve.server.streams import DONE, EventStream, event, until_disconnect
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"])
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)
 COMPLETION_TOKENS = 16
 JsonObject = dict[str, Any]
 
@@ -36,30 +38,25 @@ JsonObject = dict[str, Any]
 async def completions(body: CompletionBody, request: Request, house: HouseDep) -> Response:
     """One choice for each of `n` and each prompt."""
     served = house.served(body.model)
-    with served.lease():
-        prompts = [tuple(await _prompt_ids(served, prompt)) for prompt in _bounded(body, house)]
-        answer = admit(
-            body, request, house, served, prompts, _params(body, body.max_tokens or COMPLETION_TOKENS), TextShape()
-        )
+    house.reading.sizes(served.engine.limits.max_model_len).check(body)
+    given = body.prompts()
+    params = _params(body, body.max_tokens or COMPLETION_TOKENS)
+    with served.lease(), reserve(body, house, len(given)) as places:
+        prompts = await until_disconnect(request, house.reading.prompts(served, given))
+        answer = admit(body, house, served, prompts, params, places, TextShape())
     return await reply(answer, request, house)
 
 
 @router.post("/chat/completions", summary="Continue a conversation", response_model=None, responses=STREAM_RESPONSE)
 async def chat(body: ChatBody, request: Request, house: HouseDep) -> Response:
     """The conversation is rendered by the model's own template."""
-    limit = house.settings.limits.chat_messages
-    if len(body.messages) > limit:
-        raise Fault(
-            Code.INVALID_PARAMETER,
-            f"{len(body.messages)} messages are more than this server's limit of {limit}.",
-            param="messages",
-        )
     served = house.served(body.model)
-    with served.lease():
-        prompt = tuple(await encode_chat(served.tokenizer, body.messages))
+    house.reading.sizes(served.engine.limits.max_model_len).check(body)
+    with served.lease(), reserve(body, house, 1) as places:
+        prompt = await until_disconnect(request, house.reading.conversation(served, body.messages))
         room = served.engine.limits.max_model_len - len(prompt)
         params = _params(body, body.token_limit or max(1, room))
-        answer = admit(body, request, house, served, [prompt], params, ChatShape())
+        answer = admit(body, house, served, [prompt], params, places, ChatShape())
     return await reply(answer, request, house)
 
 
@@ -92,21 +89,6 @@ def _model(house: House, name: str) -> JsonObject:
 # -- admission ---------------------------------------------------------------------------------------------------------
 
 
-def _bounded(body: CompletionBody, house: House) -> list[str | list[int]]:
-    prompts = body.prompts()
-    if len(prompts) > house.settings.limits.prompts:
-        raise Fault(
-            Code.INVALID_PARAMETER,
-            f"{len(prompts)} prompts are more than this server's limit of {house.settings.limits.prompts}.",
-            param="prompt",
-        )
-    return prompts
-
-
-async def _prompt_ids(served: Served, prompt: str | list[int]) -> list[int]:
-    return prompt if isinstance(prompt, list) else await encode(served.tokenizer, prompt)
-
-
 def _params(body: CompletionBody | ChatBody, max_tokens: int) -> SamplingParams:
     try:
         return body.params(max_tokens)
@@ -114,24 +96,29 @@ def _params(body: CompletionBody | ChatBody, max_tokens: int) -> SamplingParams:
         raise Fault(Code.INVALID_PARAMETER, str(error)) from None
 
 
-def admit(
-    body: Sampled,
-    request: Request,
-    house: House,
-    served: Served,
-    prompts: list[tuple[int, ...]],
-    params: SamplingParams,
-    shape: "TextShape | ChatShape",
-) -> "Answer":
-    """All choices of all prompts, or a Fault."""
+def reserve(body: Sampled, house: House, prompts: int) -> Places:
+    """Room for all choices, before any prompt is read, or a Fault."""
     if body.choices > house.settings.limits.n:
         raise Fault(
             Code.INVALID_PARAMETER,
             f"n is {body.choices}, more than this server's limit of {house.settings.limits.n}.",
             param="n",
         )
-    generation = house.generation(served, request.scope["request_id"], prompts, params, body.choices)
-    return Answer(body, request.scope["request_id"], generation, shape)
+    return house.admission.reserve(prompts * body.choices)
+
+
+def admit(
+    body: Sampled,
+    house: House,
+    served: Served,
+    prompts: list[tuple[int, ...]],
+    params: SamplingParams,
+    places: Places,
+    shape: "TextShape | ChatShape",
+) -> "Answer":
+    """All choices of all prompts, or a Fault."""
+    generation = house.generation(served, prompts, params, places, body.choices)
+    return Answer(body, generation, shape)
 
 
 # -- the two shapes ----------------------------------------------------------------------------------------------------
@@ -146,7 +133,7 @@ class TextShape:
         return {
             "index": index,
             "text": c.text,
-            "logprobs": text_logprobs(c.logprobs, 0, tokenizer),
+            "logprobs": self.logprobs(c.logprobs, tokenizer),
             "finish_reason": c.finish,
             "stop_reason": c.stop_reason,
         }
@@ -154,15 +141,17 @@ class TextShape:
     def opening(self, index: int) -> JsonObject | None:
         return None
 
-    def delta(self, index: int, output: RequestOutput, offset: int, tokenizer: Tokenizer) -> JsonObject:
-        logprobs = text_logprobs(list(output.logprobs), offset, tokenizer) if output.logprobs else None
+    def delta(self, index: int, output: RequestOutput, new: list[Placed], tokenizer: Tokenizer) -> JsonObject:
         return {
             "index": index,
             "text": output.text_delta,
-            "logprobs": logprobs,
+            "logprobs": self.logprobs(new or None, tokenizer),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+
+    def logprobs(self, placed: list[Placed] | None, tokenizer: Tokenizer) -> JsonObject | None:
+        return None if placed is None else text_logprobs(placed, tokenizer)
 
 
 class ChatShape:
@@ -175,49 +164,23 @@ class ChatShape:
         return {
             "index": index,
             "message": message,
-            "logprobs": chat_logprobs(c.logprobs, tokenizer),
+            "logprobs": self.logprobs(c.logprobs, tokenizer),
             "finish_reason": c.finish,
         }
 
     def opening(self, index: int) -> JsonObject | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, output: RequestOutput, offset: int, tokenizer: Tokenizer) -> JsonObject:
-        text = {"content": output.text_delta} if output.text_delta else {}
-        logprobs = chat_logprobs(list(output.logprobs), tokenizer) if output.logprobs else None
-        return {"index": index, "delta": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+    def delta(self, index: int, output: RequestOutput, new: list[Placed], tokenizer: Tokenizer) -> JsonObject:
+        return {
+            "index": index,
+            "delta": {"content": output.text_delta} if output.text_delta else {},
+            "logprobs": self.logprobs(new or None, tokenizer),
+            "finish_reason": output.finish_reason,
+        }
 
-
-def text_logprobs(items: list[TokenLogprob] | None, offset: int, tokenizer: Tokenizer) -> JsonObject | None:
-    """The object of /v1/completions. `offset`: characters of the answer before the first of these tokens."""
-    if items is None:
-        return None
-    tokens = [tokenizer.token_text(item.token_id) for item in items]
-    offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
-    tops = [{tokenizer.token_text(i): finite(p) for i, p in reversed(item.top)} for item in items]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [finite(i.logprob) for i in items],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-
-
-def chat_logprobs(items: list[TokenLogprob] | None, tokenizer: Tokenizer) -> JsonObject | None:
-    if items is None:
-        return None
-    return {
-        "content": [
-            _one(i.token_id, i.logprob, tokenizer) | {"top_logprobs": [_one(t, p, tokenizer) for t, p in i.top]}
-            for i in items
-        ],
-        "refusal": None,
-    }
-
-
-def _one(token_id: int, logprob: float, tokenizer: Tokenizer) -> JsonObject:
-    text = tokenizer.token_text(token_id)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+    def logprobs(self, placed: list[Placed] | None, tokenizer: Tokenizer) -> JsonObject | None:
+        return None if placed is None else chat_logprobs(placed, tokenizer)
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------
@@ -225,21 +188,24 @@ def _one(token_id: int, logprob: float, tokenizer: Tokenizer) -> JsonObject:
 
 @dataclass
 class Choice:
-    """One choice as it grows."""
+    """One choice as it grows. `logprobs`: None when they were not asked for."""
 
+    stream: LogprobStream
     text: str = ""
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[Placed] | None = None
     finish: str | None = None
     stop_reason: str | int | None = None
     tokens: int = 0
-    logprob_chars: int = 0
 
-    def take(self, output: RequestOutput) -> None:
+    def take(self, output: RequestOutput) -> list[Placed]:
+        """Adds an output; returns its log-probabilities."""
         self.text += output.text_delta
         self.tokens = output.num_generated
         self.finish, self.stop_reason = output.finish_reason, output.stop_reason
-        if output.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *output.logprobs]
+        new = self.stream.take(output)
+        if output.logprobs is not None or new:
+            self.logprobs = (self.logprobs or []) + new
+        return new
 
 
 @dataclass
@@ -247,14 +213,13 @@ class Answer:
     """An admitted request and its choices: prompt 0's n, then prompt 1's n, ..."""
 
     body: Sampled
-    request_id: str
     generation: Generation
     shape: TextShape | ChatShape
     created: int = field(default_factory=lambda: int(time.time()))
     choices: list[Choice] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.choices = [Choice() for _ in self.generation.requests]
+        self.choices = [Choice(LogprobStream(self.tokenizer)) for _ in self.generation.requests]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -262,7 +227,7 @@ class Answer:
 
     def frame(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         identity = {
-            "id": f"{self.shape.prefix}-{self.request_id.removeprefix('req-')}",
+            "id": f"{self.shape.prefix}-{self.generation.id}",
             "object": kind,
             "created": self.created,
         }
@@ -320,11 +285,6 @@ async def stream_events(answer: Answer) -> AsyncGenerator[bytes, None]:
 async def _deltas(answer: Answer) -> AsyncGenerator[JsonObject, None]:
     async with contextlib.aclosing(answer.generation.outputs()) as outputs:
         async for index, output in outputs:
-            choice = answer.choices[index]
-            choice.take(output)
-            delta = answer.shape.delta(index, output, choice.logprob_chars, answer.tokenizer)
-            choice.logprob_chars += sum(
-                len(answer.tokenizer.token_text(item.token_id)) for item in output.logprobs or ()
-            )
-            if output.text_delta or output.logprobs or output.finish_reason is not None:
-                yield delta
+            new = answer.choices[index].take(output)
+            if output.text_delta or new or output.finish_reason is not None:
+                yield answer.shape.delta(index, output, new, answer.tokenizer)

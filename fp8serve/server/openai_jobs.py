@@ -16,10 +16,11 @@ from fp8serve.server.files import page
 from fp8serve.server.finetune import Limit, checkpoint_metrics, written_checkpoints
 from fp8serve.server.house import House, HouseDep
 from fp8serve.server.protocol import Body, Metadata, Strict
+from fp8serve.server.reading import BoundedRoute
 from fp8serve.server.records import Event, Job
 from fp8serve.server.submission import FileId, FinetuneBody, Suffix, submit
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI"])
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI"], route_class=BoundedRoute)
 LEARNING_RATE = 2e-5
 
 
@@ -79,7 +80,7 @@ class JobBody(Body):
 async def create(
     body: JobBody, house: HouseDep, idempotency_key: Annotated[str | None, Header(max_length=255)] = None
 ) -> dict[str, Any]:
-    job, made = await asyncio.to_thread(submit, house, body.native(), idempotency_key, False)
+    job, made = await submit(house, body.native(), idempotency_key, check_files=False)
     if made:
         house.trainer.submitted()
     return view(house, job)

@@ -18,7 +18,8 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 SAME_NAMES = (
@@ -101,7 +102,7 @@ class CompletionBody(Sampled):
         "suffix": (None, ""),
     }
 
-    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    prompt: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     max_tokens: Tokens | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: int | None = None
@@ -136,7 +137,7 @@ class ChatBody(Sampled):
         "verbosity": (None,),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None

@@ -128,7 +128,7 @@ class GenerateBody(Body):
     """`POST /generate`: `inputs` (text) or `input_ids` (tokens), not both."""
 
     inputs: Annotated[str, Field(min_length=1)] | None = None
-    input_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    input_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
     parameters: GenerateParameters = GenerateParameters()
     stream: bool = False
     model: str | None = None
@@ -182,7 +182,7 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool = False
 
 
@@ -190,3 +190,18 @@ class ActivateBody(Body):
     """`POST /models/{name}/activate`: a finished job's id, or "base" for the model the server was started with."""
 
     source: Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class TokenizeAnswer(BaseModel):
+    """What /tokenize answers."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(BaseModel):
+    """What /detokenize answers."""
+
+    prompt: str

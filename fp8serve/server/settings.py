@@ -1,6 +1,6 @@
 """What a server is told when it starts: one frozen object, checked once, in one sentence per mistake.
 
-The command line fills it; `create_app` and `run` read it; nothing here comes from the environment. Sizes are bytes,
+The command line fills it; `create_app` and `run` read it; nothing here reads the environment. Sizes are bytes,
 times are seconds. `Limits` bounds everything that a request can multiply and is shown by `GET /info`.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.server.pulse import Deadlines
 
 TrainOn = Literal["refuse", "share", "pause"]
 
@@ -31,12 +32,18 @@ def default_data_dir(model: Path) -> Path:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what one request, or all of them together, may ask for."""
+    """Bounds on what one request, or all of them together, may ask for.
+
+    `reading_*`: processor seconds and memory to check, render and tokenize one request, and bytes of requests that wait
+    for that; `template_seconds`: of these, to render. `validation_*`: the same for the rows of a fine-tune.
+    """
 
     body_bytes: int = 8 << 20
     header_bytes: int = 64 << 10
     upload_bytes: int = 1 << 30
     body_seconds: float = 30.0
+    header_seconds: float = 10.0
+    send_seconds: float = 60.0
     queue: int = 256
     queue_tokens: int = 1 << 20
     n: int = 16
@@ -47,6 +54,12 @@ class Limits:
     jobs_queued: int = 32
     row_bytes: int = 1 << 20
     rows: int = 1_000_000
+    reading_seconds: float = 30.0
+    reading_memory: int = 1 << 30
+    reading_bytes: int = 64 << 20
+    template_seconds: float = 2.0
+    validation_seconds: float = 600.0
+    validation_memory: int = 8 << 30
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -60,8 +73,11 @@ class Settings:
 
     `recipe` is "stored" (the scales that lie in the directory), "bf16", or a recipe name. `train_on` decides what a
     fine-tune job may do to the device that serves: "refuse" it, "share" the device, or "pause" serving while the job
-    runs; a `train_device` other than `device` needs no such choice. Raises RequestError or MachineError on an
-    impossible value.
+    runs; a `train_device` other than `device` needs no such choice. `allowed_hosts`: further names by which requests
+    may ask for this server (hosts.py says when that is checked). An engine that gives no heartbeat for
+    `heartbeat_seconds`, or is in one step for `step_seconds`, is started again; weights that are not ready within
+    `load_seconds` are given up, and so is an answer after `request_seconds` (None: never). Raises RequestError or
+    MachineError on an impossible value.
     """
 
     model: Path
@@ -71,6 +87,7 @@ class Settings:
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
     allow_unauthenticated: bool = False
+    allowed_hosts: tuple[str, ...] = ()
     served_model_name: str | None = None
     device: str = "cpu"
     kv_cache_dtype: Literal["bf16", "fp8"] = "bf16"
@@ -83,6 +100,9 @@ class Settings:
     train_device: str | None = None
     drain_seconds: float = 30.0
     heartbeat_seconds: float = 30.0
+    step_seconds: float = 600.0
+    load_seconds: float = 1800.0
+    request_seconds: float | None = None
     vllm_metrics: bool = False
     limits: Limits = field(default_factory=Limits)
 
@@ -102,6 +122,10 @@ class Settings:
         return self.train_device or self.device
 
     @property
+    def deadlines(self) -> Deadlines:
+        return Deadlines(self.heartbeat_seconds, self.step_seconds, self.load_seconds)
+
+    @property
     def trains_on_serving_device(self) -> bool:
         return self.training_device == self.device
 
@@ -113,8 +137,12 @@ def _check_numbers(settings: Settings) -> None:
         raise RequestError(f"max_num_seqs must be at least 1, not {settings.max_num_seqs}.")
     if settings.max_model_len is not None and settings.max_model_len < 2:
         raise RequestError(f"max_model_len must be at least 2, not {settings.max_model_len}.")
-    if settings.drain_seconds < 0 or settings.heartbeat_seconds <= 0:
-        raise RequestError("drain_seconds must not be negative and heartbeat_seconds must be positive.")
+    if settings.drain_seconds < 0:
+        raise RequestError(f"drain_seconds must not be negative, as {settings.drain_seconds} is.")
+    for name in ("heartbeat_seconds", "step_seconds", "load_seconds", "request_seconds"):
+        value = getattr(settings, name)
+        if value is not None and not value > 0:
+            raise RequestError(f"{name} must be positive, not {value}.")
 
 
 def _check_names(settings: Settings) -> None:
@@ -131,7 +159,7 @@ def _check_exposure(settings: Settings) -> None:
     if settings.api_key is None and not settings.allow_unauthenticated and not is_loopback(settings.host):
         raise MachineError(
             f"Listening on {settings.host} lets other machines in, and no API key is set: "
-            "give --api-key, listen on 127.0.0.1, or say --allow-unauthenticated."
+            "give --api-key-file (or --api-key), listen on 127.0.0.1, or say --allow-unauthenticated."
         )
 
 

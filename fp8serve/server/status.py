@@ -26,7 +26,7 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 @router.get("/health/live", summary="Whether the process should be left alone (200) or restarted (503)")
 async def live(house: HouseDep) -> Response:
-    return _health(house.models.live(house.settings.heartbeat_seconds), house.state)
+    return _health(house.models.live, house.state)
 
 
 @router.get("/health/ready", summary="Whether to send requests here")

@@ -10,6 +10,7 @@ the next start removes.
     JOB_DIR/out/                    checkpoints and the result
 """
 
+import asyncio
 import hashlib
 import json
 import os
@@ -21,22 +22,24 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fp8serve.errors import DataError, Fp8ServeError
+from fp8serve.errors import DataError, Fp8ServeError, RequestError
 from fp8serve.model.config import read_config
 from fp8serve.model.examples import read_examples
 from fp8serve.model.files import fsync
+from fp8serve.server.clerks import SHORT
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.house import House
 from fp8serve.server.models import Source
 from fp8serve.server.protocol import Body, Metadata
 from fp8serve.server.records import Job, NewJob, new_job_id
+from fp8serve.server.rows import write_rows
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
-from fp8serve.train.validate import ValidationReport, validate
+from fp8serve.train.validate import validate
 
 SEQ_LEN = 256
 Count = Annotated[int, Field(ge=1, le=10**9)]
-Rows = Annotated[list[dict[str, Any]], Field(min_length=1)]
+Rows = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
 FileId = Annotated[str, Field(max_length=64)]
 RecipeValue = bool | int | Annotated[str, Field(max_length=64)] | Annotated[list[bool], Field(max_length=3)]
 Suffix = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
@@ -139,26 +142,22 @@ def training_source(house: House, model: str | None) -> Source:
     raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
 
 
-def submit(house: House, body: FinetuneBody, key: str | None, check_files: bool = True) -> tuple[Job, bool]:
-    """Makes a queued job; False when the idempotency `key` had made it before. Blocks: call it in a thread.
+async def submit(
+    house: House, body: FinetuneBody, key: str | None, rows: Path | None = None, check_files: bool = True
+) -> tuple[Job, bool]:
+    """Makes a queued job; False when the idempotency `key` had made it before.
 
-    Raises Fault. `check_files=False` leaves bad rows of an uploaded file to the job, which then fails with them.
+    Raises Fault. `rows` is the folder where the rows of a long request lie. `check_files=False` leaves bad rows of an
+    uploaded file to the job, which then fails with them.
     """
     refuse_if_not_allowed(house)
-    source = training_source(house, body.model)
+    source = await asyncio.to_thread(training_source, house, body.model)
     job_id = new_job_id()
-    directory = house.trainer.dir_of(job_id)
-    directory.mkdir(mode=0o700)
     try:
-        config = _fill(house, directory, body, source, check_files)
-        new = NewJob(
-            base=source.model_id, source=source.key, config=_public(config), suffix=body.suffix,
-            training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
-        )  # fmt: skip
-        job, made = house.jobs.create(new, job_id, house.settings.limits.jobs_queued, key, request_hash(body))
-    except OSError as error:
-        house.trainer.discard(job_id)
-        raise Fault(Code.DISK_FULL, f"The job cannot be written to the data directory: {error.strerror}.") from None
+        mark = await asyncio.to_thread(request_hash, body, rows)
+        config = await asyncio.to_thread(_place_all, house, house.trainer.dir_of(job_id), body, source, rows)
+        await _check_data(house, body, config, check_files)
+        job, made = await asyncio.to_thread(_enter, house, job_id, body, source, config, key, mark)
     except BaseException:
         house.trainer.discard(job_id)
         raise
@@ -167,23 +166,37 @@ def submit(house: House, body: FinetuneBody, key: str | None, check_files: bool 
     return job, made
 
 
-def request_hash(body: Body) -> str:
-    """Identifies a request for its idempotency key."""
-    return hashlib.sha256(body.model_dump_json().encode()).hexdigest()
-
-
-def _fill(house: House, directory: Path, body: FinetuneBody, source: Source, check_files: bool) -> TrainConfig:
-    data = place(house, directory / "data", body.data, body.file_id)
-    held_out = place(house, directory / "validation", body.validation_data, body.validation_file_id)
-    config = make_config(house, directory, body, source, data, held_out)
-    if body.data is not None:
-        check_inline(config)
-    for path in (*(data if body.data is None and check_files else ()), *(held_out if check_files else ())):
-        check_rows(path, "data" if path in data else "validation_data")
+def _enter(
+    house: House, job_id: str, body: FinetuneBody, source: Source, config: TrainConfig, key: str | None, mark: str
+) -> tuple[Job, bool]:
+    """The directory is whole before the table knows of it."""
+    directory = house.trainer.dir_of(job_id)
     (directory / "job.json").write_text(config.to_json(), encoding="utf-8")
     for path in (directory / "job.json", directory, directory.parent):
         fsync(path)
-    return config
+    new = NewJob(
+        base=source.model_id, source=source.key, config=_public(config), suffix=body.suffix,
+        training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
+    )  # fmt: skip
+    return house.jobs.create(new, job_id, house.settings.limits.jobs_queued, key, mark)
+
+
+def request_hash(body: Body, rows: Path | None = None) -> str:
+    """Identifies a request, the rows that lie in a folder included, for its idempotency key."""
+    digest = hashlib.sha256(body.model_dump_json().encode())
+    for path in sorted(rows.iterdir()) if rows is not None else ():
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _place_all(house: House, directory: Path, body: FinetuneBody, source: Source, rows: Path | None) -> TrainConfig:
+    directory.mkdir(mode=0o700)
+    spooled = {} if rows is None else {path.stem: path for path in rows.iterdir()}
+    data = place(house, directory / "data", body.data, body.file_id, spooled.get("data"))
+    held_out = place(
+        house, directory / "validation", body.validation_data, body.validation_file_id, spooled.get("validation_data")
+    )
+    return make_config(house, directory, body, source, data, held_out)
 
 
 def make_config(
@@ -210,8 +223,8 @@ def _public(config: TrainConfig) -> dict[str, Any]:
     return shown | {"learning_rate": shown.pop("lr")}
 
 
-def place(house: House, stem: Path, rows: Rows | None, file_id: str | None) -> list[Path]:
-    """Puts rows or an uploaded file beside the job. Nothing given: nothing placed."""
+def place(house: House, stem: Path, rows: Rows | None, file_id: str | None, spooled: Path | None = None) -> list[Path]:
+    """Puts rows, the file they were `spooled` to, or an uploaded file beside the job. Nothing given: nothing placed."""
     if file_id is not None:
         source = file_path(house.data_dir, house.jobs.file(file_id).id)
         path = stem.with_suffix(source.suffix)
@@ -219,25 +232,15 @@ def place(house: House, stem: Path, rows: Rows | None, file_id: str | None) -> l
         return [path]
     if rows is None:
         return []
-    limits = house.settings.limits
-    if len(rows) > limits.rows:
-        raise Fault(
-            Code.INVALID_PARAMETER,
-            f"{len(rows)} rows are more than this server's limit of {limits.rows}.",
-            param=stem.name,
-        )
     path = stem.with_suffix(".jsonl")
-    with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(rows, 1):
-            line = json.dumps(row)
-            if len(line) > limits.row_bytes:
-                raise Fault(
-                    Code.INVALID_PARAMETER,
-                    f"Row {number} is larger than this server's limit of {limits.row_bytes} bytes.",
-                    param=stem.name,
-                )
-            file.write(line + "\n")
-    fsync(path)
+    if spooled is not None:
+        spooled.rename(path)
+        return [path]
+    limits = house.settings.limits
+    try:
+        write_rows(path, rows, limits.rows, limits.row_bytes)
+    except RequestError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error), param=stem.name) from None
     return [path]
 
 
@@ -258,41 +261,60 @@ def file_path(data_dir: Path, file_id: str) -> Path:
     raise Fault(Code.FILE_NOT_FOUND, "The file of that id is no longer there.", param="file_id")
 
 
-def check_rows(path: Path, param: str) -> None:
-    """Fault 4xx naming the first bad line."""
+# -- looking at the data -----------------------------------------------------------------------------------------------
+
+
+async def _check_data(house: House, body: FinetuneBody, config: TrainConfig, check_files: bool) -> None:
+    """Fault 4xx naming the first row that cannot be trained on: rows of `data` are tokenized, files are parsed."""
+    if body.data is not None:
+        report = await _report(house, config)
+        if report["bad_lines"]:
+            raise Fault(Code.INVALID_PARAMETER, report["bad_lines"][0]["message"], param="data")
+        if not report["ok"]:
+            raise Fault(Code.INVALID_PARAMETER, "No row of data has a token to learn within seq_len.", param="data")
+    elif check_files:
+        await _check_rows(house, config.data, "data")
+    if check_files:
+        await _check_rows(house, config.eval_data, "validation_data")
+
+
+async def _check_rows(house: House, files: Sequence[str], param: str) -> None:
     try:
-        read_examples([path])
+        if _is_short(files):
+            await asyncio.to_thread(read_examples, [Path(name) for name in files])
+        else:
+            await house.reading.look_at_rows("rows", json.dumps(list(files)).encode())
     except DataError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
 
 
-def check_inline(config: TrainConfig) -> None:
-    """Fault 4xx naming the first row of `data` that cannot be trained on; tokenises them all."""
-    report = validate(config)
-    if report.bad_lines:
-        raise Fault(Code.INVALID_PARAMETER, report.bad_lines[0]["message"], param="data")
-    if not report.ok:
-        raise Fault(Code.INVALID_PARAMETER, "No row of data has a token to learn within seq_len.", param="data")
+async def _report(house: House, config: TrainConfig) -> dict[str, Any]:
+    """ValidationReport as plain data."""
+    if _is_short(config.data):
+        text = (await asyncio.to_thread(validate, config)).to_json().encode()
+    else:
+        text = await house.reading.look_at_rows("dry_run", config.to_json().encode())
+    report: dict[str, Any] = json.loads(text)
+    return report
 
 
-# -- the dry run -------------------------------------------------------------------------------------------------------
+def _is_short(files: Sequence[str]) -> bool:
+    """Whether the files can be read here; a clerk reads what is longer."""
+    return sum(Path(name).stat().st_size for name in files) <= SHORT
 
 
-def dry_run(house: House, body: FinetuneBody) -> dict[str, Any]:
-    """What the job would do: bad rows, tokens, the share that is learnt, steps, memory, one row. Blocks."""
-    source = training_source(house, body.model)
+async def dry_run(house: House, body: FinetuneBody, rows: Path | None = None) -> dict[str, Any]:
+    """What the job would do: bad rows, tokens, the share that is learnt, steps, memory, one row."""
+    source = await asyncio.to_thread(training_source, house, body.model)
     directory = house.trainer.dir_of(f"validate-{new_job_id()}")
-    directory.mkdir(mode=0o700)
     try:
-        data = place(house, directory / "data", body.data, body.file_id)
-        held_out = place(house, directory / "validation", body.validation_data, body.validation_file_id)
-        return _shown(validate(make_config(house, directory, body, source, data, held_out)))
+        config = await asyncio.to_thread(_place_all, house, directory, body, source, rows)
+        return _shown(await _report(house, config))
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
-def _shown(report: ValidationReport) -> dict[str, Any]:
+def _shown(report: dict[str, Any]) -> dict[str, Any]:
     """The report without places on our disk."""
-    shown: dict[str, Any] = json.loads(report.to_json())
-    shown["bad_lines"] = [{"line": bad["line"], "message": safe_text(bad["message"])} for bad in shown["bad_lines"]]
-    return shown
+    bad_lines = [{"line": bad["line"], "message": safe_text(bad["message"])} for bad in report["bad_lines"]]
+    return report | {"bad_lines": bad_lines}

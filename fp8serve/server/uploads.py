@@ -1,8 +1,9 @@
 """A `multipart/form-data` body with one file, streamed to the disk as it arrives.
 
 Memory stays at one network chunk however large the file is; the temporary file lies in the data directory, so
-nothing else need be writable. Size, time between chunks, number and size of the other fields are bounded. The result
-is `Upload`: the path of the whole, fsynced temporary file, its size and SHA-256, and the fields.
+nothing else need be writable. Size, number and size of rows, time between chunks and for the whole, and number and
+size of the other fields are bounded. The result is `Upload`: the path of the whole, fsynced temporary file, its size
+and SHA-256, and the fields.
 """
 
 import asyncio
@@ -18,10 +19,13 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.settings import Limits
 from fp8serve.server.streams import ClientGoneError
 
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 16
+LEAST_RATE = 16 << 10
+"""Bytes a second that an upload must keep up on average, once its first seconds are over."""
 
 
 @dataclass
@@ -35,11 +39,47 @@ class Upload:
     sha256: str = ""
 
 
+class RowBounds:
+    """Counts the rows of a file as its bytes pass: lines, or paragraphs of plain text. Fault for one too many or too
+    large.
+    """
+
+    def __init__(self, limits: Limits, text: bool) -> None:
+        self.limits, self.text = limits, text
+        self.rows = 0
+        self._size = 0  # of the row so far
+        self._blank = True  # the line so far
+
+    def take(self, piece: bytes) -> None:
+        *whole, rest = piece.split(b"\n")
+        for line in whole:
+            self._grow(line)
+            if self._blank or not self.text:
+                self._size = 0
+            self._blank = True
+        self._grow(rest)
+
+    def _grow(self, part: bytes) -> None:
+        if not part.strip():
+            return
+        self._blank = False
+        self.rows += self._size == 0
+        self._size += len(part)
+        if self._size > self.limits.row_bytes:
+            raise self._fault(f"Row {self.rows} is larger than this server's limit of {self.limits.row_bytes} bytes.")
+        if self.rows > self.limits.rows:
+            raise self._fault(f"The file has more rows than this server's limit of {self.limits.rows}.")
+
+    def _fault(self, message: str) -> Fault:
+        return Fault(Code.INVALID_PARAMETER, message, param="file")
+
+
 class _Parts:
     """The parser's callbacks: the part named `file` goes to `sink`, the others into `fields`."""
 
-    def __init__(self, upload: Upload, sink: IO[bytes]) -> None:
-        self.upload, self.sink = upload, sink
+    def __init__(self, upload: Upload, sink: IO[bytes], limits: Limits) -> None:
+        self.upload, self.sink, self.limits = upload, sink, limits
+        self.bounds = RowBounds(limits, text=False)
         self.digest = hashlib.sha256()
         self.done = False
         self._headers: dict[bytes, bytes] = {}
@@ -80,10 +120,12 @@ class _Parts:
             if self.upload.filename is not None:
                 raise Fault(Code.INVALID_PARAMETER, "Send one file in one request.", param="file")
             self.upload.filename = options.get(b"filename", b"upload.jsonl").decode("utf-8", "replace")[:255]
+            self.bounds = RowBounds(self.limits, is_text(self.upload.filename))
 
     def part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]
         if self._part == "file":
+            self.bounds.take(piece)
             self.sink.write(piece)
             self.digest.update(piece)
             self.upload.size += len(piece)
@@ -104,16 +146,21 @@ class _Parts:
         self.done = True
 
 
-async def receive_upload(request: Request, path: Path, max_bytes: int, seconds: float) -> Upload:
+def is_text(filename: str) -> bool:
+    """Plain text rather than JSON lines, as far as the client's name for it tells."""
+    return filename.lower().endswith((".txt", ".md"))
+
+
+async def receive_upload(request: Request, path: Path, limits: Limits) -> Upload:
     """Streams the request's body to `path`. Raises Fault or ClientGoneError, and then leaves nothing behind."""
     boundary = _boundary(request)
-    _check_room(path.parent, request.headers.get("content-length"), max_bytes)
+    _check_room(path.parent, request.headers.get("content-length"), limits.upload_bytes)
     upload = Upload(path)
     try:
         with path.open("xb") as sink:
-            parts = _Parts(upload, sink)
+            parts = _Parts(upload, sink, limits)
             parser = MultipartParser(boundary, parts.callbacks(), max_header_count=8, max_header_size=2048)  # type: ignore[arg-type]
-            await _feed(request, parser, max_bytes, seconds)
+            await _feed(request, parser, limits.upload_bytes, limits.body_seconds)
             _check_whole(parts, upload)
             upload.sha256 = parts.digest.hexdigest()
             sink.flush()
@@ -131,12 +178,18 @@ async def receive_upload(request: Request, path: Path, max_bytes: int, seconds: 
 async def _feed(request: Request, parser: MultipartParser, max_bytes: int, seconds: float) -> None:
     total = 0
     stream = request.stream()
+    clock = asyncio.get_running_loop().time
+    started = clock()
     while True:
+        late = started + seconds + total / LEAST_RATE
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout_at(min(late, clock() + seconds)):
                 chunk = await anext(stream, None)
         except TimeoutError:
-            raise Fault(Code.REQUEST_TIMEOUT, f"The upload stood still for {seconds:g} seconds.") from None
+            message = (
+                f"The upload stood still for {seconds:g} seconds, or came at less than {LEAST_RATE} bytes a second."
+            )
+            raise Fault(Code.REQUEST_TIMEOUT, message) from None
         except ClientDisconnect:
             raise ClientGoneError from None
         if chunk is None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.model.export import CARRIED
-from fp8serve.model.files import read_json, regular_file, write_json
+from fp8serve.model.files import MAX_CARRIED_BYTES, read_file, read_json, regular_file, write_json
 
 
 def carried_files(source: Path) -> Callable[[Path], None]:
     """A function that writes the files of `source` into a directory; config.json as `training_config` makes it."""
-    contents = {n: (source / n).read_bytes() for n in CARRIED if regular_file(source / n)}
+    contents = {n: read_file(source / n, MAX_CARRIED_BYTES) for n in CARRIED if regular_file(source / n)}
     config = training_config(read_json(source / "config.json"))
 
     def write(directory: Path) -> None:

@@ -1,7 +1,8 @@
 """Step checkpoints: directories `checkpoints/step-N/` that are there whole or not at all.
 
     model.safetensors       FP32 master weights under their Hugging Face names; with the files of the next line
-    config.json, tokenizer  (carried over, quantization removed) the directory is itself a model directory
+    model.safetensors.index.json, config.json, tokenizer
+                            (carried over, quantization removed) the directory is itself a model directory
     optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`
     scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`
     random.safetensors      torch's generator state
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.model.files import fsync, read_json, save_tensors, whole_directory, write_json
+from fp8serve.model.shards import write_index
 
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
@@ -61,6 +63,7 @@ def write_checkpoint(root: Path, state: TrainState, carry: Callable[[Path], None
         carry(directory)
         for kind in _KINDS:
             _save(directory / f"{kind}.safetensors", getattr(state, kind))
+        write_index(directory)
         write_json(directory / "trainer.json", {"version": VERSION, **state.meta})
         write_json(directory / "manifest.json", manifest_of(directory))
     return final

@@ -13,6 +13,7 @@ import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, Literal
 
 from fp8serve.errors import JobError, RecipeError
@@ -22,10 +23,15 @@ from fp8serve.fp8.recipe import Recipe
 MasterWeights = Literal["model", "optimizer"]
 Packing = Literal["rows", "tokens"]
 FileFormat = Literal["compressed-tensors", "fp8", "modelopt"]
+OnDivergence = Literal["fail", "keep"]
 
 # Fields that may differ between the run that wrote a checkpoint and the run that resumes from it: where things lie, how
 # often something is written or reported. Every other field changes the trained bits.
-_FREE_ON_RESUME = {"model", "data", "eval_data", "eval_every", "out", "save_every", "keep_last", "log_every", "format"}
+_FREE_ON_RESUME = {
+    *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
+    *("format", "on_divergence"),
+}
+LENGTH = frozenset({"epochs", "max_steps"})  # may differ, too: the run goes on to the new end
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,14 @@ class TrainConfig:
         `lr * min_lr_ratio`.
     clip: largest global gradient norm; None does not clip.
     master_weights: "model" keeps FP32 in the model and casts on the fly, "optimizer" keeps BF16 in the model.
-    save_every: optimizer steps between checkpoints (the last step always gets one); None: only the last step.
+    save_every: optimizer steps between checkpoints (the last step always gets one); None: by `save_minutes`.
+    save_minutes: without `save_every`, a step that ends this long after the last checkpoint gets one.
     keep_last: newest checkpoints kept.
     eval_every: steps between validation passes over `eval_data`; None: only at the end.
     format: spelling of the served model's FP8 weights: compressed-tensors, fp8 or modelopt.
+    template_date: the date, as 2026-01-31, that chat templates are told; None: that of the run's first checkpoint, else
+        today. A served model is told the day of each request.
+    on_divergence: "fail" makes no model of a run that ended worse than it began (`train.divergence`), "keep" does.
     Raises JobError for a value that cannot be used.
     """
 
@@ -77,17 +87,25 @@ class TrainConfig:
     master_weights: MasterWeights = "model"
     seed: int = 0
     save_every: int | None = None
+    save_minutes: float = 10.0
     keep_last: int = 2
     log_every: int = 1
     eval_data: tuple[str, ...] = ()
     eval_every: int | None = None
     format: FileFormat = "compressed-tensors"
     device: str = "cpu"
+    template_date: str | None = None
+    on_divergence: OnDivergence = "fail"
 
     def __post_init__(self) -> None:
         for name in ("data", "eval_data", "betas"):
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         _check(self)
+
+    @property
+    def today(self) -> date | None:
+        """`template_date` as a date."""
+        return None if self.template_date is None else date.fromisoformat(self.template_date)
 
     @property
     def fp8_recipe(self) -> Recipe | None:
@@ -141,6 +159,7 @@ _CHOICES = {
     "packing": typing.get_args(Packing),
     "master_weights": typing.get_args(MasterWeights),
     "format": typing.get_args(FileFormat),
+    "on_divergence": typing.get_args(OnDivergence),
 }
 
 
@@ -159,7 +178,7 @@ def _check(config: TrainConfig) -> None:
 
 
 def _check_reals(config: TrainConfig) -> None:
-    for name in ("lr", "eps") + (("clip",) if config.clip is not None else ()):
+    for name in ("lr", "eps", "save_minutes") + (("clip",) if config.clip is not None else ()):
         _real(name, getattr(config, name), above=True)
     for name in _FRACTIONS:
         _real(name, getattr(config, name), above=False)
@@ -178,6 +197,8 @@ def _check_words(config: TrainConfig) -> None:
             raise JobError(f"{name} must be one of {', '.join(allowed)}, found {getattr(config, name)!r}.")
     if not config.data or not all(isinstance(p, str) and p for p in config.data + config.eval_data):
         raise JobError("data must name at least one file, and every name must be a string.")
+    if config.template_date is not None:
+        _date("template_date", config.template_date)
     if config.eval_every is not None and not config.eval_data:
         raise JobError("eval_every was given without eval_data; name the files to validate on, or leave it out.")
 
@@ -202,6 +223,13 @@ def _is_real(value: Any) -> bool:
 def _real(name: str, value: Any, *, above: bool) -> None:
     if not _is_real(value) or value < 0 or (above and value == 0):
         raise JobError(f"{name} must be a {'positive' if above else 'non-negative'} number, found {value!r}.")
+
+
+def _date(name: str, value: Any) -> None:
+    try:
+        date.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise JobError(f"{name} must be a date such as 2026-01-31, found {value!r}.") from None
 
 
 def _whole(name: str, value: Any, *, least: int) -> None:

@@ -58,9 +58,12 @@ class Forward:
             for layer, attention in enumerate(self.network.attention):
                 yield f"model.layers.{layer}.self_attn", cast(DotProductAttention, attention)
 
-    def logits(self, batch: Batch) -> Tensor:
-        """FP32 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is."""
-        with autocast(enabled=self.recipe is not None, recipe=self._run_by):
+    def logits(self, batch: Batch, is_first_microbatch: bool | None = None) -> Tensor:
+        """FP32 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is.
+
+        is_first_microbatch: of those whose gradients accumulate, see `autocast`.
+        """
+        with autocast(enabled=self.recipe is not None, recipe=self._run_by, is_first_microbatch=is_first_microbatch):
             return self._logits(batch)
 
     def _logits(self, batch: Batch) -> Tensor:

@@ -60,7 +60,7 @@ class Optimizer:
             if parameter.grad is not None:
                 grad, master = parameter.grad.float(), self.masters[name]
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
-                parameter.grad.zero_()  # not None: by that a layer knows that its quantized weight still holds
+                parameter.grad = None
 
     @torch.no_grad()
     def step(self, rate: float) -> float:

@@ -23,6 +23,7 @@ from torch import Tensor
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.files import save_tensors, whole_directory, write_json
+from fp8serve.model.shards import SINGLE, write_index
 
 END, USER, ASSISTANT, SYSTEM = "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL = (END, USER, ASSISTANT, SYSTEM)
@@ -62,7 +63,8 @@ def write_random_model(
         config |= {"bos_token_id": end, "eos_token_id": end}
         write_json(directory / "config.json", config)
         write_json(directory / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-        save_tensors(directory / "model.safetensors", random_weights(directory, seed), {"format": "pt"})
+        save_tensors(directory / SINGLE, random_weights(directory, seed), {"format": "pt"})
+        write_index(directory)
     return Path(out)
 
 

@@ -51,7 +51,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
     check_length(config.seq_len, read_config(source))
     recipe = config.fp8_recipe
     device_of(config)
-    tokenizer = Tokenizer.from_dir(source)
+    tokenizer = Tokenizer.from_dir(source, config.today)
     rows, report = load_rows(config.data, tokenizer, config.seq_len)
     report_data(report, on_event)
     eval_rows = load_rows(config.eval_data, tokenizer, config.seq_len)[0] if config.eval_data else []

@@ -7,11 +7,16 @@ kernels; a resume on a different machine works and says that the bits may differ
 
     out/checkpoints/step-N/   each one resumable, loadable as a model, and convertible by `train.export`
     out/model/                the result: FP8, servable, its scales those that training kept
+    out/run.lock              held while a run lives: two cannot share a directory
 
 The loss of a step is the mean over all targets of all its microbatches, so neither packing nor accumulation changes
 what is minimised. With delayed scaling, a base model that brings no histories is first observed for one microbatch in
 high precision: no step is taken at scale 1. A gradient that is not finite is never applied: the step is skipped with an
-event, the moments stay, and ten in a row end the job.
+event, the moments stay, and ten in a row end the job. A run that ends worse than it began fails (`train.divergence`).
+
+A run may be taken further by starting it again with more steps. Its learning rate then follows the longer schedule from
+there on, so it is not the run that had been told so from the start, and says so; the model of the earlier end is kept
+as `model-step-N`.
 """
 
 import dataclasses
@@ -27,14 +32,20 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.scaling import ScalingState
+from fp8serve.model.files import read_json
+from fp8serve.model.readers import reader_notes
+from fp8serve.model.stored import open_checkpoint
 from fp8serve.train import checkpoint, events, state
 from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
+from fp8serve.train.divergence import Outcome
 from fp8serve.train.evaluate import evaluate
 from fp8serve.train.events import OnEvent
 from fp8serve.train.export import export
 from fp8serve.train.forward import summed_loss
+from fp8serve.train.identity import check_same_job, dated, identity_of
+from fp8serve.train.lock import take_lock
 from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.order import Cursor, Step, walk
 from fp8serve.train.setup import Setup, environment, prepare
@@ -69,6 +80,8 @@ class Progress:
     trained_tokens: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    total_steps: int | None = None
+    first_loss: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,7 +104,10 @@ class Trainer:
 
         Raises DataError, ModelError, ScalesError, RecipeError for bad input and JobError for a run that cannot go on.
         """
-        with torch.random.fork_rng(devices=[]):
+        out = Path(self.config.out)
+        out.mkdir(parents=True, exist_ok=True)
+        refusal = f"Another run is at work in {out}; wait for it, or use another output directory."
+        with take_lock(out / "run.lock", refusal), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.seed)
             return _Run(self.config, on_event).to_end(stop)
 
@@ -100,19 +116,23 @@ class _Run:
     """One run from wherever it stands to its end."""
 
     def __init__(self, config: TrainConfig, on_event: OnEvent) -> None:
-        self.config, self.on_event = config, on_event
+        self.on_event = on_event
         self.out = Path(config.out)
         self.root = self.out / "checkpoints"
         self.root.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
+        self.saved_at = self.started
         self.latest = self._sweep()
+        self.config = dated(config, self.latest)
         self.progress = Progress()
-        self.setup: Setup = prepare(config, self.latest or Path(config.model), on_event)
+        self.setup: Setup = prepare(self.config, self.latest or Path(config.model), on_event)
+        self.identity = identity_of(self.config, self.setup.data_fingerprint, self.latest)
         self.lengths = [row.tokens for row in self.setup.rows]
         if self.latest is not None:
             self._resume(self.latest)
         else:
             self._warm_scales()
+            self.progress.first_loss = self._finite_first_loss()
 
     def _sweep(self) -> Path | None:
         for root in (self.root, self.out):
@@ -126,7 +146,8 @@ class _Run:
 
     def _resume(self, path: Path) -> None:
         saved = checkpoint.read_checkpoint(path)
-        self._check_same_job(saved.meta, path)
+        check_same_job(self.identity, saved.meta["identity"], path)
+        self._tell_changes(saved.meta)
         state.restore(self.setup.forward, self.setup.optimizer, saved)
         values = dict(saved.meta["progress"])
         self.progress = Progress(**{**values, "cursor": Cursor(**values["cursor"])})
@@ -149,25 +170,21 @@ class _Run:
     def _states(self) -> Iterator[tuple[str, ScalingState]]:
         return state.states(self.setup.forward)
 
-    def _check_same_job(self, meta: dict[str, Any], path: Path) -> None:
-        now, then = self._identity(), meta["identity"]
-        if differing := [k for k in now["config"] if now["config"][k] != then["config"].get(k)]:
-            key = differing[0]
+    def _tell_changes(self, meta: dict[str, Any]) -> None:
+        then, total = meta["progress"].get("total_steps"), self.setup.total_steps
+        if total < meta["step"]:
             raise JobError(
-                f"{path} was written with {key}={then['config'].get(key)!r}, this job says {now['config'][key]!r}; "
-                "use the same value or another output directory."
+                f"The run in {self.out} is at step {meta['step']} already, this job says {total}; ask for more."
             )
-        if now["data"] != then["data"]:
-            raise JobError(f"The training data differ from those {path} was trained on; use another output directory.")
+        if then is not None and total != then:
+            text = f"The run was to end at step {then}, now at {total}: its learning rate follows that from here on"
+            self.on_event(events.message("length_changed", text, level="warn", total_steps=total))
         if (here := environment(self.config)) != meta["environment"]:
             changed = [k for k in here if here[k] != meta["environment"].get(k)]
             text = (
                 f"{', '.join(changed)} changed since the checkpoint was written: the result may differ in its last bits"
             )
             self.on_event(events.message("machine_changed", text, level="warn"))
-
-    def _identity(self) -> dict[str, Any]:
-        return {"config": self.config.defines(), "data": self.setup.data_fingerprint}
 
     def to_end(self, stop: Callable[[], bool]) -> TrainResult:
         left = self.setup.total_steps - self.progress.step
@@ -176,10 +193,15 @@ class _Run:
                 return self._stopped()
             self._take(step)
             self.progress.cursor = cursor
-            if self._due(self.config.save_every):
+            if self._time_to_save():
                 self._save()
         self._save()
         return self._finished()
+
+    def _time_to_save(self) -> bool:
+        if self.config.save_every is not None:
+            return self._due(self.config.save_every)
+        return time.monotonic() - self.saved_at >= 60 * self.config.save_minutes
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
@@ -204,14 +226,15 @@ class _Run:
         targets = sum(row.trainable for rows in microbatches for row in rows)
         # FP64 where the model is: reading each microbatch would wait for a GPU, once for all is soon enough
         sums = torch.zeros(2, dtype=torch.float64, device=self.config.device)
-        for rows in microbatches:
-            sums += torch.stack(self._microbatch(rows, targets))
+        for i, rows in enumerate(microbatches):
+            first = i == 0 if len(microbatches) > 1 else None  # nothing is kept where nothing follows
+            sums += torch.stack(self._microbatch(rows, targets, first))
         loss, hits = sums.tolist()
         return loss / targets, hits / targets, sum(row.tokens for rows in microbatches for row in rows)
 
-    def _microbatch(self, rows: list[Row], targets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _microbatch(self, rows: list[Row], targets: int, first: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
         batch = collate(rows, self.config.device)
-        loss, hits = summed_loss(self.setup.forward.logits(batch), batch.targets)
+        loss, hits = summed_loss(self.setup.forward.logits(batch, first), batch.targets)
         (loss / targets).backward()  # type: ignore[no-untyped-call]
         self.setup.optimizer.collect()
         return loss.detach().double(), hits.double()
@@ -250,14 +273,15 @@ class _Run:
         meta = {
             "step": self.progress.step,
             "config": json.loads(self.config.to_json()),
-            "progress": dataclasses.asdict(self.progress),
-            "identity": self._identity(),
+            "progress": {**dataclasses.asdict(self.progress), "total_steps": self.setup.total_steps},
+            "identity": self.identity,
             "environment": environment(self.config),
         }
         saved = state.capture(self.setup.forward, self.setup.optimizer, meta)
         self.latest = checkpoint.write_checkpoint(self.root, saved, self.setup.carry)
         self.on_event(events.checkpoint(str(self.latest), {**self.progress.metrics, "step": self.progress.step}))
         checkpoint.keep_last(self.root, self.config.keep_last)
+        self.saved_at = time.monotonic()
 
     def _stopped(self) -> TrainResult:
         if self.progress.step:
@@ -266,11 +290,47 @@ class _Run:
         return self._result("stopped", None)
 
     def _finished(self) -> TrainResult:
+        self._judge()
         model = self.out / "model"
+        self._set_aside(model)
         if not model.exists():
             export(self._newest(), model)
             self.on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
+            for note in reader_notes(open_checkpoint(model)):
+                self.on_event(events.message("readers", note, level="warn"))
         return self._result("succeeded", str(model))
+
+    def _judge(self) -> None:
+        """JobError, or a warning where the owner asked for the model all the same, when the run has diverged."""
+        outcome = Outcome(self.progress.first_loss, self._first_loss(), self.progress.step, self.progress.skipped)
+        if outcome.problem is None:
+            return
+        text = f"Training diverged: {outcome.problem}"
+        if self.config.on_divergence == "fail":
+            raise JobError(
+                f"{text}; lower lr ({self.config.lr}), or make a model of {self._newest()} by starting again with "
+                'on_divergence="keep" (--on-divergence keep).'
+            )
+        self.on_event(events.message("diverged", text, level="warn"))
+
+    def _first_loss(self) -> float:
+        """Nats per target of the first microbatch, with the weights as they are; changes nothing."""
+        step, _ = next(walk(self.lengths, self.config, Cursor(), 1))
+        rows = [self.setup.rows[i] for i in step[0]]
+        return evaluate(self.setup.forward, rows, len(rows), self.config.device)["valid_loss"]
+
+    def _finite_first_loss(self) -> float:
+        loss = self._first_loss()
+        if not math.isfinite(loss):
+            raise JobError(
+                f"The loss of the first rows is {loss} before any step; check the model's weights and scales."
+            )
+        return loss
+
+    def _set_aside(self, model: Path) -> None:
+        """A model of an earlier end of this run keeps its files under another name: somebody may be serving them."""
+        if model.exists() and (step := read_json(model / "training.json", JobError)["step"]) != self.progress.step:
+            model.rename(model.with_name(f"model-step-{step}"))
 
     def _newest(self) -> Path:
         if self.latest is None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from fp8serve.errors import DataError
 from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.examples import JSON_LINES_SUFFIXES, Example, example_from, read_examples
+from fp8serve.model.examples import JSON_LINES_SUFFIXES, MAX_DATA_BYTES, Example, example_from, read_examples
+from fp8serve.model.files import read_text
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import DataReport, Row, check_length, rows_of
@@ -52,7 +53,7 @@ def validate(config: TrainConfig) -> ValidationReport:
     """Look at the model's configuration and all data. Raises ModelError or RecipeError; bad data are in the report."""
     model = read_config(config.model)
     check_length(config.seq_len, model)
-    tokenizer = Tokenizer.from_dir(config.model)
+    tokenizer = Tokenizer.from_dir(config.model, config.today)
     rows, report, bad = _good_rows(config, tokenizer)
     lengths = [row.tokens for row in rows]
     microbatch = max((sum(lengths[i] for i in m) for s in epoch_steps(lengths, config, 0) for m in s), default=0)
@@ -84,11 +85,11 @@ def _good_rows(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Row], Da
             bad.append({"file": str(path), "line": line, "message": str(error)})
             continue
         rows += made
-        sums = zip(dataclasses.astuple(report), dataclasses.astuple(one), strict=True)
-        report = DataReport(*(a + b for a, b in sums))
+        report = DataReport(*(getattr(report, name) + getattr(one, name) for name in _COUNTS))
     return rows, report, bad
 
 
+_COUNTS = [field.name for field in dataclasses.fields(DataReport)]
 _Found = tuple[Path, int | None, Example | DataError]
 
 
@@ -101,12 +102,10 @@ def _examples(path: Path) -> Iterator[_Found]:
             yield from ((path, None, example) for example in read_examples([path]))
     except DataError as error:
         yield path, None, error
-    except (OSError, UnicodeDecodeError) as error:
-        yield path, None, DataError(f"{path} cannot be read: {error}.")
 
 
 def _lines(path: Path) -> Iterator[_Found]:
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, line in enumerate(read_text(path, MAX_DATA_BYTES, DataError).split("\n"), 1):
         if line.strip():
             yield path, number, _parse(line, f"{path}:{number}")
 

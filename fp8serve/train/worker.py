@@ -12,7 +12,6 @@ logged again. An event is on the disk before the next step starts, so a reader n
 line cut by a crash is removed at the next start.
 """
 
-import fcntl
 import json
 import os
 import signal
@@ -23,10 +22,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
+from fp8serve.ending import end_process
 from fp8serve.errors import Fp8ServeError, JobError
 from fp8serve.model.files import fsync
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import Event, message
+from fp8serve.train.lock import take_lock
 
 if TYPE_CHECKING:
     from fp8serve.train.trainer import TrainResult
@@ -90,7 +91,7 @@ def main(arguments: list[str]) -> int:
     directory = Path(arguments[0])
     try:
         lock = _take_lock(directory / "worker.lock")
-    except JobError as error:
+    except Fp8ServeError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
     with lock:
@@ -102,12 +103,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _take_lock(path: Path) -> IO[str]:
-    lock = path.open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise JobError(f"Another worker is running the job in {path.parent}; wait for it or stop it first.") from None
+    lock = take_lock(path, f"Another worker is running the job in {path.parent}; wait for it or stop it first.")
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
@@ -157,4 +153,4 @@ def write_result(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -3,7 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from fp8serve.calibration.data import IGNORED, PASSAGES, Sample, calibration_batches, load_samples, make_batches
+from fp8serve.calibration.data import (
+    IGNORED,
+    PASSAGES,
+    Batch,
+    Sample,
+    calibration_batches,
+    load_samples,
+    make_batches,
+)
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -24,7 +32,7 @@ def test_shipped_passages_are_enough_for_the_defaults(tokenizer: Tokenizer) -> N
     found = calibration_batches(None, tokenizer, VOCAB, samples=128, seq_len=512, batch_size=4, seed=0)
     assert sum(len(b.lengths) for b in found.calibration) == 128
     assert sum(len(b.lengths) for b in found.held_out) == 16
-    assert found.disjoint
+    assert found.excluded == 0
 
 
 def test_shipped_passages_are_varied_and_each_is_there_once() -> None:
@@ -72,20 +80,38 @@ def test_prompt_tokens_of_a_file_are_not_scored(tokenizer: Tokenizer, tmp_path: 
     assert (batch.targets[prompt - 1 : -1] == batch.ids[prompt:]).all()
 
 
-def test_held_out_samples_are_not_calibration_samples(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def ids(batches: list[Batch]) -> set[tuple[int, ...]]:
+    return {tuple(b.ids.tolist()) for b in batches}
+
+
+def test_all_of_ones_own_data_are_calibrated_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", [f"this is text number {i}" for i in range(10)])
     found = calibration_batches([data], tokenizer, VOCAB, samples=64, seq_len=64, batch_size=1, seed=3)
-    held, calibration = ({tuple(b.ids.tolist()) for b in group} for group in (found.held_out, found.calibration))
-    assert len(held) == 1
-    assert len(calibration) == 9
-    assert not held & calibration
+    assert len(found.calibration) == len(ids(found.calibration)) == 10
+    assert len(found.held_out) == 8  # of the shipped passages
 
 
-def test_a_single_sample_serves_both_and_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_no_document_is_on_both_sides(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Also where windows of one document, or repetitions of it, could be."""
+    data = write_lines(tmp_path / "d.jsonl", [f"text {i} {[100 * i + j for j in range(9 * i)]}" for i in range(10)] * 2)
+    for holdout in (None, [data]):
+        given = None if holdout is None else [data]
+        found = calibration_batches(
+            given, tokenizer, VOCAB, samples=40, seq_len=16, batch_size=1, seed=3, holdout=holdout
+        )
+        texts = [{tokenizer.decode(list(i))[:9] for i in ids(b)} for b in (found.held_out, found.calibration)]
+        assert not ids(found.held_out) & ids(found.calibration)
+        assert holdout is None or not {t for t in texts[0] if t.startswith("text")} & texts[1]
+
+
+def test_data_that_are_all_held_out_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", ["the only text"])
-    found = calibration_batches([data], tokenizer, VOCAB, samples=64, seq_len=64, batch_size=4, seed=0)
-    assert not found.disjoint
-    assert len(found.calibration) == len(found.held_out) == 1
+    twice = write_lines(tmp_path / "t.jsonl", ["the only text", "and another"])
+    for holdout in (data, twice):
+        with pytest.raises(DataError, match=r"d\.jsonl.* is held out as well"):
+            calibration_batches(
+                [data], tokenizer, VOCAB, samples=4, seq_len=64, batch_size=4, seed=0, holdout=[holdout]
+            )
 
 
 def test_unusable_data_and_settings_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from fp8serve.calibration.measure import LayerTally, TokenTally
 from fp8serve.errors import DataError, ModelError
+from fp8serve.fp8.ops import quantize
 
 
 def test_token_figures_equal_torchs_own() -> None:
@@ -65,9 +66,17 @@ def test_an_exact_layer_has_no_sqnr() -> None:
     assert tally.sqnr_db is None
 
 
-def test_saturation_counts_elements_beyond_the_scaled_range() -> None:
+def test_what_fp8_cannot_hold_is_told_apart() -> None:
     tally = LayerTally()
-    tally.add_input(torch.tensor([[1.0, -449.0, 448.0, 1e9]]), torch.tensor(1.0), 448.0)
-    assert tally.saturated_fraction == 0.5
-    tally.add_input(torch.full((1, 4), 1e9), None, 448.0)  # a scale of its own: nothing saturates
-    assert tally.saturated_fraction == 0.25
+    x = torch.tensor([[1.0, -449.0, 448.0, 1e9, 440.0, 1e-4, 0.0, -0.0]])
+    tally.add_input(x, *quantize(x, scale=1.0))
+    report = tally.report("layer")
+    assert (report.saturated, report.rounded_to_top, report.underflowed) == (2 / 8, 2 / 8, 1 / 8)
+    own = torch.full((1, 8), 1e9)  # a scale of its own: nothing is cut off
+    tally.add_input(own, *quantize(own, granularity="row"))
+    report = tally.report("layer")
+    assert (report.saturated, report.rounded_to_top, report.underflowed) == (2 / 16, 10 / 16, 1 / 16)
+
+
+def test_a_tally_of_nothing_reports_no_loss() -> None:
+    assert LayerTally().report("layer").underflowed == 0.0

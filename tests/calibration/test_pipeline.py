@@ -15,6 +15,7 @@ from fp8serve.errors import DataError, Fp8ServeError, MachineError, ModelError, 
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, from_name, to_json
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
+from fp8serve.model.readers import MODELOPT, SPELLING
 from fp8serve.model.tokenizer import Tokenizer
 
 from .conftest import VOCAB, write_model
@@ -91,6 +92,8 @@ def test_other_formats_hold_the_same_model(
     )
     for name, entry in mine.tensors.items():
         assert torch.equal(entry.scale, theirs.tensors[name].scale)
+    assert calibrated[1].notes == ()
+    assert report.notes == ((SPELLING,) if format_ == "fp8" else (MODELOPT,))
     assert served_quality(tmp_path / "out", report).perplexity == report.quality.perplexity
 
 
@@ -177,14 +180,44 @@ def test_own_data_are_read_from_one_file_or_several(model_dir: Path, tmp_path: P
     text.write_text("One paragraph of text.\n\nAnd another one.\n")
     report = run(model_dir, tmp_path / "out", data=[prompts, str(text)] if several else str(prompts), gradients=True)
     assert report.data.source == ((str(prompts), str(text)) if several else (str(prompts),))
-    assert report.data.samples + report.data.held_out_samples == (10 if several else 9)
-    assert report.quality.tokens < report.data.held_out_tokens  # prompts are read, not scored
+    assert report.data.samples == (10 if several else 9)  # all of them
+    assert report.data.held_out_source == ("the passages shipped with fp8serve",)
+
+
+def test_what_is_held_out_is_named_and_never_calibrated_on(model_dir: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{i} and {i} are ", "completion": str(2 * i)}) + "\n" for i in range(9)]
+    (tmp_path / "data.jsonl").write_text("".join(rows))
+    (tmp_path / "test.jsonl").write_text(rows[3] + rows[4] + json.dumps({"text": "Something else."}) + "\n")
+    files = {"data": tmp_path / "data.jsonl", "holdout": tmp_path / "test.jsonl"}
+    data = run(model_dir, tmp_path / "out", **files, samples=24).data
+    assert (data.samples, data.excluded, data.held_out_samples) == (7, 2, 3)
+    assert data.held_out_source == (str(tmp_path / "test.jsonl"),)
+
+
+def test_the_order_and_repetition_of_data_change_no_scale(model_dir: Path, tmp_path: Path) -> None:
+    texts = [json.dumps({"text": f"Text number {i} is about {i * i} things."}) + "\n" for i in range(12)]
+    orders = {
+        "a": [texts[:6], texts[6:]],
+        "b": [texts[:5:-1], texts[5::-1]],
+        "c": [texts[6:] * 3, texts[:6] + texts[2:9]],
+    }
+    written = {}
+    for name, files in orders.items():
+        paths = [tmp_path / f"{name}{i}.jsonl" for i in range(2)]
+        for path, lines in zip(paths, files, strict=True):
+            path.write_text("".join(lines))
+        report = run(model_dir, tmp_path / name, data=paths, samples=8)
+        written[name] = (load_file(tmp_path / name / "scales.safetensors"), report.quality)
+    for name in "bc":
+        assert written[name][1] == written["a"][1]
+        for key, value in written["a"][0].items():
+            assert torch.equal(written[name][0][key], value)
 
 
 def test_progress_tells_every_stage_and_batch(model_dir: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     run(model_dir, tmp_path / "out", progress=lambda *step: told.append(step))
-    assert [stage for stage, done, _ in told if done == 0] == ["load", "observe", "compare", "write"]
+    assert [stage for stage, done, _ in told if done == 0] == ["load", "observe", "compare", "rank", "write"]
     assert [step for step in told if step[0] == "observe"] == [("observe", i, 3) for i in range(4)]
 
 

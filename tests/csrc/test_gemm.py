@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8 import reference
+from fp8serve.fp8 import reference, reference_packed
 from tests.csrc.conftest import LEVELS
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, tame
 
@@ -197,3 +197,49 @@ def test_errors_name_the_size_that_is_wrong(change, message):
     good |= {"b_scale": torch.tensor(1.0), "bias": None, "out": torch.float32}
     with pytest.raises(RuntimeError, match=message):
         OPS.scaled_mm(*(good | change).values())
+
+
+FAR = [(3e38, 1e-6), (1e-6, 3e38), (1e-30, 2e28), (2.0**-140, 2.0**120), (2e38, 1e-38), (0.25, 3.0)]
+
+
+def far_operands(rows: int, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of small integers, whose sums are exact, and scales far from one that all but cancel."""
+    a, b = tame(rows, 64, seed=1).round().to(E4M3), tame(48, 64, seed=2).round().to(E4M3)
+    pairs = torch.tensor([FAR[i % len(FAR)] for i in range(max(rows, 48))])
+    if not by_row:
+        return a, b, *pairs[0]
+    return a, b, pairs[:rows, :1], pairs[:48, 1:]
+
+
+def assert_of_far_scales(found: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
+    """Bit-equal to the reference, and, where FP32 holds it as a normal number, the truth to its roundings."""
+    assert_bits_equal(found, reference.scaled_mm(*operands, extra, torch.float32))
+    a, b, a_scale, b_scale = (t.double() for t in operands)
+    truth = (a @ b.t()) * a_scale * b_scale.t() + extra.double()
+    normal = (truth.abs() < 3.4e38) & (truth.abs() > 1.2e-38)
+    assert normal.any()
+    torch.testing.assert_close(found.double()[normal], truth[normal], rtol=1e-6, atol=1e-38)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40, 130])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_scales_far_from_one_that_cancel(level, rows, by_row):
+    """3e38 and 1e-6: the sum times the first alone would be infinite."""
+    operands, bias = far_operands(rows, by_row), torch.arange(48.0)
+    assert_of_far_scales(OPS.scaled_mm(*operands, bias, torch.float32), operands, bias)
+    packed = torch.empty(operands[1].numel(), dtype=torch.uint8).view(E4M3).view(reference_packed.packed_shape(48, 64))
+    OPS.pack_weight(operands[1], packed)
+    found = OPS.packed_mm(operands[0], packed, *operands[2:], bias, None, torch.float32)
+    assert_of_far_scales(found, operands, bias)
+    residual = torch.ones(rows, 48, dtype=torch.bfloat16)
+    product = OPS.scaled_mm(*operands, bias, torch.bfloat16)
+    assert_bits_equal(OPS.scaled_mm_add(*operands, bias, residual), residual + product)
+
+
+def test_far_scales_of_blocks_or_of_nothing_are_left_alone(level):
+    a, b = tame(3, 200, seed=1).to(E4M3), tame(48, 200, seed=2).to(E4M3)
+    far = torch.full((), 1e30)
+    found = OPS.scaled_mm(a, b, far, torch.full((1, 2), 1e-30), None, torch.float32)
+    truth = exact(a, b, far, torch.full((1, 2), 1e-30))
+    torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-3)
+    assert OPS.scaled_mm(a[:, :0], b[:, :0], far, far, None, torch.float32).eq(0).all()

@@ -15,7 +15,7 @@ import torch
 from fp8serve.fp8.ops import COMPOSED, CPU_ONLY, MEASURED, OPS
 
 ROOT = Path(__file__).parents[2]
-HEADERS = [ROOT / "csrc/check.h", ROOT / "csrc/fp8.h", *(ROOT / "csrc/cuda").glob("*.h")]
+HEADERS = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc/cuda").glob("*.h")]
 EMULATOR = ROOT / "tests/cuda/emulator"
 KERNELS = [path for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if path.stem[-3:] not in {"m90", "100", "120"}]
 COMPILER = shutil.which("c++")

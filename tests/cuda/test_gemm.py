@@ -8,7 +8,16 @@ import torch
 from fp8serve.fp8 import reference
 from fp8serve.fp8.cases import CASES
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, tame
-from tests.csrc.test_gemm import E4M3, E5M2, GRANULARITIES, assert_as_good_as_naive, exact, quantized
+from tests.csrc.test_gemm import (
+    E4M3,
+    E5M2,
+    GRANULARITIES,
+    assert_as_good_as_naive,
+    assert_of_far_scales,
+    exact,
+    far_operands,
+    quantized,
+)
 
 BF16 = torch.bfloat16
 
@@ -220,3 +229,10 @@ def test_errors_name_the_size_that_is_wrong(kernels):
         kernels.run("scaled_mm", a, b, one, torch.ones(6, 3), None, torch.float32)
     with pytest.raises(RuntimeError, match="bias: dim 0 is 7, must be N = 6"):
         kernels.run("scaled_mm", a, b, one, one, torch.zeros(7), torch.float32)
+
+
+@pytest.mark.parametrize("rows", [5, 70])  # skinny, mma (or CUTLASS)
+@pytest.mark.parametrize("by_row", [False, True])
+def test_scales_far_from_one_that_cancel(kernels, rows, by_row):
+    operands, nothing = far_operands(rows, by_row), torch.zeros(48)
+    assert_of_far_scales(kernels.run("scaled_mm", *operands, None, torch.float32), operands, nothing)

@@ -52,6 +52,14 @@ def test_draws_follow_the_distribution(params: dict[str, Any], expected: list[fl
     assert [p == 0 for p in found] == [p == 0 for p in expected]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9, 1e-5])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_a_tiny_temperature_takes_the_most_probable_token(temperature: float, top_p: float) -> None:
+    seqs = [sequence(temperature=temperature, top_p=top_p, seed=seed) for seed in range(50)]
+    rows = torch.tensor([-40.0, 1.0, 60.0, 59.0]).expand(len(seqs), -1).clone()
+    assert {item.token_id for item in sample(rows, seqs, ())} == {2}
+
+
 def test_equal_values_at_the_border_of_top_k_go_to_the_smaller_ids() -> None:
     assert [p > 0 for p in probabilities([0.0, 1.0, 0.0, 0.0], top_k=3)] == [True, True, True, False]
 

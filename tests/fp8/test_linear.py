@@ -154,67 +154,6 @@ def test_backward_keeps_codes_not_the_input(name: str) -> None:
     assert sum(t.numel() for t in saved if t.dtype == E4M3) == 64 * 128 + 256 * 128
 
 
-def casts_of_weight(layer: Linear, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts how often the weight is quantized (by its shape)."""
-    count, kernel = [0], torch.ops.fp8serve.quantize
-
-    def counting(x: Tensor, *rest: Any) -> Any:
-        count[0] += x.shape == layer.weight.shape
-        return kernel(x, *rest)
-
-    monkeypatch.setattr(torch.ops.fp8serve, "quantize", counting)
-    return count
-
-
-def microbatch(layer: Linear, seed: int = 0) -> None:
-    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
-    with autocast(recipe=SHORT):
-        y = layer(x)
-    y.square().sum().backward()
-
-
-def test_a_weight_is_quantized_once_under_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Linear(24, 16)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    count = casts_of_weight(layer, monkeypatch)
-    for step in range(3):
-        for micro in range(4):
-            microbatch(layer, micro)
-        assert count[0] == step + 1
-        assert scaling_state(layer)["weight"].steps.item() == step + 1
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_a_weight_that_changed_is_quantized_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Linear(24, 16)
-    count = casts_of_weight(layer, monkeypatch)
-    microbatch(layer)
-    with torch.no_grad():
-        layer.weight.mul_(2)  # gradients are still there: the version counter tells
-    microbatch(layer)
-    layer.weight.data = layer.weight.data.clone()  # the storage tells
-    microbatch(layer)
-    layer.weight.data.mul_(2)  # nothing tells but that the gradients are gone
-    layer.zero_grad()
-    microbatch(layer)
-    assert count[0] == 4
-
-
-def test_accumulated_gradients_equal_those_of_the_first_codes() -> None:
-    """The second microbatch computes with the codes and the scale of the first."""
-    layer, x = Linear(24, 16, bias=False), torch.randn(4, 24)
-    microbatch(layer)
-    with autocast(recipe=SHORT):
-        y = layer(x)
-    exact = reference.quantize(layer.weight.detach(), torch.tensor(1.0), E4M3)[0].double()
-    scale = layer.scaling["input"].amax_history[1:]
-    assert scale[-1] == x.abs().max()
-    first_scale = (torch.tensor(448.0) / layer.scaling["input"].amax_history[-2]).item()
-    codes = reference.quantize(x, torch.tensor(first_scale), E4M3)[0].double() / first_scale
-    torch.testing.assert_close(y.detach().double(), codes @ exact.t(), rtol=1e-5, atol=1e-6)
-
-
 def test_convert_keeps_parameters_hooks_and_identity() -> None:
     model = nn.ModuleDict(
         {"a": nn.Linear(4, 4), "lm_head": nn.Linear(4, 9), "b": nn.Sequential(nn.Linear(4, 4), nn.ReLU())}

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast, convert, scaling_state
+from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert, scaling_state
+from fp8serve.fp8.fused import NormLinear
 from fp8serve.fp8.monitor import PROMETHEUS, Monitor, Reading
+from fp8serve.fp8.ops import quantize
 from fp8serve.fp8.recipe import Recipe
 
 SHORT = DelayedScaling(amax_history_len=4)
@@ -81,8 +83,82 @@ def test_saturation_is_the_fraction_beyond_the_range() -> None:
     assert at(monitor, "0", "input").saturated == 0.0
     train(module, batch(4.0))
     monitor.step()
-    beyond = (batch(4.0).abs() * 448 >= 432).float().mean().item()  # 432 and more round to the top
-    assert at(monitor, "0", "input").saturated == pytest.approx(beyond)
+    products = batch(4.0).abs() * 448
+    top = (products >= 432).float().mean().item()  # 432 and more have the topmost code
+    cut = (products > 448).float().mean().item()
+    assert top > cut > 0
+    reading = at(monitor, "0", "input")
+    assert reading.saturated == pytest.approx(cut)
+    assert reading.rounded_to_top == pytest.approx(top - cut)
+
+
+def test_a_scale_made_for_the_largest_value_cuts_nothing_off() -> None:
+    """Row C7: FP32's roundings of the scale, of its inverse and of the product are no saturation."""
+    module = model()
+    monitor = Monitor(module, every=1)
+    for seed in range(40):
+        x = torch.rand(8, 16, generator=torch.Generator().manual_seed(seed)) * (seed + 1)
+        train(module, x, Float8CurrentScaling())
+        monitor.step()
+        assert at(monitor, "0", "input").saturated == 0.0
+        assert at(monitor, "0", "input").rounded_to_top > 0.0  # type: ignore[operator]
+
+
+def test_zeros_that_were_zero_are_no_underflow() -> None:
+    module = model()
+    monitor = Monitor(module, every=1)
+    train(module, batch())
+    monitor.step()
+    half = batch().relu()  # half of it zero, as after a ReLU
+    half[4] = 0.0
+    train(module, half)
+    monitor.step()
+    reading = at(monitor, "0", "input")
+    assert reading.zeros is not None
+    assert reading.zeros > 0.5
+    assert (reading.underflowed, reading.troubles) == (0.0, ())
+
+
+@pytest.mark.parametrize("recipe", [SHORT, Float8CurrentScaling(granularity="row"), Float8BlockScaling()])
+def test_every_granularity_counts_the_values_of_its_own_scales(recipe: Recipe) -> None:
+    """Rows of magnitudes far apart, more than 128 columns, so that every row and block has another scale."""
+    torch.manual_seed(0)
+    module = convert(nn.Sequential(nn.Linear(300, 48, bias=False)))
+    monitor = Monitor(module, every=1)
+    x = torch.randn(160, 300) * torch.logspace(-3, 3, 160).unsqueeze(1)
+    x[:, 100:200] *= 1e-9
+    train(module, x, recipe)
+    monitor.step()
+    train(module, x, recipe)
+    monitor.step()
+    reading = at(monitor, "0", "input")
+    q = cast_as(recipe, x, float(reading.scale))
+    lost = ((q.float() == 0) & (x != 0)).float().mean().item()
+    assert reading.saturated == 0.0
+    assert reading.underflowed == pytest.approx(lost, abs=0.01)
+    assert reading.underflowed > 0.05
+
+
+def cast_as(recipe: Recipe, x: Tensor, scale: float) -> Tensor:
+    if isinstance(recipe, DelayedScaling):
+        return quantize(x, scale=scale)[0]
+    return quantize(x, granularity="block1x128" if isinstance(recipe, Float8BlockScaling) else "row")[0]
+
+
+@pytest.mark.parametrize("recipe", [SHORT, Float8CurrentScaling(granularity="row")])
+def test_a_fused_input_is_counted_like_a_plain_one(recipe: Recipe) -> None:
+    torch.manual_seed(0)
+    norm, linear = nn.RMSNorm(64, eps=1e-5), Linear(64, 48)
+    layer = NormLinear(norm, linear)
+    monitor = Monitor(layer, every=1)
+    x = torch.randn(2, 32, 64)
+    for _ in range(2):
+        train(layer, x, recipe)
+        monitor.step()
+    reading = at(monitor, "linear", "input")
+    assert (reading.saturated, reading.underflowed) == (0.0, 0.0)
+    assert reading.rounded_to_top is not None
+    assert reading.rounded_to_top > 0
 
 
 def test_troubles_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -92,6 +92,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernel: Callable[..., torch
         assert torch.equal(kernel(a[:rows], b, one, one, None, torch.float32), together[:rows])
 
 
+def test_scales_that_cancel_do_not_overflow_on_the_way() -> None:
+    """Row G6: every kernel, in tests/csrc and tests/cuda, has these bits."""
+    one = torch.full((16, 16), 2.0).to(torch.float8_e4m3fn)
+    for a, b in ((3e38, 1e-6), (1e-6, 3e38)):
+        y = reference.scaled_mm(one, one, torch.tensor(a), torch.tensor(b), None, torch.float32)
+        assert torch.equal(y, fp8serve.scaled_mm(one, one, torch.tensor(a), torch.tensor(b), out_dtype=torch.float32))
+        torch.testing.assert_close(y, torch.full((16, 16), 64 * 3e32))
+
+
 def test_scaled_mm_is_not_rounded_by_a_surrounding_autocast() -> None:
     case = next(c for c in CASES["scaled_mm"] if c.make()[2].dim() == 2)
     with torch.autocast("cpu", torch.bfloat16):
@@ -126,6 +135,12 @@ def test_a_given_scale_multiplies() -> None:
     q, scale_inv = fp8serve.quantize(torch.tensor([3.0, -500.0]), scale=2.0)
     assert q.float().tolist() == [6.0, -448.0]
     assert scale_inv.item() == 0.5
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan"), torch.tensor(0.0)])
+def test_a_given_scale_that_is_none_is_refused(bad: float | torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="A given scale must be positive and finite, found"):
+        fp8serve.quantize(torch.ones(2, 4), scale=bad)
 
 
 def test_power_2_scale_rounds_down() -> None:

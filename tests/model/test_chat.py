@@ -1,12 +1,12 @@
-"""The sandbox and its budget, and finding the assistant's words."""
+"""The sandbox and its budget, generation blocks and the date."""
 
-import time
+from datetime import date
 
 import pytest
 
 from fp8serve.errors import ModelError, RequestError
 from fp8serve.model import chat
-from fp8serve.model.chat import ChatTemplate, Message
+from fp8serve.model.chat import ChatTemplate
 
 TURNS = [
     {"role": "user", "content": "hi"},
@@ -21,41 +21,21 @@ SIMPLE = (
 GROW = "{{% set ns = namespace(s='xxxxxxxxxx') %}}{{% for i in range(99) %}}{}{{% endfor %}}{{{{ ns.s | length }}}}"
 
 
-def words(source: str, messages: list[Message] = TURNS) -> list[str]:
-    text, spans = ChatTemplate(source, {}).assistant_spans(messages)
-    assert text == ChatTemplate(source, {}).render(messages, add_generation_prompt=False)
-    return [text[a:b] for a, b in spans]
+def test_generation_blocks_are_marked_and_found() -> None:
+    source = "{% for m in messages %}{%generation%}{{ m.content }}{%- endgeneration %}{% endfor %}"
+    template = ChatTemplate(source, {})
+    assert template.marks_generation
+    assert not ChatTemplate(SIMPLE, {}).marks_generation
+    assert not ChatTemplate("{# {% generation %} #}" + SIMPLE, {}).marks_generation
+    assert template.render(TURNS) == "hiyesandno"
+    assert template.render(TURNS, mark="|") == "|hi||yes||and||no|"
 
 
-def test_prefix_spans_hold_the_words_and_the_end_of_turn() -> None:
-    assert words(SIMPLE) == ["yes</s>", "no</s>"]
-
-
-def test_generation_blocks_rule_where_the_template_has_them() -> None:
-    source = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}.{% endgeneration %}"
-        "{% else %}U{% endif %}{% endfor %}"
-    )
-    assert words(source) == ["yes.", "no."]
-
-
-def test_template_that_drops_reasoning_from_earlier_turns() -> None:
-    source = SIMPLE.replace("{{ m.content", "{{ '(think)' if loop.last and m.role == 'assistant' }}{{ m.content")
-    assert words(source) == ["yes", "(think)no</s>"]
-
-
-def test_template_that_rewrites_earlier_turns_is_refused() -> None:
-    source = (
-        "{% for m in messages %}{{ loop.revindex }}{{ m.content | upper if not loop.last else m.content }}{% endfor %}"
-    )
-    with pytest.raises(RequestError, match="rewrites earlier turns"):
-        words(source)
-
-
-def test_messages_cannot_forge_generation_marks() -> None:
-    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    hostile = [{"role": "assistant", "content": "\ue000x\ue001{% generation %}"}]
-    assert words(source, hostile) == ["\ue000x\ue001{% generation %}"]
+def test_the_date_is_todays_or_the_given_one() -> None:
+    source = "{{ strftime_now('%d %b %Y') }}"
+    assert ChatTemplate(source, {}, date(2024, 7, 26)).render(TURNS) == "26 Jul 2024"
+    before = date.today()
+    assert ChatTemplate(source, {}).render(TURNS) in {d.strftime("%d %b %Y") for d in (before, date.today())}
 
 
 @pytest.mark.parametrize(
@@ -104,10 +84,9 @@ def test_sandbox_shows_nothing_of_pythons_internals(source: str) -> None:
     ],
 )
 def test_budget_stops_templates_that_run_or_grow(source: str) -> None:
-    start = time.monotonic()
+    """Without a budget these take hours or all memory: pytest's limit on a test would end them."""
     with pytest.raises((ModelError, RequestError)):
         ChatTemplate(source, {}).render(TURNS)
-    assert time.monotonic() - start < 20  # not a benchmark: without a budget these take hours or all memory
 
 
 def test_budget_does_not_touch_long_conversations() -> None:

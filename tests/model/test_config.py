@@ -1,6 +1,7 @@
 """config.json: both generations of transformers' spellings, and refusal of what is not computed."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import transformers
 
 from fp8serve.errors import ModelError
 from fp8serve.model.config import FAMILIES, parse_config, read_config
+from fp8serve.model.config_keys import is_harmless
+from tests.model.published import CONFIGS
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 64,
          "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5}  # fmt: skip
@@ -58,11 +61,102 @@ def test_windows_per_layer() -> None:
     assert (config.sliding_window, config.max_full_attention_len) == (8, 8)
 
 
+def test_a_window_below_the_context_is_said() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
+    windowed = parse_config(LLAMA | mistral | {"sliding_window": 8, "max_position_embeddings": 64})
+    assert windowed.length_bound == "attention window"
+    assert windowed.window_note is not None
+    assert "sequences end at 8 tokens instead of the 64" in windowed.window_note
+    whole = parse_config(LLAMA | mistral | {"sliding_window": 64, "max_position_embeddings": 64})
+    for config in (whole, parse_config(LLAMA)):
+        assert (config.length_bound, config.window_note) == ("trained context", None)
+
+
 def test_harmless_keys_are_ignored() -> None:
     notes = {"use_cache": True, "attention_dropout": 0.1, "_name_or_path": "x", "transformers_version": "5",
              "auto_map": {"AutoModel": "evil.py"}, "pretraining_tp": 2, "logit_scale": 1.0,
              "clip_qkv": None}  # fmt: skip
     assert parse_config(LLAMA | notes) == parse_config(LLAMA)
+
+
+@pytest.mark.parametrize("repository", CONFIGS)
+def test_published_models_are_read_as_transformers_reads_them(repository: str) -> None:
+    raw = CONFIGS[repository]
+    ours = parse_config(raw)
+    theirs: Any = transformers.AutoConfig.for_model(**raw)
+    assert (ours.num_layers, ours.num_kv_heads) == (theirs.num_hidden_layers, theirs.num_key_value_heads)
+    assert ours.head_dim == getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (ours.rope_scaling.kind if ours.rope_scaling else "default") == theirs.rope_parameters["rope_type"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+
+
+def test_the_table_is_of_fifty_and_covers_every_family() -> None:
+    assert len(CONFIGS) >= 50
+    assert {c["model_type"] for c in CONFIGS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_architectures_code_reads_is_never_taken_for_harmless(family: str) -> None:
+    """transformers' modeling files name every key that can matter; those below matter in training only."""
+    source = Path(transformers.__path__[0], "models", family, f"modeling_{family}.py").read_text()
+    read = set(re.findall(r"config\.([a-z]\w*)", source)) | set(re.findall(r'config, "([a-z]\w*)"', source))
+    assert {"rms_norm_eps", "num_hidden_layers"} <= read
+    assert {key for key in read if is_harmless(key, "anything")} == {"attention_dropout", "pad_token_id"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_mrope", True),
+        ("rope_interleaved", True),
+        ("is_causal", False),
+        ("use_rope", False),
+        ("scale_attn_weights", False),
+        ("attention_multiplier", 1.0),
+        ("residual_multiplier", 0.22),
+        ("logit_scale", 0.0),
+        ("activation", "gelu"),
+        ("norm_type", "layernorm"),
+        ("position_embedding_type", "alibi"),
+        ("attn_logit_softcapping", 50.0),
+        ("dual_chunk_attention_config", {"chunk_size": 262144}),
+        ("quantization", {"bits": 4, "group_size": 64}),
+        ("num_experts", 8),
+        ("never_heard_of", 1),
+    ],
+)
+def test_unknown_maths_is_an_error_in_every_family(family: str, key: str, value: Any) -> None:
+    raw = LLAMA | {"architectures": [FAMILIES[family].architecture], "model_type": family, "num_key_value_heads": 2}
+    parse_config(raw)
+    with pytest.raises(ModelError, match=f"the key '{key}' is"):
+        parse_config(raw | {key: value})
+
+
+def test_layer_types_that_say_what_is_computed_are_harmless() -> None:
+    full, sliding = ["full_attention"] * 2, ["sliding_attention"] * 2
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
+    assert parse_config(LLAMA | {"layer_types": full}) == parse_config(LLAMA)
+    windowed, plain = mistral | {"sliding_window": 8}, mistral | {"sliding_window": None}
+    assert parse_config(windowed | {"layer_types": sliding}) == parse_config(windowed)
+    assert parse_config(plain | {"layer_types": full}) == parse_config(plain)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        LLAMA | {"layer_types": ["full_attention", "sliding_attention"]},
+        LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
+        | {"sliding_window": 8, "layer_types": ["full_attention"] * 2},
+        qwen2(use_sliding_window=False, sliding_window=8, layer_types=["sliding_attention"] * 2),
+    ],
+)  # fmt: skip
+def test_layer_types_that_contradict_the_window_are_refused(raw: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="layer_types contradicts sliding_window"):
+        parse_config(raw)
 
 
 @pytest.mark.parametrize(

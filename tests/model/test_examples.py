@@ -76,6 +76,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
         ({"text": ""}, "`text` is empty"),
         ({"text": "\ud800"}, "half of a surrogate pair"),
         ({"messages": []}, "not a list of messages"),
+        ({"messages": CHAT, "tools": [{"type": "function"}]}, "has `tools`, which prompts here do not describe"),
         ({"messages": [{"content": "x"}]}, "message 0 has no `role`"),
         ({"messages": [{"role": "user"}]}, "message 0 has no text in `content`"),
         ({"messages": CHAT[:1]}, "no message is the assistant's"),

@@ -275,3 +275,18 @@ def test_opening_reads_no_weight(model_dir: ModelDir, tmp_path: Path) -> None:
     directory = write(model_dir("llama"), tmp_path / "m", "ct-static")
     add(directory, {f"{LINEAR}.input_scale": torch.tensor([0.0])})
     assert LINEAR in open_checkpoint(directory).fp8_linears
+
+
+def test_every_quantizing_scale_is_restored_from_what_is_stored() -> None:
+    scales = [*(torch.rand(500, generator=torch.Generator().manual_seed(0)) * 1000), torch.tensor(3.4028235e38)]
+    stored = [interop.dequantizing_scale(scale) for scale in scales]
+    assert any(note is not None for _, note in stored)  # 1 / (1 / s) is another number
+    for scale, (value, note) in zip(scales, stored, strict=True):
+        assert torch.equal(value, scale.reciprocal())
+        assert torch.equal(interop.quantizing_scale("x", value.reshape(1), note), scale)
+
+
+@pytest.mark.parametrize("note", ["0x1.8p+3", "nan", "-0x1p+0", "0x1p+9999", "twelve"])
+def test_a_note_that_does_not_belong_to_its_number_is_not_believed(note: str) -> None:
+    """As in a file whose scales were changed and whose metadata were kept."""
+    assert interop.quantizing_scale("x", torch.tensor(0.5), note) == 2.0

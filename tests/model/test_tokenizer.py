@@ -177,6 +177,28 @@ def test_stream_of_valid_text_never_shows_a_broken_character(kind: str, text: st
     assert "".join(pieces) == subject.decode(ids)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=30))
+def test_the_bytes_of_all_tokens_are_those_of_the_text(kind: str, text: str) -> None:
+    subject = STREAMED[kind]
+    ids = subject.encode(text, add_special_tokens=False)
+    pieces = [subject.token_bytes(token, first=i == 0) for i, token in enumerate(ids)]
+    assert b"".join(pieces) == subject.decode(ids, skip_special_tokens=False).encode()
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, STREAMED["byte-level"].vocab_size - 1), max_size=20))
+def test_the_bytes_of_any_ids_decode_to_their_text(ids: list[int]) -> None:
+    subject = STREAMED["byte-level"]
+    joined = b"".join(subject.token_bytes(token) for token in ids)
+    assert joined.decode("utf-8", "replace") == subject.decode(ids, skip_special_tokens=False)
+
+
+def test_a_token_outside_the_vocabulary_has_no_bytes() -> None:
+    assert STREAMED["byte-level"].token_bytes(10**6) == b""
+
+
 def test_plain_tokens_are_not_held_back() -> None:
     subject = STREAMED["byte-level"]
     stream = subject.stream()

@@ -54,7 +54,7 @@ def start(settings: Settings) -> Start:
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://server") as client,
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
         ):
             server = Server(app, client, launcher)
             if wait:

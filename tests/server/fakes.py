@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from fp8serve.engine.request import FinishReason, Limits, Request, RequestOutput, TokenLogprob
-from fp8serve.errors import MachineError, ModelError
+from fp8serve.errors import MachineError, ModelError, RequestError
 from fp8serve.model.chat import ChatTemplate
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.models import Source
@@ -55,6 +55,8 @@ class FakeEngine:
         self.fail = fail
         self.alive = True
         self.heartbeat_age = 0.0
+        self.step_seconds = 0.0
+        self.killed: str | None = None
         self.running: set[str] = set()
         self.finished: list[str] = []
         self.aborted: list[str] = []
@@ -62,9 +64,12 @@ class FakeEngine:
         self._tokenizer = byte_tokenizer()
 
     def check(self, request: Request) -> None:
+        if request.request_id in self.running:
+            raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        self.check(request)
         self.running.add(request.request_id)
         try:
             async for output in self._outputs(request):
@@ -120,6 +125,10 @@ class FakeEngine:
         return [{"name": "model.layers.0.mlp.up_proj", "input": {"scale": 2.0, "amax": 3.0}}]
 
     async def drain(self, deadline: float) -> None:
+        await self.close()
+
+    async def kill(self, why: str) -> None:
+        self.killed = why
         await self.close()
 
     async def close(self) -> None:

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
+from fp8serve.server.settings import Limits
+from fp8serve.server.uploads import RowBounds
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -443,8 +447,6 @@ def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
 )
 def test_uploads_that_are_refused_leave_nothing(start: Start, form: dict[str, Any], status: int) -> None:
     async def body() -> None:
-        from fp8serve.server.settings import Limits
-
         async with start(limits=Limits(upload_bytes=2_000_000)) as server:
             answer = await server.client.post("/v1/files", **form)
             assert answer.status_code == status, answer.text
@@ -497,3 +499,44 @@ def test_a_killed_worker_of_a_killed_server_is_resumed(start: Start, tmp_path: P
             assert (server.house.trainer.dir_of(job["id"]) / "tries.txt").read_text() == "xx"
 
     asyncio.run(body())
+
+
+ROW = b'{"text": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "status"),
+    [
+        ("a.jsonl", ROW * 5, 200),
+        ("a.jsonl", ROW * 5 + b"\n \n", 200),
+        ("a.jsonl", ROW * 6, 400),
+        ("a.jsonl", ROW + b'{"text": "' + b"x" * 100 + b'"}\n', 400),
+        ("a.jsonl", b"x" * 101, 400),
+        ("a.txt", b"line\n" * 15 + b"\n" + b"more\r\n\r\n" * 3, 200),
+        ("a.txt", b"word\n\n" * 6, 400),
+        ("a.md", b"line\n" * 30, 400),
+    ],
+)
+def test_the_bounds_of_rows_hold_for_uploads(start: Start, name: str, content: bytes, status: int) -> None:
+    async def body() -> None:
+        async with start(limits=Limits(rows=5, row_bytes=100)) as server:
+            form = {"data": {"purpose": "fine-tune"}, "files": {"file": (name, content)}}
+            answer = await server.client.post("/v1/files", **form)
+            assert answer.status_code == status, answer.text
+            assert status == 200 or answer.json()["error"]["param"] == "file"
+            assert len(list((server.house.data_dir / "files").iterdir())) == (status == 200)
+
+    asyncio.run(body())
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(st.binary(max_size=60).map(lambda data: data.replace(b"\x00", b"\n")), st.integers(1, 7))
+def test_rows_are_counted_alike_however_they_arrive(data: bytes, piece: int) -> None:
+    for text in (False, True):
+        whole, parts = RowBounds(Limits(), text), RowBounds(Limits(), text)
+        whole.take(data)
+        for i in range(0, len(data), piece):
+            parts.take(data[i : i + piece])
+        assert parts.rows == whole.rows
+        if not text:
+            assert whole.rows == sum(bool(line.strip()) for line in data.split(b"\n"))

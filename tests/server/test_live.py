@@ -1,5 +1,6 @@
 """The whole of it on a tiny real model: real engine, real trainer, OpenAI's own client unmodified."""
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -40,7 +41,7 @@ def server(place: Path) -> Iterator[Process]:
         "train_on": "share",
         "api_key": "k",
     }
-    with serving(place / "log", **options, heartbeat_seconds=2) as process:
+    with serving(place / "log", **options, heartbeat_seconds=6) as process:
         process.client.headers["authorization"] = "Bearer k"
         yield process
         assert process.stop() == 0
@@ -152,6 +153,10 @@ def test_hugging_faces_client(server: Process) -> None:
     assert "".join(pieces) == whole.generated_text == client.text_generation("Hello", max_new_tokens=10)
     with pytest.raises(errors.ValidationError):
         client.text_generation("Hello", max_new_tokens=1000)
+    said = client.chat_completion(CHAT, max_tokens=6, temperature=0)
+    assert (said.choices[0].finish_reason, said.usage.completion_tokens) == ("length", 6)
+    streamed = client.chat_completion(CHAT, max_tokens=6, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == said.choices[0].message.content
 
 
 def test_a_dry_run_names_bad_lines(server: Process) -> None:
@@ -179,14 +184,19 @@ def until_status(server: Process, path: str, status: int, seconds: float) -> Non
         time.sleep(0.05)
 
 
-def test_a_hung_engine_is_not_live(server: Process) -> None:
+def test_a_hung_engine_is_ended_and_started_again(server: Process) -> None:
     pid = engine_pid(server)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        until_status(server, "/health/live", 503, 6)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    until_status(server, "/health/live", 200, 6)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        os.kill(pid, signal.SIGSTOP)
+        asked = pool.submit(server.client.post, "/generate", json={"inputs": "x"}, timeout=60)
+        until_status(server, "/health/ready", 503, 60)
+        until_status(server, "/health/ready", 200, 60)
+        answer = asked.result()
+    assert not Path(f"/proc/{pid}").exists()
+    assert answer.status_code == 503
+    assert "no sign of life for 6 seconds" in answer.json()["error"]
+    assert server.client.post("/generate", json={"inputs": "x"}).status_code == 200
+    assert server.client.get("/health/live").status_code == 200
 
 
 def test_a_killed_engine_fails_what_runs_and_comes_back(server: Process) -> None:

@@ -172,3 +172,28 @@ def test_models_are_looked_up_by_name(start: Start) -> None:
             assert (await server.client.get("/v1/models/other")).status_code == 404
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", ["dummy", "tgi"])
+def test_placeholders_of_official_clients_mean_the_served_model(start: Start, name: str) -> None:
+    async def body() -> None:
+        async with start() as server:
+            answer = await server.client.post("/v1/chat/completions", json=ASK | {"model": name})
+            assert answer.status_code == 200
+            assert (await server.client.get(f"/v1/models/{name}")).status_code == 404
+
+    asyncio.run(body())
+
+
+def test_what_can_never_fit_is_refused_for_good(start: Start) -> None:
+    """64 prompts of 16 choices are 1,024 sequences; 272 fit into an idle server."""
+
+    async def body() -> None:
+        async with start() as server:
+            answer = await server.client.post("/v1/completions", json={"prompt": ["a"] * 64, "n": 16, "max_tokens": 1})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+            assert "retry-after" not in answer.headers
+            few = {"prompt": ["a"] * 64, "n": 4, "max_tokens": 1}
+            assert (await server.client.post("/v1/completions", json=few)).status_code == 200
+
+    asyncio.run(body())

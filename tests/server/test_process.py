@@ -28,7 +28,7 @@ def options(path: Path, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     path = tmp_path_factory.mktemp("server")
-    limits = {"queue": 4, "body_seconds": 1.5, "keep_alive_seconds": 0.2}
+    limits = {"queue": 4, "body_seconds": 1.5, "keep_alive_seconds": 0.2, "header_seconds": 1.0, "send_seconds": 1.0}
     with serving(path / "log", **options(path, delay=0.01, max_num_seqs=4, limits=limits)) as process:
         yield process
         assert process.stop() == 0, process.log.read_text()
@@ -55,9 +55,8 @@ def raw(port: int, data: bytes, wait: float = 5) -> bytes:
 
 def request(path: str, body: Any) -> bytes:
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
 
@@ -93,9 +92,9 @@ def test_overload_is_refused_at_once_and_the_books_balance(server: Process) -> N
 
 
 def test_choices_are_admitted_together_or_not_at_all(server: Process) -> None:
-    answer = server.client.post("/v1/completions", json={"prompt": "abc", "n": 9})
-    assert answer.status_code == 429
-    assert answer.json()["error"]["type"] == "rate_limit_error"
+    answer = server.client.post("/v1/completions", json={"prompt": "abc", "n": 9})  # 8 fit
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "n"
     assert server.metric("fp8serve_requests_in_flight") == 0
     assert server.client.post("/v1/completions", json={"prompt": "abc", "n": 8}).status_code == 200
 
@@ -104,26 +103,77 @@ def test_a_half_sent_body_is_given_up(server: Process) -> None:
     started = time.monotonic()
     answer = raw(
         server.port,
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{",
     )
     assert answer.startswith(b"HTTP/1.1 408")
     assert time.monotonic() - started < 5
 
 
+def drip(connection: socket.socket, data: bytes) -> bytes:
+    """Sends a byte at a time until the server has had enough; what it said."""
+    connection.settimeout(0.2)
+    for i in range(300):
+        with contextlib.suppress(OSError):
+            connection.sendall(data[i % len(data) :][:1])
+        with contextlib.suppress(TimeoutError):
+            return connection.recv(65536)
+    raise AssertionError("The connection is still open.")
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /version HTTP/1.1\r\n"])
+def test_a_connection_that_asks_for_nothing_is_closed(server: Process, start: bytes) -> None:
+    assert raw(server.port, start, 30).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_dripping_headers_are_given_up(server: Process, before: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        if before:
+            connection.sendall(before)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+        assert drip(connection, b"a").startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/files"])
+def test_a_dripping_body_is_given_up(server: Process, path: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+    head += "Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head.encode())
+        assert drip(connection, b"a").startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_takes_nothing_of_its_answer_is_dropped(server: Process) -> None:
+    rows = b'{"text": "' + b"x" * 1000 + b'"}\n'
+    sent = server.client.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("a.jsonl", rows * 16_000)})
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(f"GET /v1/files/{sent.json()['id']}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    done = 'fp8serve_http_responses_total{method="GET",route="/v1/files/{file_id}/content",status="200"}'
+    until(lambda: server.metric(done) == 1, 30)
+    got = 0
+    with connection, contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(1 << 20):
+            got += len(piece)
+    assert got < sent.json()["bytes"]
+
+
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\n" + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
         b"\x00\x01\x02\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        b"GET //generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        b"TRACE /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        b"GET /finetune/%00%ff/events HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"GET //generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"TRACE /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"GET /finetune/%00%ff/events HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
     ],
 )
 def test_broken_http_is_a_4xx_and_harms_nobody(server: Process, data: bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import Start
-from tests.server.fakes import Launcher
+from tests.server.fakes import FakeEngine, Launcher
 
 NAMES = """
 fp8serve_http_responses fp8serve_http_seconds fp8serve_requests_accepted fp8serve_requests_finished
@@ -18,7 +18,7 @@ fp8serve_requests_rejected fp8serve_requests_in_flight fp8serve_prompt_tokens fp
 fp8serve_time_to_first_token_seconds fp8serve_inter_token_seconds fp8serve_time_per_output_token_seconds
 fp8serve_request_seconds fp8serve_request_prompt_tokens fp8serve_request_generated_tokens fp8serve_weight_swaps
 fp8serve_engine_restarts fp8serve_requests_running fp8serve_requests_waiting fp8serve_kv_cache_usage_ratio
-fp8serve_preemptions fp8serve_jobs
+fp8serve_preemptions fp8serve_jobs fp8serve_engine_up
 """
 
 
@@ -106,6 +106,21 @@ def test_info_shows_limits_and_no_place_on_our_disk(start: Start) -> None:
     asyncio.run(body())
 
 
+def test_what_the_engine_notes_is_logged_and_shown(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    class Noting(FakeEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.info["notes"] = ["sequences end at 32 tokens"]
+
+    async def body() -> None:
+        async with start(Launcher(Noting)) as server:
+            assert (await server.client.get("/info")).json()["engine"]["notes"] == ["sequences end at 32 tokens"]
+
+    with caplog.at_level("WARNING", logger="fp8serve.server"):
+        asyncio.run(body())
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == ["sequences end at 32 tokens"]
+
+
 def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with start() as server:
@@ -119,5 +134,22 @@ def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(start: Start, monkey
                 assert answer.status_code == 500
                 assert "internal_error" in answer.text
                 assert "secret" not in answer.text
+
+    asyncio.run(body())
+
+
+def test_metrics_do_not_show_the_numbers_of_a_dead_engine(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            await asyncio.sleep(0.3)
+            text = (await server.client.get("/metrics")).text
+            assert "fp8serve_kv_cache_usage_ratio 0.25" in text
+            assert "fp8serve_engine_up 1.0" in text
+            server.launcher.problem = "The weights are gone."
+            server.launcher.engine.alive = False
+            text = (await server.client.get("/metrics")).text
+            assert "fp8serve_kv_cache_usage_ratio 0" not in text
+            assert "fp8serve_requests_running 0" not in text
+            assert "fp8serve_engine_up 0.0" in text
 
     asyncio.run(body())

@@ -216,3 +216,24 @@ def test_odd_paths_are_plain_404s(start: Start, path: str) -> None:
                 check("/v1/" if path.startswith("/v1/") else path, answer.status_code, answer.content)
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/generate", "POST"),
+        ("/finetune", "GET, POST"),
+        ("/finetune/some-job", "GET"),
+        ("/v1/files", "GET, POST"),
+        ("/v1/files/some-file", "DELETE, GET"),
+        ("/", "GET, HEAD, POST"),
+        ("/openapi.json", "GET, HEAD"),
+    ],
+)
+def test_a_refused_method_names_the_allowed_ones(start: Start, path: str, methods: str) -> None:
+    async def ask() -> None:
+        async with start() as server:
+            answer = await server.client.request("PATCH", path)
+            assert (answer.status_code, answer.headers.get("allow")) == (405, methods)
+
+    asyncio.run(ask())

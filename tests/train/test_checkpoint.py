@@ -12,6 +12,7 @@ import torch
 from fp8serve.errors import JobError, MachineError
 from fp8serve.train import checkpoint
 from fp8serve.train.checkpoint import TrainState
+from tests.model.readers import tensors_taken
 
 
 def a_state(step: int) -> TrainState:
@@ -43,6 +44,10 @@ def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
         assert all(torch.equal(t, getattr(original, kind)[n]) for n, t in getattr(back, kind).items())
     assert back.step == 5
     assert {p.suffix for p in path.iterdir()} == {".json", ".safetensors"}
+
+
+def test_a_reader_of_every_safetensors_takes_the_weights_only(tmp_path: Path) -> None:
+    assert tensors_taken(write(tmp_path, 5)) == ["w"]
 
 
 def test_same_state_same_bytes(tmp_path: Path) -> None:

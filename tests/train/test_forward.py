@@ -153,7 +153,8 @@ def test_a_weight_is_quantized_once_while_gradients_accumulate(
     seen = count_quantizations(monkeypatch, lambda x: x is weight)
     for seed in (1, 2, 3):
         batch = collate([row(seed, 9)], "cpu")
-        summed_loss(forward.logits(batch), batch.targets)[0].backward()  # type: ignore[no-untyped-call]
+        loss, _ = summed_loss(forward.logits(batch, is_first_microbatch=seed == 1), batch.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
     assert len(seen) == 1
 
 

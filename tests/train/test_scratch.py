@@ -1,5 +1,6 @@
 """The from-nothing model is an ordinary Hugging Face directory."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fp8serve.errors import ModelError
 from fp8serve.model.config import read_config
 from fp8serve.train.scratch import write_random_model
+from tests.model.readers import tensors_taken
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.", "Numbers: 0 1 2 3 4 5 6 7 8 9, and été."] * 5
 
@@ -27,6 +29,11 @@ def test_transformers_loads_it(model_dir: Path) -> None:
     assert tokenizer.decode(ids) == text
     assert torch.isfinite(model(torch.tensor([ids])).logits).all()
     assert model.config.eos_token_id == tokenizer.eos_token_id == read_config(model_dir).eos_token_ids[0]
+
+
+def test_a_reader_of_every_safetensors_takes_the_weights_only(model_dir: Path) -> None:
+    index = json.loads((model_dir / "model.safetensors.index.json").read_text())
+    assert tensors_taken(model_dir) == sorted(index["weight_map"])
 
 
 def test_chat_turns_are_single_tokens(model_dir: Path) -> None:

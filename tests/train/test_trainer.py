@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.model.checkpoint import TensorScale, load_scales
+from fp8serve.model.readers import SPELLING
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train import checkpoint, forward, setup, trainer
 from fp8serve.train.config import TrainConfig
@@ -39,6 +40,13 @@ def test_training_lowers_the_loss(configure: Configure, recipe: str) -> None:
     assert result.status == "succeeded"
     assert result.model is not None
     assert (Path(result.model) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("format_", "notes"), [("compressed-tensors", []), ("fp8", [SPELLING])])
+def test_a_result_that_not_everybody_reads_says_so(configure: Configure, format_: str, notes: list[str]) -> None:
+    events: list[dict[str, Any]] = []
+    Trainer(configure(format=format_, max_steps=1)).run(events.append)
+    assert [e["message"] for e in events if e.get("code") == "readers"] == notes
 
 
 def hashes(path: Path, suffix: str = "") -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 
 from fp8serve.train import checkpoint, worker
 from fp8serve.train.worker import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, EventLog
+from tests.patience import PATIENCE
 
 from .conftest import Configure
 from .test_trainer import hashes, same_scales
@@ -143,7 +144,7 @@ def test_sigterm_checkpoints_and_starting_again_goes_on(tmp_path: Path, configur
         time.sleep(0.02)
         assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (EXIT_STOPPED, "", "")
     assert events(job)[-1]["code"] == "stopped"
     (path,) = checkpoint.list_checkpoints(job / "out" / "checkpoints")

@@ -1,7 +1,7 @@
 """Run a function on several gloo processes, and see what it sends.
 
 The processes are forked, so that they need not import torch again, and meet in a file. A rank that fails or hangs fails
-the test: collectives give up after `PATIENCE` seconds, and the processes are killed soon after.
+the test: collectives give up after PATIENCE, and the processes are killed soon after.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PATIENCE = 30.0
+from tests.patience import PATIENCE
 
 
 def _entry(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -72,6 +72,11 @@ def train(model: nn.Module, step: Callable[[int], float]) -> dict[str, Any]:
     return result(model, losses)
 
 
+def announced(m: int, microbatches: int) -> bool | None:
+    """What a step of several microbatches says to `autocast` about number `m`."""
+    return m == 0 if microbatches > 1 else None
+
+
 def alone(recipe: Recipe, world: int, microbatches: int = 1) -> list[dict[str, Any]]:
     """The run of one process on the batches of `world` ranks: for each rank its losses, and the final state."""
     model = network()
@@ -79,7 +84,7 @@ def alone(recipe: Recipe, world: int, microbatches: int = 1) -> list[dict[str, A
 
     def step(i: int) -> float:
         for m in range(microbatches):
-            with autocast(recipe=recipe):
+            with autocast(recipe=recipe, is_first_microbatch=announced(m, microbatches)):
                 found = [loss_of(model, batch(i * microbatches + m, rank)) for rank in range(world)]
             torch.stack(found).sum().backward()  # type: ignore[no-untyped-call]
             for rank, loss in enumerate(found):
@@ -99,7 +104,8 @@ def on_rank(model: nn.Module, rank: int, recipe: Recipe, group: Any, microbatche
 
     def step(i: int) -> float:
         for m in range(microbatches):
-            with autocast(recipe=recipe, amax_reduction_group=group):
+            first = announced(m, microbatches)
+            with autocast(recipe=recipe, amax_reduction_group=group, is_first_microbatch=first):
                 loss = loss_of(model, batch(i * microbatches + m, rank))
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())

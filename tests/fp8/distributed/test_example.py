@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -14,7 +16,12 @@ def test_two_processes_learn() -> None:
     options = ["--steps", "12", "--recipe", "delayed"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, *command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *command, *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     found = re.search(r"delayed on 2 ranks: loss ([\d.]+) -> ([\d.]+)", done.stdout)

@@ -75,20 +75,22 @@ def seen_codes(model: nn.Module, x: Tensor) -> dict[str, Any]:
     """The codes and scale_inv of every weight as its layer sees them in a forward pass."""
     found: dict[str, Any] = {}
 
-    def keep(name: str, weight: Tensor) -> None:
-        if isinstance(weight, GatheredWeight):
-            codes = weight.codes.q, weight.codes.scale_inv
-        else:
-            codes = next(iter(layers(model)[name]._weight_codes.pair))
-        found[name] = [codes[0].view(torch.uint8).clone(), codes[1].clone()]
+    def keep(layer: str, codes: Tensor, scale_inv: Tensor) -> None:
+        found[layer] = [codes.view(torch.uint8).clone(), scale_inv.clone()]
 
-    hooks = [
-        layer.register_forward_hook(lambda module, args, y, name=name: keep(name, module.weight))
-        for name, layer in layers(model).items()
-    ]
+    def gathered(layer: str, weight: Tensor) -> None:  # cast elsewhere, so that its layer's observer sees nothing
+        if isinstance(weight, GatheredWeight):
+            keep(layer, weight.codes.q, weight.codes.scale_inv)
+
+    hooks = []
+    for name, layer in layers(model).items():
+        layer.observer = lambda tensor, *codes, name=name: keep(name, *codes) if tensor == "weight" else None
+        hook = layer.register_forward_hook(lambda module, args, y, name=name: gathered(name, module.weight))
+        hooks.append(hook)
     model(x)
-    for hook in hooks:
+    for hook, layer in zip(hooks, layers(model).values(), strict=True):
         hook.remove()
+        layer.observer = None
     return found
 
 

@@ -239,3 +239,37 @@ def refusals(rank: int) -> Any:
 
 def test_what_cannot_work_is_refused_in_words() -> None:
     assert all("amax_reduction_group" in said for said in on_ranks(2, refusals))
+
+
+def overflow(rank: int, kind: Kind, sequence_parallel: bool) -> Any:
+    """Which of dX, dW and db are finite on this rank if dY holds one infinity: in high precision, and in FP8."""
+    group, cut = dist.group.WORLD, cuts(kind, sequence_parallel)
+    x, dy = data(0)
+    dy[0, 0] = torch.inf
+
+    def mine(name: str, t: Tensor) -> Tensor:
+        dim = cut[name]
+        return t if dim is None else t.chunk(dist.get_world_size(), dim)[rank].contiguous()
+
+    def finite(context: autocast) -> list[bool]:
+        linear = parallelize(layer(kind), {kind: kind}, group, sequence_parallel)[kind]
+        leaf = mine("x", x).clone().requires_grad_()
+        with context:
+            y = linear(leaf)
+        y.backward(mine("y", dy))
+        return [bool(t.grad.isfinite().all()) for t in (leaf, linear.weight, linear.bias)]
+
+    plain = finite(autocast(enabled=False))
+    return plain, {name: finite(autocast(recipe=r, amax_reduction_group=group)) for name, r in RECIPES.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole tokens", "sequence parallel"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_an_infinite_gradient_reaches_every_rank_that_it_reaches_in_high_precision(
+    kind: Kind, sequence_parallel: bool
+) -> None:
+    ranks = on_ranks(2, overflow, kind, sequence_parallel)
+    assert not all(flag for plain, _ in ranks for flag in plain)
+    for plain, by_recipe in ranks:
+        for name, found in by_recipe.items():
+            assert not any(here and not there for here, there in zip(found, plain, strict=True)), name

@@ -1,0 +1,13 @@
+"""How long the sequences of a calibration or an evaluation may be, and what is said when they are cut."""
+
+from fp8serve.model.config import ModelConfig
+
+
+def fitting(seq_len: int, *models: ModelConfig) -> tuple[int, tuple[str, ...]]:
+    """(`seq_len`, or less where one of `models` computes no longer sequence; a sentence on it when it is less)."""
+    shortest = min(models, key=lambda config: config.max_full_attention_len)
+    longest = shortest.max_full_attention_len
+    if seq_len <= longest:
+        return seq_len, ()
+    bound = f"{longest} tokens, the model's {shortest.length_bound}"
+    return longest, (f"Sequences were cut to {bound}, instead of the {seq_len} asked for.",)

@@ -1,0 +1,101 @@
+"""What each layer's FP8 costs at the end: its share of KL(reference || FP8 model), from one backward pass.
+
+SQNR does not say it: a few tokens with enormous activations own the power of a layer's output, and their error counts
+no more than that of any other token. What counts is how far an error moves the distribution of the next token. To
+second order in the error d of a layer's output [tokens, out] that is KL = E[(g . d)^2] / 2, where g is the gradient of
+the log-likelihood of tokens drawn from the reference's own distribution (the Fisher information; Martens, "New insights
+and perspectives on the natural gradient method", 2014). g . d is summed within a token and squared per token: errors of
+different tokens are taken as independent. The shares then add up to about the KL of the whole model.
+
+Costs about five forward passes over at most `RANKED_TOKENS` tokens, for all layers together, and the activations of one
+sequence. Leaving one layer out at a time would cost as many passes as there are layers.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fp8serve.model.decoder import Decoder
+
+from .data import IGNORED, Batch
+from .measure import LOGIT_ROWS
+from .passes import forward, hooks, tracked
+from .progress import Stages
+
+RANKED_TOKENS = 2048
+Lossy = Callable[[str, nn.Module, Tensor], Tensor]  # (name, exact linear, input [tokens, in]) -> output in FP8
+
+
+def kl_shares(
+    decoder: Decoder,
+    linears: Mapping[str, nn.Module],
+    batches: Sequence[Batch],
+    lossy: Lossy,
+    *,
+    seed: int = 0,
+    stages: Stages | None = None,
+) -> dict[str, float]:
+    """Nats per token that the FP8 of each of `linears`, exact modules of `decoder`, adds to the KL divergence.
+
+    Empty when no token of `batches` is scored; a layer is left out when its share is not finite.
+    """
+    sums = dict.fromkeys(linears, 0.0)
+    generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
+    tokens = 0
+    for sequence in (stages or Stages()).steps("rank", _first(batches, RANKED_TOKENS)):
+        with tracked(decoder), _measured(linears, lossy, sums):
+            hidden = forward(decoder, sequence)
+        tokens += _pull(decoder, hidden, sequence.targets, generator)
+    return {name: total / 2 / tokens for name, total in sums.items() if tokens and math.isfinite(total)}
+
+
+def _first(batches: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Sequences one by one, until there are `tokens`; always one."""
+    found: list[Batch] = []
+    for sequence in (s for batch in batches for s in _sequences(batch)):
+        if found and sum(s.tokens for s in found) + sequence.tokens > tokens:
+            break
+        found.append(sequence)
+    return found
+
+
+def _sequences(batch: Batch) -> Iterator[Batch]:
+    parts = (torch.split(column, batch.lengths) for column in (batch.ids, batch.positions, batch.targets))
+    for ids, positions, targets in zip(*parts, strict=True):
+        yield Batch(ids, positions, targets, [len(ids)])
+
+
+def _measured(linears: Mapping[str, nn.Module], lossy: Lossy, sums: dict[str, float]) -> AbstractContextManager[None]:
+    """Inside, every linear's output waits for its gradient g and then adds sum over tokens of (g . error)^2."""
+
+    def make(name: str) -> Callable[..., None]:
+        def hook(linear: nn.Module, args: tuple[Tensor], exact: Tensor) -> None:
+            with torch.no_grad():
+                error = lossy(name, linear, args[0].detach()) - exact
+
+            def pulled(gradient: Tensor) -> None:
+                sums[name] += float((gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64))
+
+            exact.register_hook(pulled)  # type: ignore[no-untyped-call]
+
+        return hook
+
+    return hooks(linears, make)
+
+
+def _pull(decoder: Decoder, hidden: Tensor, targets: Tensor, generator: torch.Generator) -> int:
+    """Gradients of the log-likelihood of drawn tokens, down to the embedding; how many tokens were drawn."""
+    scored = (targets != IGNORED).nonzero().squeeze(1)
+    leaf = hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        for rows in torch.split(scored, LOGIT_ROWS):
+            logits = decoder.logits(leaf[rows])
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
+            cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
+    if leaf.grad is not None:
+        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+    return len(scored)

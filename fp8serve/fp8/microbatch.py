@@ -1,0 +1,94 @@
+"""When codes that were made of a weight may serve another forward pass: only when the caller says so.
+
+    for i, part in enumerate(microbatches):
+        with autocast(recipe=recipe, is_first_microbatch=i == 0):     # or layer(x, is_first_microbatch=i == 0)
+            loss = model(part)
+        loss.backward()
+    optimizer.step()
+
+    None     quantize the weight (the default)
+    True     quantize it and keep its codes: one byte an element, until the next True
+    False    the weight is what it was at the last True: use the kept codes
+
+Nothing but the caller knows that a weight is unchanged. A version counter does not: fused optimizers, writes through
+`.data` and writes through NumPy leave it as it was. What is known to have changed a weight is believed all the same:
+any torch optimizer that has taken a step, a counter that has risen, another storage, another recipe. Then False
+quantizes and keeps, as True does.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8serve.errors import RecipeError
+
+T = TypeVar("T")
+
+
+class _Steps:
+    """The latest step of any optimizer of this process, as an object that is equal to itself only."""
+
+    latest = object()
+
+
+def _stepped(*call: Any) -> None:
+    _Steps.latest = object()
+
+
+register_optimizer_step_post_hook(_stepped)
+
+
+def checked(is_first_microbatch: bool | None) -> bool | None:
+    """The announcement itself; RecipeError for anything but None, True and False."""
+    if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+        raise RecipeError(f"is_first_microbatch must be None, True or False, found {is_first_microbatch!r}.")
+    return is_first_microbatch
+
+
+def _moment(weight: Tensor, about: Hashable) -> tuple[Any, ...]:
+    """Unequal for two moments between which the weight is known to have changed; equal proves nothing."""
+    version = None if weight.is_inference() else weight._version
+    storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
+    # Nothing that was made under inference_mode can be saved for a backward pass.
+    return _Steps.latest, version, storage, weight.storage_offset(), torch.is_inference_mode_enabled(), about
+
+
+def _any(value: object) -> bool:
+    return True
+
+
+class Kept(Generic[T]):
+    """What was made of one weight at the last True. A copy of its owner starts without it."""
+
+    def __init__(self) -> None:
+        self._moment: tuple[Any, ...] = ()
+        self._value: T | None = None
+
+    def __deepcopy__(self, memo: Any) -> "Kept[T]":
+        return Kept()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, ()
+
+    def get(
+        self,
+        weight: Tensor,
+        about: Hashable,
+        first: bool | None,
+        make: Callable[[], T],
+        suits: Callable[[T], bool] = _any,
+    ) -> T:
+        """The kept value if `first` is False, nothing is known against it and it `suits`; else what `make` makes.
+
+        about: what it depends on beside the weight, such as the recipe.
+        """
+        if first is None or torch.compiler.is_compiling():  # a graph cannot ask what happened between its runs
+            return make()
+        moment = _moment(weight, about)
+        if first or self._value is None or moment != self._moment or not suits(self._value):
+            self._value, self._moment = make(), moment
+        return self._value

@@ -1,0 +1,51 @@
+"""Which other projects read a directory differently from us, or not at all, as sentences for its owner.
+
+docs/formats.md says which reader loads which format, and tests/model/test_readers.py holds it to those readers' code.
+Here is what a directory's owner must hear without reading that page. Three cases:
+
+* `quant_method: fp8` with one scale per tensor has two spellings, vLLM's (`weight_scale`, `input_scale`) and that of
+  transformers (`weight_scale_inv`, `activation_scale`). No file can hold both: vLLM ends on a tensor that it does not
+  know. We write vLLM's, because compressed-tensors says the same thing and everybody reads it.
+* transformers has no reader for ModelOpt; it warns and takes the FP8 numbers for the weights.
+* A side that 128 does not divide leaves smaller blocks at the edge. transformers divides the side by the number of
+  blocks instead: 448 becomes four blocks of 112, silently, and 576 is an error. vLLM fuses q, k, v and gate, up, and
+  refuses where a block would span two of them. Padding would change the shapes that config.json promises.
+"""
+
+from fp8serve.model.interop import BLOCK
+from fp8serve.model.stored import Checkpoint
+
+SPELLING = (
+    "transformers does not find these scales: with one scale per tensor, `quant_method: fp8` is written as vLLM and "
+    "SGLang read it; for transformers write the format compressed-tensors."
+)
+MODELOPT = (
+    "transformers has no reader for modelopt and takes the FP8 numbers for the weights; use vLLM, SGLang or "
+    "TensorRT-LLM, or write the format compressed-tensors."
+)
+RAGGED = (
+    "{count} layers, {name} of {rows} x {cols} among them, have a side that is no multiple of {block}: fp8serve reads "
+    "their blocks as they were written, vLLM refuses them, and transformers fails or reads blocks of another size "
+    "without a word; for other readers choose another recipe than block."
+)
+
+
+def reader_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """One sentence for each way in which another project's reader would not get this model."""
+    if checkpoint.quantization is None or not checkpoint.fp8_linears:
+        return ()
+    notes, producer = [], checkpoint.quantization.producer
+    if producer == "modelopt":
+        notes.append(MODELOPT)
+    elif producer == "fp8" and str(checkpoint.scale_key(checkpoint.fp8_linears[0], "weight")).endswith("weight_scale"):
+        notes.append(SPELLING)
+    if ragged := [name for name in checkpoint.fp8_linears if _is_ragged(checkpoint, name)]:
+        rows, cols = checkpoint.shapes[f"{ragged[0]}.weight"]
+        notes.append(RAGGED.format(count=len(ragged), name=ragged[0], rows=rows, cols=cols, block=BLOCK))
+    return tuple(notes)
+
+
+def _is_ragged(checkpoint: Checkpoint, linear: str) -> bool:
+    rows, cols = checkpoint.shapes[f"{linear}.weight"]
+    in_blocks = checkpoint.quantization is not None and checkpoint.quantization.scheme_of(linear).activations == "block"
+    return in_blocks and bool(rows % BLOCK or cols % BLOCK)

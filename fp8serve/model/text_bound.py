@@ -1,0 +1,103 @@
+"""The fewest tokens a text can have, from its length alone, so that one too long for a context need not be tokenized.
+
+That number exists only where a token covers a bounded number of characters. It does not where a pre-tokenizer drops
+whitespace, unknown characters fuse into one token, a normalizer strips, or an added token swallows the spaces beside
+it. So every part of the tokenizer is looked up in a list of those that are known to keep characters, with the most that
+it makes into one; with any other, and any that is not known, there is no bound. Characters are code points: a
+byte-level vocabulary writes one symbol for a byte, so an entry of k symbols covers at most k characters. Single
+characters that such a vocabulary has no symbol for vanish without a token; they are not counted.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+
+# Most code points that become one. Canonical composition joins at most four; the longest compatibility decomposition
+# (U+FDFA) has eighteen.
+_NORMALIZERS = {"NFC": 4, "NFD": 1, "NFKC": 18, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
+_KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
+
+
+@dataclass(frozen=True)
+class TextBound:
+    """A token covers at most `characters` characters of a text; those in `lost` need none."""
+
+    characters: int
+    lost: str = ""
+
+    def fewest_tokens(self, text: str) -> int:
+        """Every encoding of `text` has at least so many tokens."""
+        return -(-(len(text) - sum(map(text.count, self.lost))) // self.characters)
+
+
+def text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
+    """None where no bound is certain."""
+    steps, splits = _described(backend.normalizer), _described(backend.pre_tokenizer)
+    shrinks = [_shrink(step) for step in steps]
+    lost = _lost(backend, steps + splits)
+    if None in shrinks or lost is None or (lost and steps) or not all(map(_keeps_all, splits)) or _swallows(backend):
+        return None
+    return TextBound(_longest(backend) * math.prod(shrink or 1 for shrink in shrinks), lost)
+
+
+def _described(component: Any) -> list[dict[str, Any]]:
+    """The component's own description, sequences flattened; empty when there is none."""
+    return [] if component is None else _flat(json.loads(component.__getstate__()))
+
+
+def _flat(description: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = description.get("normalizers", description.get("pretokenizers"))
+    return [description] if parts is None else [step for part in parts for step in _flat(part)]
+
+
+def _shrink(step: dict[str, Any]) -> int | None:
+    """The most characters this normalizer makes into one; None: any number."""
+    if step["type"] != "Replace":
+        return _NORMALIZERS.get(step["type"])
+    old, new = step["pattern"].get("String"), step["content"]
+    return max(1, math.ceil(len(old) / len(new))) if old and new else None
+
+
+def _keeps_all(step: dict[str, Any]) -> bool:
+    if step["type"] in ("Split", "Punctuation"):
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in _KEEPING
+
+
+def _lost(backend: tokenizers.Tokenizer, steps: list[dict[str, Any]]) -> str | None:
+    """Characters that leave no token; None where any number of characters can vanish, or become one token."""
+    model = backend.model
+    if not isinstance(model, models.BPE):
+        return None
+    if any(step["type"] == "ByteLevel" for step in steps):
+        return _lost_bytes(model)
+    falls_back = model.byte_fallback and all(model.token_to_id(token) is not None for token in BYTE_TOKENS)
+    return "" if falls_back else None
+
+
+def _lost_bytes(model: models.BPE) -> str | None:
+    """A character of several bytes leaves a token if its last byte, one of 64, has a symbol."""
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    known = {code: model.token_to_id(spell(chr(code))[0][0][-1]) is not None for code in range(0xC0)}
+    if not all(known[code] for code in range(0x80, 0xC0)):
+        return None
+    return "".join(chr(code) for code in range(0x80) if not known[code])
+
+
+def _swallows(backend: tokenizers.Tokenizer) -> bool:
+    return any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+
+
+def _longest(backend: tokenizers.Tokenizer) -> int:
+    """Symbols of the longest entry. An added token may be looked for in the normalized text, in its normalized form."""
+    entries = backend.get_vocab(with_added_tokens=True)
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    if backend.normalizer is not None:
+        added += [backend.normalizer.normalize_str(text) for text in added]
+    return max(map(len, [*entries, *added]), default=1)

@@ -1,0 +1,52 @@
+"""Which names this server answers to, and which pages may act on it.
+
+A page of another site can reach a server on the reader's own machine: its name is made to lead to 127.0.0.1 after it
+was loaded (DNS rebinding), and the browser then takes the server for a part of that site. Such a request carries the
+site's name in `Host`. So a server that listens on this machine alone and has no key answers only to the names of this
+machine. `--allowed-host` adds names, and makes any server check. A request that changes something and comes from a
+page (`Origin`) must come from a page of the server itself.
+"""
+
+import re
+
+from starlette.types import Scope
+
+from fp8serve.server.settings import Settings, is_loopback
+
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_PLACE = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{0,5})?")
+
+
+class Hosts:
+    """See the module. Decides on headers and nothing else."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._added = frozenset(map(_plain, settings.allowed_hosts))
+        checks = bool(self._added) or (settings.api_key is None and is_loopback(settings.host))
+        self._known = LOCAL_NAMES | {_plain(settings.host)} | self._added if checks else None
+
+    def knows(self, scope: Scope) -> bool:
+        """Whether the request asks for a name of this server."""
+        return self._known is None or _name(_header(scope, b"host")) in self._known
+
+    def is_own_page(self, scope: Scope) -> bool:
+        """Whether the request comes from a page of this server, or from no page."""
+        origin = _header(scope, b"origin").lower()
+        if not origin:
+            return True
+        place = origin.partition("://")[2]
+        return place == _header(scope, b"host").lower() or (_name(place) in self._added and place != "")
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+def _name(place: str) -> str:
+    """`localhost` of `localhost:8000`; empty for what is no place."""
+    found = _PLACE.fullmatch(place)
+    return _plain(found[1]) if found else ""
+
+
+def _plain(host: str) -> str:
+    return host.strip("[]").rstrip(".").lower()

@@ -1,0 +1,30 @@
+"""A file lock that a process holds and loses with its life: who can take it knows that nobody else is at work."""
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+from fp8serve.errors import JobError, MachineError
+
+
+def take_lock(path: Path, refusal: str) -> IO[str]:
+    """The locked file; closing it gives the lock up.
+
+    Raises JobError(`refusal`) when another process, or this one, holds it, MachineError where locks do not work.
+    """
+    lock = None
+    try:
+        lock = path.open("a+", encoding="utf-8")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _close(lock)
+        raise JobError(refusal) from None
+    except OSError as error:
+        _close(lock)
+        raise MachineError(f"{path} cannot be locked: {error.strerror}; choose a directory on a local disk.") from None
+    return lock
+
+
+def _close(lock: IO[str] | None) -> None:
+    if lock is not None:
+        lock.close()

@@ -1,0 +1,65 @@
+"""The estimated shares of the KL divergence against the divergence itself, one layer in FP8 at a time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8serve.calibration.compare import freezer
+from fp8serve.calibration.data import calibration_batches
+from fp8serve.calibration.measure import TokenTally, add_logits
+from fp8serve.calibration.observe import observe, settle
+from fp8serve.calibration.passes import forward, hooks
+from fp8serve.calibration.pipeline import load
+from fp8serve.calibration.result import LayerReport, worst_first
+from fp8serve.calibration.sensitivity import kl_shares
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.model.tokenizer import Tokenizer
+
+from .conftest import VOCAB
+
+
+@pytest.fixture(scope="module")
+def measured(model_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """(estimated shares, KL divergence with that layer alone in FP8), of a model with one layer that is much worse."""
+    decoder, linears = load(model_dir, "cpu")
+    found = calibration_batches(
+        None, Tokenizer.from_dir(model_dir), VOCAB, samples=64, seq_len=64, batch_size=4, seed=0
+    )
+    states = settle(observe(decoder, linears, found.calibration, DelayedScaling(amax_history_len=8)))
+    states["model.layers.0.self_attn.o_proj.input"].scale.mul_(2.0**-13)  # most of its inputs underflow
+    freeze = freezer(DelayedScaling(), states)
+    shares = kl_shares(decoder, linears, found.held_out, lambda name, linear, x: freeze(name, linears[name])(x))
+
+    def alone(name: str) -> float:
+        tally = TokenTally()
+        for batch in found.held_out:
+            exact = forward(decoder, batch)
+            with hooks({name: linears[name]}, lambda n: lambda linear, args, out: freeze(n, linears[n])(args[0])):
+                add_logits(tally, batch.targets, (decoder, forward(decoder, batch)), (decoder, exact))
+        return tally.quality(compared=True).kl_divergence or 0.0
+
+    with torch.no_grad():
+        return shares, {name: alone(name) for name in linears}
+
+
+def test_the_order_of_shares_is_that_of_the_divergence(measured: tuple[dict[str, float], dict[str, float]]) -> None:
+    shares, alone = measured
+    by_share, by_divergence = (sorted(d, key=lambda n: -d[n]) for d in (shares, alone))
+    assert by_share[0] == by_divergence[0] == "model.layers.0.self_attn.o_proj"
+    assert len(set(by_share[:6]) & set(by_divergence[:6])) >= 4
+
+
+def test_shares_are_in_nats(measured: tuple[dict[str, float], dict[str, float]]) -> None:
+    shares, alone = measured
+    ordinary = [n for n in shares if n != "model.layers.0.self_attn.o_proj"]
+    assert 0.5 < sum(shares[n] for n in ordinary) / sum(alone[n] for n in ordinary) < 2
+
+
+def test_the_ranking_goes_by_the_share_and_not_by_the_power_of_the_noise() -> None:
+    rows = [
+        LayerReport("loud", 10.0, 0.0, 1e-5),
+        LayerReport("harmful", 40.0, 0.0, 1e-3),
+        LayerReport("exact", None, 0),
+    ]
+    assert [row.name for row in worst_first(rows)] == ["harmful", "loud", "exact"]

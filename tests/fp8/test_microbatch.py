@@ -1,0 +1,375 @@
+"""A forward pass computes with the weight as it is, whoever wrote it and how; kept codes serve who announces them."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from fp8serve import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Linear,
+    NormLinear,
+    SiluMulLinear,
+    autocast,
+    convert,
+    scaling_state,
+)
+from fp8serve.errors import RecipeError
+from fp8serve.fp8 import reference
+from fp8serve.fp8.recipe import Recipe
+
+SHORT = DelayedScaling(amax_history_len=4)
+RECIPES: dict[str, Recipe] = {
+    "delayed": SHORT,
+    "current": Float8CurrentScaling(),
+    "rowwise": Float8CurrentScaling(granularity="row"),
+    "block": Float8BlockScaling(),
+}
+X = torch.randn(4, 24, generator=torch.Generator().manual_seed(1))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return convert(nn.Sequential(nn.Linear(24, 16, bias=False), nn.Linear(16, 8, bias=False)))
+
+
+def loss_of(model: nn.Module, recipe: Recipe, first: bool | None = None) -> Tensor:
+    with autocast(recipe=recipe, is_first_microbatch=first):
+        y = model(X)
+    return y.square().sum()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def output(model: nn.Module, recipe: Recipe) -> Tensor:
+    with autocast(recipe=recipe):
+        return model(X)  # type: ignore[no-any-return]
+
+
+def check_fresh(model: nn.Module, recipe: Recipe) -> None:
+    """The model computes as one that was made just now with its weights and scales; with gradients and without."""
+    fresh = network().to(next(model.parameters()).dtype)
+    fresh.load_state_dict(model.state_dict())
+    twin = copy.deepcopy(fresh)
+    assert torch.equal(output(model, recipe), output(fresh, recipe))
+    assert torch.equal(loss_of(model, recipe), loss_of(twin, recipe))
+
+
+def optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
+    """Every optimizer of torch in each of its forms on a CPU, but SparseAdam: it takes sparse gradients only."""
+    classes = {
+        n: c for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+    }
+    del classes["Optimizer"], classes["SparseAdam"]
+    found: dict[str, Callable[[Any], torch.optim.Optimizer]] = {}
+    for (name, cls), form in product(classes.items(), ("plain", "foreach", "fused")):
+        flags = {"plain": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}[form]
+        try:
+            cls([nn.Parameter(torch.zeros(2, 2))], lr=0.05, **flags)
+        except (TypeError, RuntimeError):  # the optimizer has no such form
+            continue
+        flags |= {"max_iter": 3} if cls is torch.optim.LBFGS else {}
+        found[f"{name} {form}"] = lambda parameters, cls=cls, flags=flags: cls(parameters, lr=0.05, **flags)
+    return found
+
+
+OPTIMIZERS = optimizers()
+
+
+def test_the_forms_of_the_optimizers() -> None:
+    """Guards the matrix: it shrinks to nothing if torch renames a flag."""
+    assert {"SGD fused", "Adam fused", "AdamW fused", "Adagrad fused", "Muon plain", "Adafactor foreach"} <= set(
+        OPTIMIZERS
+    )
+    assert {"LBFGS plain", "RMSprop foreach", "NAdam plain", "ASGD foreach"} <= set(OPTIMIZERS)
+
+
+def before_backward(optimizer: Any, backward: Callable[[], None], none: bool) -> None:
+    optimizer.zero_grad(set_to_none=none)
+    backward()
+    optimizer.step()
+
+
+def after_step(optimizer: Any, backward: Callable[[], None], none: bool) -> None:
+    backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=none)
+
+
+def never(optimizer: Any, backward: Callable[[], None], none: bool) -> None:
+    backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("none", [True, False], ids=["to none", "to zero"])
+@pytest.mark.parametrize("order", [before_backward, after_step, never])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_in_every_order(name: str, order: Callable[..., None], none: bool) -> None:
+    for recipe in RECIPES.values():
+        model = network()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for _ in range(2):
+            before = parameters_to_vector(model.parameters()).clone()
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step(
+                    lambda model=model, optimizer=optimizer, recipe=recipe: closure(model, optimizer, recipe)
+                )
+            else:
+                loss = loss_of(model, recipe)
+                order(optimizer, loss.backward, none)
+            assert not torch.equal(before, parameters_to_vector(model.parameters()))
+            check_fresh(model, recipe)
+
+
+def closure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> Tensor:
+    """What LBFGS calls several times a step; every call sees the weights that LBFGS is trying."""
+    optimizer.zero_grad()
+    check_fresh(model, recipe)
+    optimizer.zero_grad()
+    loss = loss_of(model, recipe)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def by_data(weight: Tensor) -> None:
+    weight.data.mul_(2)
+
+
+def by_new_data(weight: Tensor) -> None:
+    weight.data = weight.data * 2
+
+
+def by_numpy(weight: Tensor) -> None:
+    weight.detach().numpy()[:] *= 2
+
+
+@torch.no_grad()
+def in_place(weight: Tensor) -> None:
+    weight.mul_(2)
+
+
+@torch.inference_mode()
+def in_inference_mode(weight: Tensor) -> None:
+    weight.mul_(2)
+
+
+def by_average(weight: Tensor) -> None:
+    """An exponential moving average that takes the weight's place."""
+    weight.data.copy_(0.5 * weight.data + 0.1)
+
+
+def by_vector(weight: Tensor) -> None:
+    vector_to_parameters(parameters_to_vector([weight]) * 2, [weight])
+
+
+WRITES = [by_data, by_new_data, by_numpy, in_place, in_inference_mode, by_average, by_vector]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_way_to_write_a_weight(name: str, write: Callable[[Tensor], None]) -> None:
+    """With the gradients still there, after an evaluation, and between two microbatches that nobody announced."""
+    model, recipe = network(), RECIPES[name]
+    for _ in range(2):
+        loss_of(model, recipe).backward()  # type: ignore[no-untyped-call]
+        output(model, recipe)
+        for weight in model.parameters():
+            write(weight)
+        check_fresh(model, recipe)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_averaged_weights_that_are_swapped_in_to_evaluate_and_out_again(name: str) -> None:
+    model, recipe = network(), RECIPES[name]
+    average = [torch.full_like(p, 0.01) for p in model.parameters()]
+    for _ in range(2):
+        loss_of(model, recipe).backward()  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            for i, weight in enumerate(model.parameters()):
+                weight.data, average[i] = average[i], weight.data
+            check_fresh(model, recipe)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_loading_and_casting_a_module(name: str) -> None:
+    model, recipe = network(), RECIPES[name]
+    for assign in (False, True):
+        loss_of(model, recipe).backward()  # type: ignore[no-untyped-call]
+        model.load_state_dict({n: v.clone() * 2 for n, v in model.state_dict().items()}, assign=assign)
+        check_fresh(model, recipe)
+    loss_of(model, recipe).backward()  # type: ignore[no-untyped-call]
+    check_fresh(model.to(torch.bfloat16).to(torch.float32), recipe)
+
+
+def casts(layer: Linear) -> list[Tensor]:
+    """The codes of the weight, whenever it is cast."""
+    seen: list[Tensor] = []
+    layer.observer = lambda name, q, scale_inv: seen.append(q) if name == "weight" else None
+    return seen
+
+
+def microbatch(layer: nn.Module, recipe: Recipe, first: bool | None) -> None:
+    loss_of(layer, recipe, first).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_announced_weight_is_quantized_once_a_step(name: str) -> None:
+    layer = Linear(24, 16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    seen = casts(layer)
+    for step in range(3):
+        for i in range(4):
+            microbatch(layer, RECIPES[name], i == 0)
+        assert len(seen) == step + 1
+        if name == "delayed":
+            assert scaling_state(layer)["weight"].steps.item() == step + 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_layer_announces_for_itself() -> None:
+    layer = Linear(24, 16)
+    seen = casts(layer)
+    with autocast(recipe=SHORT, is_first_microbatch=False):
+        for first, count in ((True, 1), (False, 1), (None, 1), (True, 2)):
+            layer(X, is_first_microbatch=first)
+            assert len(seen) == count
+
+
+@pytest.mark.parametrize("fused", [NormLinear(nn.LayerNorm(24), Linear(24, 16)), SiluMulLinear(Linear(24, 16))])
+def test_fused_layers_announce_too(fused: Any) -> None:
+    seen = casts(fused.linear)
+    sources = (X,) if isinstance(fused, NormLinear) else (X, X)
+    with autocast(recipe=SHORT):
+        for first, count in ((True, 1), (False, 1), (None, 2)):
+            fused(*sources, is_first_microbatch=first)
+            assert len(seen) == count
+
+
+def test_without_a_word_every_forward_pass_quantizes_and_has_its_row() -> None:
+    """As in Transformer Engine: one row of the weight's history for each context in which it was quantized."""
+    layer = Linear(24, 16)
+    seen = casts(layer)
+    for i in range(3):
+        microbatch(layer, SHORT, None)
+        assert len(seen) == scaling_state(layer)["weight"].steps.item() == i + 1
+    with autocast(recipe=SHORT):
+        layer(X)
+        layer(X)
+    assert len(seen) == 5
+    assert scaling_state(layer)["weight"].steps.item() == 4
+    assert scaling_state(layer)["weight"].amax_history[1:].unique().numel() == 1
+
+
+def test_the_second_microbatch_computes_with_the_codes_and_the_scale_of_the_first() -> None:
+    layer = Linear(24, 16, bias=False)
+    microbatch(layer, SHORT, True)
+    with autocast(recipe=SHORT, is_first_microbatch=False):
+        y = layer(X)
+    exact = reference.quantize(layer.weight.detach(), torch.tensor(1.0), torch.float8_e4m3fn)[0].double()
+    scale = torch.tensor(448.0) / X.abs().max()
+    codes = reference.quantize(X, scale, torch.float8_e4m3fn)[0].double() / scale.double()
+    torch.testing.assert_close(y.detach().double(), codes @ exact.t(), rtol=1e-5, atol=1e-6)
+
+
+def swapped(layer: Linear) -> None:
+    layer.weight.data = layer.weight.data * 2
+
+
+def replaced(layer: Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+
+
+def counted(layer: Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def stepped_elsewhere(layer: Linear) -> None:
+    """An optimizer of other parameters: its masters may be copied here, in ways that nothing counts."""
+    other = nn.Parameter(torch.zeros(2))
+    other.grad = torch.ones(2)
+    torch.optim.SGD([other], lr=1.0, fused=True).step()
+
+
+def loaded(layer: Linear) -> None:
+    layer.load_state_dict({n: v.clone() for n, v in layer.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [swapped, replaced, counted, stepped_elsewhere, loaded])
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_known_to_have_changed_a_weight_outweighs_the_announcement(
+    name: str, change: Callable[[Linear], None]
+) -> None:
+    layer, recipe = Linear(24, 16), RECIPES[name]
+    seen = casts(layer)
+    microbatch(layer, recipe, True)
+    change(layer)
+    for _ in range(2):  # and kept again from then on
+        microbatch(layer, recipe, False)
+        assert len(seen) == 2
+
+
+def test_kept_codes_serve_their_recipe_and_their_directions_only() -> None:
+    layer = Linear(24, 16)
+    seen = casts(layer)
+    with torch.no_grad():
+        loss_of(layer, SHORT, True)  # no gradients: by rows only
+    x = X.clone().requires_grad_()
+    for recipe, count in ((SHORT, 2), (SHORT, 2), (DelayedScaling(amax_history_len=8), 3), (SHORT, 4)):
+        with autocast(recipe=recipe, is_first_microbatch=False):
+            layer(x)
+        assert len(seen) == count
+
+
+def test_an_evaluation_between_two_microbatches_leaves_the_codes_alone() -> None:
+    layer = Linear(24, 16)
+    seen = casts(layer)
+    microbatch(layer, SHORT, True)
+    output(layer, SHORT)
+    microbatch(layer, SHORT, False)
+    assert len(seen) == 2  # the first microbatch and the evaluation
+
+
+def test_a_copy_and_a_pickle_start_without_codes() -> None:
+    layer = Linear(24, 16)
+    microbatch(layer, SHORT, True)
+    twin = copy.deepcopy(layer)
+    twin.weight.data.mul_(2)
+    seen = casts(twin)
+    microbatch(twin, SHORT, False)
+    assert len(seen) == 1
+
+
+def test_kept_codes_do_not_keep_the_weight() -> None:
+    layer = Linear(24, 16)
+    microbatch(layer, SHORT, True)
+    old = weakref.ref(layer.weight)
+    layer.weight = nn.Parameter(torch.zeros(16, 24))
+    layer.zero_grad()
+    assert old() is None
+
+
+@pytest.mark.parametrize("wrong", [1, "yes", torch.tensor(True)])
+def test_an_announcement_is_none_true_or_false(wrong: Any) -> None:
+    with pytest.raises(RecipeError, match="is_first_microbatch must be None, True or False"):
+        autocast(is_first_microbatch=wrong)
+    with autocast(), pytest.raises(RecipeError, match="is_first_microbatch must be None, True or False"):
+        Linear(24, 16)(X, is_first_microbatch=wrong)
+
+
+def test_weights_that_were_made_for_inference() -> None:
+    """They have no version counter at all."""
+    with torch.inference_mode():
+        layer = Linear(24, 16)
+        for first in (None, True, False):
+            with autocast(recipe=Float8CurrentScaling(), is_first_microbatch=first):
+                y = layer(X)
+    assert y.isfinite().all()

@@ -1,0 +1,135 @@
+"""A gradient that is not finite reaches every other one and is said, though a cast saturates. Row G5."""
+
+import logging
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8serve import (
+    DelayedScaling,
+    DotProductAttention,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Linear,
+    Monitor,
+    NormLinear,
+    SiluMulLinear,
+    autocast,
+    scaling_state,
+)
+from fp8serve.fp8.recipe import Format, Recipe
+
+KINDS: dict[str, Any] = {
+    "delayed": lambda **more: DelayedScaling(amax_history_len=4, **more),
+    "delayed e4m3": lambda **more: DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3, **more),
+    "current": Float8CurrentScaling,
+    "rowwise": lambda **more: Float8CurrentScaling(granularity="row", **more),
+    "block": Float8BlockScaling,
+    "block power 2": lambda **more: Float8BlockScaling(power_2_scale=True, **more),
+}
+OVERRIDES = list(product((False, True), repeat=3))
+
+
+def gradients(layer: nn.Module, recipe: Recipe, dy: Tensor, *sources: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    sources = tuple(s.clone().requires_grad_() for s in sources)
+    with autocast(recipe=recipe):
+        y = layer(*sources)
+    y.backward(dy.to(y.dtype))
+    return [t.grad for t in (*sources, *layer.parameters()) if t.grad is not None]
+
+
+def wrong(rows: int, cols: int, value: float) -> Tensor:
+    dy = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
+    dy[rows // 2, cols // 3] = value
+    return dy
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda o: "hp:" + "".join("01"[b] for b in o))
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_reaches_every_gradient_of_a_linear(kind: str, override: tuple[bool, bool, bool], value: float) -> None:
+    recipe = KINDS[kind](override_linear_precision=override)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        layer, x = Linear(40, 150), torch.randn(9, 40).to(dtype)
+        finite = gradients(layer, recipe, wrong(9, 150, 1.0), x)
+        assert all(g.isfinite().all() for g in finite)
+        found = gradients(layer, recipe, wrong(9, 150, value), x)
+        assert len(found) == 3
+        assert not any(g.isfinite().all() for g in found)
+        assert all(g.isfinite().all() for g in gradients(layer, recipe, wrong(9, 150, 1.0), x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_code_is_no_infinity(kind: str) -> None:
+    """A gradient whose amax is the largest number of its format has scale 1, as one with an infinity has."""
+    for top in (448.0, 57344.0):
+        assert all(
+            g.isfinite().all()
+            for g in gradients(Linear(40, 150), KINDS[kind](), wrong(9, 150, top), torch.randn(9, 40))
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_layers(kind: str) -> None:
+    norm, gated = NormLinear(nn.LayerNorm(40), Linear(40, 16)), SiluMulLinear(Linear(40, 16))
+    x, recipe, dy = torch.randn(9, 40), KINDS[kind](), wrong(9, 16, torch.inf)
+    for layer, sources in ((norm, (x,)), (gated, (x, x + 1))):
+        for _ in range(2):
+            assert not any(g.isfinite().all() for g in gradients(layer, recipe, dy, *sources))
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+def test_attention(kind: str) -> None:
+    attention, q = DotProductAttention(), torch.randn(6, 2, 8)
+    recipe = KINDS[kind](fp8_dpa=True)
+    for value, finite in ((1.0, True), (torch.inf, False)):
+        sources = [q.clone().requires_grad_() for _ in range(3)]
+        with autocast(recipe=recipe):
+            y = attention(*sources, (6,), 0.3)
+        dy = torch.ones_like(y)
+        dy[5, 0, 0] = value
+        y.backward(dy)
+        assert all(bool(s.grad is not None and s.grad.isfinite().all()) is finite for s in sources)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_scaler_skips_the_step_and_a_clipped_norm_says_it(kind: str) -> None:
+    layer = Linear(40, 16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    with autocast(recipe=KINDS[kind]()):
+        y = layer(torch.randn(9, 40).half())
+    before = layer.weight.detach().clone()
+    scaler.scale(y.float().square().mean() * 2.0**10).backward()  # FP16 holds up to 65504
+    with pytest.raises(RuntimeError, match="total norm"):
+        torch.nn.utils.clip_grad_norm_([layer.weight], 1.0, error_if_nonfinite=True)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(layer.weight, before)
+    assert scaler.get_scale() == 2.0**19
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_said_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    layer = Linear(40, 16)
+    with Monitor(layer, every=1) as monitor, caplog.at_level(logging.WARNING, "fp8serve.monitor"):
+        for value in (1.0, torch.inf, torch.inf):
+            gradients(layer, KINDS[kind](), wrong(9, 16, value), torch.randn(9, 40))
+            monitor.step()
+    assert [r.getMessage().partition(" of ")[0] for r in caplog.records if "non-finite" in r.message] == ["grad_output"]
+    if "delayed" in kind:
+        state = scaling_state(layer)["grad_output"]
+        assert (state.nonfinite.item(), state.steps.item()) == (2, 1)
+
+
+def test_an_infinite_activation_is_cut_off_and_counted() -> None:
+    """The forward pass computes the saturated function, and its gradients are those of that function."""
+    layer, x = Linear(40, 16), torch.randn(9, 40)
+    x[4, 4] = torch.inf
+    found = gradients(layer, KINDS["delayed"](), torch.ones(9, 16), x)
+    assert all(g.isfinite().all() for g in found)
+    assert scaling_state(layer)["input"].nonfinite.item() == 1

@@ -1,0 +1,211 @@
+"""What the config.json of much used repositories of the served architectures says: facts, written down by hand.
+
+A row is a repository's sizes, (vocabulary, hidden, intermediate, layers, heads, KV heads, context), and the keys beside
+those that every repository has. `null` is left out where transformers writes it for a key that is not set.
+"""
+
+from typing import Any
+
+Sizes = tuple[int, int, int, int, int, int, int]
+_COMMON = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-5,
+           "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": True}  # fmt: skip
+_LLAMA = {"attention_bias": False, "bos_token_id": 1, "eos_token_id": 2, "pretraining_tp": 1, "rope_scaling": None}
+_LLAMA3 = {"attention_bias": False, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "mlp_bias": False,
+           "pretraining_tp": 1, "rope_theta": 500000.0}  # fmt: skip
+_SCALED = {"rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                            "original_max_position_embeddings": 8192, "rope_type": "llama3"}}  # fmt: skip
+_QWEN = {"bos_token_id": 151643, "eos_token_id": 151645, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+         "use_sliding_window": False}  # fmt: skip
+_QWEN3 = _QWEN | {"attention_bias": False, "head_dim": 128, "rope_scaling": None, "sliding_window": None}
+_MISTRAL = {"bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1000000.0, "sliding_window": None}
+_JS = {"transformers.js_config": {"dtype": "q4", "kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}}
+_NANOTRON = {"is_llama_config": True, "rope_interleaved": False, "rope_theta": 100000}
+_YARN = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
+
+
+def _types(layers: int) -> dict[str, Any]:
+    return {"layer_types": ["full_attention"] * layers}
+
+
+LLAMA: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "HuggingFaceTB/SmolLM-135M": ((49152, 576, 1536, 30, 9, 3, 2048), _LLAMA | {"tie_word_embeddings": True}),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (
+        (49152, 576, 1536, 30, 9, 3, 8192),
+        _LLAMA | _NANOTRON | _JS | {"pad_token_id": 2, "tie_word_embeddings": True, "mlp_bias": False},
+    ),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": (
+        (49152, 960, 2560, 32, 15, 5, 8192),
+        _LLAMA | _NANOTRON | _JS | {"pad_token_id": 2, "tie_word_embeddings": True},
+    ),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": (
+        (49152, 2048, 8192, 24, 32, 32, 8192),
+        _LLAMA | _JS | {"pad_token_id": 2, "rope_theta": 130000, "tie_word_embeddings": True, "mlp_bias": False},
+    ),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": ((32000, 2048, 5632, 22, 32, 4, 2048), _LLAMA | {"rope_theta": 10000.0}),
+    "meta-llama/Llama-2-7b-chat-hf": ((32000, 4096, 11008, 32, 32, 32, 4096), _LLAMA | {"_name_or_path": "x"}),
+    "meta-llama/Llama-2-13b-chat-hf": ((32000, 5120, 13824, 40, 40, 40, 4096), _LLAMA),
+    "meta-llama/Llama-2-70b-hf": ((32000, 8192, 28672, 80, 64, 8, 4096), _LLAMA),
+    "meta-llama/CodeLlama-7b-hf": ((32016, 4096, 11008, 32, 32, 32, 16384), _LLAMA | {"rope_theta": 1000000}),
+    "meta-llama/Meta-Llama-3-8B-Instruct": ((128256, 4096, 14336, 32, 32, 8, 8192), _LLAMA3),
+    "meta-llama/Llama-3.1-8B-Instruct": ((128256, 4096, 14336, 32, 32, 8, 131072), _LLAMA3 | _SCALED),
+    "meta-llama/Llama-3.1-70B-Instruct": ((128256, 8192, 28672, 80, 64, 8, 131072), _LLAMA3 | _SCALED),
+    "meta-llama/Llama-3.2-1B-Instruct": (
+        (128256, 2048, 8192, 16, 32, 8, 131072),
+        _LLAMA3 | _SCALED | {"head_dim": 64, "tie_word_embeddings": True},
+    ),
+    "meta-llama/Llama-3.2-3B-Instruct": (
+        (128256, 3072, 8192, 28, 24, 8, 131072),
+        _LLAMA3 | _SCALED | {"head_dim": 128, "tie_word_embeddings": True},
+    ),
+    "meta-llama/Llama-3.3-70B-Instruct": (
+        (128256, 8192, 28672, 80, 64, 8, 131072),
+        _LLAMA3 | _SCALED | {"head_dim": 128},
+    ),
+    "meta-llama/Llama-Guard-3-8B": ((128256, 4096, 14336, 32, 32, 8, 131072), _LLAMA3 | _SCALED),
+    "unsloth/Llama-3.2-1B-Instruct": (
+        (128256, 2048, 8192, 16, 32, 8, 131072),
+        _LLAMA3
+        | _SCALED
+        | {"head_dim": 64, "pad_token_id": 128004, "tie_word_embeddings": True, "unsloth_fixed": True},
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": ((128256, 4096, 14336, 32, 32, 8, 131072), _LLAMA3 | _SCALED),
+    "deepseek-ai/deepseek-coder-6.7b-instruct": (
+        (32256, 4096, 11008, 32, 32, 32, 16384),
+        _LLAMA | {"rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000},
+    ),
+    "deepseek-ai/deepseek-llm-7b-chat": ((102400, 4096, 11008, 30, 32, 32, 4096), _LLAMA),
+    "lmsys/vicuna-7b-v1.5": (
+        (32000, 4096, 11008, 32, 32, 32, 4096),
+        _LLAMA | {"max_sequence_length": 4096, "pad_token_id": 0},
+    ),
+    "01-ai/Yi-1.5-9B-Chat": ((64000, 4096, 11008, 48, 32, 4, 4096), _LLAMA | {"rope_theta": 5000000.0}),
+    "upstage/SOLAR-10.7B-Instruct-v1.0": ((32000, 4096, 14336, 48, 32, 8, 4096), _LLAMA),
+    "tiiuae/Falcon3-1B-Instruct": (
+        (131072, 2048, 8192, 18, 8, 4, 8192),
+        _LLAMA | {"activation": "swiglu", "eos_token_id": 11, "head_dim": 256, "rope_theta": 1000042},
+    ),
+    "NousResearch/Hermes-3-Llama-3.1-8B": ((128256, 4096, 14336, 32, 32, 8, 131072), _LLAMA3 | _SCALED),
+    "nvidia/Llama-3.1-Nemotron-70B-Instruct-HF": ((128256, 8192, 28672, 80, 64, 8, 131072), _LLAMA3 | _SCALED),
+    "allenai/Llama-3.1-Tulu-3-8B": ((128264, 4096, 14336, 32, 32, 8, 131072), _LLAMA3 | _SCALED | {"use_cache": False}),
+    "JackFram/llama-68m": ((32000, 768, 3072, 2, 12, 12, 2048), _LLAMA | {"_name_or_path": "x", "pad_token_id": 1}),
+    "openlm-research/open_llama_3b_v2": ((32000, 3200, 8640, 26, 32, 32, 2048), _LLAMA),
+    "a Llama that a trainer saved with its arguments": (
+        (32256, 2048, 5504, 24, 16, 16, 16384),
+        _LLAMA | {"model_max_length": 4096, "neftune_noise_alpha": 5, "attn_implementation": "flash_attention_2"},
+    ),
+    "a Llama saved by a trainer on transformers 5": (
+        (32000, 1024, 2816, 16, 16, 16, 4096),
+        _LLAMA | _types(16) | {"neftune_noise_alpha": 0.0, "max_window_layers": 16, "model_max_length": 4096},
+    ),
+}
+MISTRAL: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "mistralai/Mistral-7B-v0.1": (
+        (32000, 4096, 14336, 32, 32, 8, 32768),
+        _MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096},
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.2": ((32000, 4096, 14336, 32, 32, 8, 32768), _MISTRAL),
+    "mistralai/Mistral-7B-Instruct-v0.3": ((32768, 4096, 14336, 32, 32, 8, 32768), _MISTRAL),
+    "mistralai/Mistral-Nemo-Instruct-2407": ((131072, 5120, 14336, 40, 32, 8, 131072), _MISTRAL | {"head_dim": 128}),
+    "mistralai/Ministral-8B-Instruct-2410": (
+        (131072, 4096, 12288, 36, 32, 8, 32768),
+        _MISTRAL | {"head_dim": 128, "rope_theta": 100000000.0, "sliding_window": 32768},
+    ),
+    "mistralai/Mistral-Small-24B-Instruct-2501": (
+        (131072, 5120, 32768, 40, 32, 8, 32768),
+        _MISTRAL | {"head_dim": 128, "rope_theta": 100000000.0},
+    ),
+    "HuggingFaceH4/zephyr-7b-beta": (
+        (32000, 4096, 14336, 32, 32, 8, 32768),
+        _MISTRAL | {"pad_token_id": 2, "rope_theta": 10000.0, "sliding_window": 4096, "_name_or_path": "x"},
+    ),
+    "teknium/OpenHermes-2.5-Mistral-7B": (
+        (32002, 4096, 14336, 32, 32, 8, 32768),
+        _MISTRAL | {"eos_token_id": 32000, "rope_theta": 10000.0, "sliding_window": 4096, "use_cache": False},
+    ),
+    "NousResearch/Yarn-Mistral-7b-64k": (
+        (32000, 4096, 14336, 32, 32, 8, 65536),
+        _MISTRAL
+        | {"auto_map": {"AutoConfig": "x.Y"}, "max_sequence_length": 65536, "rope_theta": 10000.0}
+        | {
+            "rope_scaling": {"factor": 8.0, "finetuned": True, "original_max_position_embeddings": 8192, "type": "yarn"}
+        },
+    ),
+}
+QWEN2: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "Qwen/Qwen1.5-0.5B-Chat": (
+        (151936, 1024, 2816, 24, 16, 16, 32768),
+        _QWEN | {"max_window_layers": 21, "sliding_window": 32768, "tie_word_embeddings": True},
+    ),
+    "Qwen/Qwen2-7B-Instruct": (
+        (152064, 3584, 18944, 28, 28, 4, 32768),
+        _QWEN | {"max_window_layers": 28, "sliding_window": 131072},
+    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": (
+        (151936, 896, 4864, 24, 14, 2, 32768),
+        _QWEN | {"max_window_layers": 21, "sliding_window": 32768, "tie_word_embeddings": True},
+    ),
+    "Qwen/Qwen2.5-1.5B": (
+        (151936, 1536, 8960, 28, 12, 2, 131072),
+        _QWEN | {"max_window_layers": 28, "sliding_window": 131072, "tie_word_embeddings": True, "use_mrope": False},
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": (
+        (152064, 3584, 18944, 28, 28, 4, 32768),
+        _QWEN | {"max_window_layers": 28, "sliding_window": 131072},
+    ),
+    "Qwen/Qwen2.5-Coder-7B-Instruct": (
+        (152064, 3584, 18944, 28, 28, 4, 32768),
+        _QWEN | {"max_window_layers": 28, "sliding_window": 131072},
+    ),
+    "Qwen/Qwen2.5-72B-Instruct": (
+        (152064, 8192, 29568, 80, 64, 8, 32768),
+        _QWEN | _YARN | {"max_window_layers": 70, "sliding_window": 131072},
+    ),
+    "Qwen/QwQ-32B": (
+        (152064, 5120, 27648, 64, 40, 8, 40960),
+        _QWEN | {"max_window_layers": 64, "sliding_window": 32768},
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (
+        (152064, 3584, 18944, 28, 28, 4, 131072),
+        _QWEN | {"max_window_layers": 28, "rope_theta": 10000, "sliding_window": 4096, "use_mrope": False},
+    ),
+    "unsloth/Qwen2.5-7B-Instruct": (
+        (152064, 3584, 18944, 28, 28, 4, 32768),
+        _QWEN | _types(28) | {"max_window_layers": 28, "sliding_window": None, "unsloth_version": "x"},
+    ),
+}
+QWEN3: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "Qwen/Qwen3-0.6B": (
+        (151936, 1024, 3072, 28, 16, 8, 40960),
+        _QWEN3 | {"max_window_layers": 28, "tie_word_embeddings": True},
+    ),
+    "Qwen/Qwen3-8B": ((151936, 4096, 12288, 36, 32, 8, 40960), _QWEN3 | {"max_window_layers": 36}),
+    "Qwen/Qwen3-32B": ((151936, 5120, 25600, 64, 64, 8, 40960), _QWEN3 | {"max_window_layers": 64}),
+    "Qwen/Qwen3-4B-Instruct-2507": (
+        (151936, 2560, 9728, 36, 32, 8, 262144),
+        _QWEN3 | {"max_window_layers": 36, "rope_theta": 5000000, "tie_word_embeddings": True},
+    ),
+    "Qwen/Qwen3-Embedding-0.6B": (
+        (151669, 1024, 3072, 28, 16, 8, 32768),
+        _QWEN3 | {"max_window_layers": 28, "tie_word_embeddings": True},
+    ),
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": (
+        (151936, 4096, 12288, 36, 32, 8, 131072),
+        _QWEN3 | _YARN | _types(36) | {"max_window_layers": 36},
+    ),
+}
+_FAMILIES = {"llama": ("Llama", LLAMA), "mistral": ("Mistral", MISTRAL), "qwen2": ("Qwen2", QWEN2),
+             "qwen3": ("Qwen3", QWEN3)}  # fmt: skip
+
+
+def _config(model_type: str, name: str, sizes: Sizes, keys: dict[str, Any]) -> dict[str, Any]:
+    named = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "max_position_embeddings")  # fmt: skip
+    kind = {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, "tie_word_embeddings": False}
+    return kind | _COMMON | dict(zip(named, sizes, strict=True)) | keys
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    repository: _config(model_type, name, *row)
+    for model_type, (name, rows) in _FAMILIES.items()
+    for repository, row in rows.items()
+}

@@ -1,0 +1,26 @@
+"""The rule by which vLLM and SGLang find the weights of a directory, restated: the library itself needs a GPU's wheels.
+
+Both collect every `*.safetensors` of the directory and load every tensor in them into the model; a tensor that is no
+parameter ends the load. Only where `model.safetensors.index.json` is there are files that it does not name left out
+(vLLM's `filter_duplicate_safetensors_files`, written for `consolidated.safetensors`). They do not look at config.json.
+"""
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+
+def tensors_taken(folder: Path) -> list[str]:
+    """The names of all tensors that such a reader would load, in order and with repetitions."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        files = [file for file in files if file.name in named]
+    return sorted(name for file in files for name in _names(file))
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())

@@ -1,0 +1,27 @@
+"""When a run made its model worse."""
+
+import pytest
+
+from fp8serve.train.divergence import RISE, Outcome
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "steps", "skipped", "problem"),
+    [
+        (5.0, 4.0, 10, 0, None),
+        (0.1, 0.1 + RISE, 10, 0, None),
+        (5.0, 839.0, 10, 0, "rose from 5.00 to 839.00"),
+        (0.1, 1.2, 10, 0, "rose from 0.10 to 1.20"),
+        (None, 839.0, 10, 0, None),
+        (5.0, NAN, 10, 0, "is nan after the last step"),
+        (None, INF, 10, 0, "is inf after the last step"),
+        (5.0, 5.0, 4, 4, "gradients of all 4 steps were not finite"),
+        (5.0, 5.0, 4, 3, None),
+    ],
+)
+def test_outcome(before: float | None, after: float, steps: int, skipped: int, problem: str | None) -> None:
+    found = Outcome(before, after, steps, skipped).problem
+    assert (found is None) == (problem is None)
+    assert problem is None or problem in (found or "")

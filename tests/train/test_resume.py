@@ -1,0 +1,227 @@
+"""A directory belongs to one run: every byte of it, its model, its process, its day and its length."""
+
+import hashlib
+import json
+import multiprocessing
+import shutil
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8serve.errors import JobError
+from fp8serve.model.files import save_tensors
+from fp8serve.train import checkpoint, identity, worker
+from fp8serve.train.lock import take_lock
+from fp8serve.train.trainer import Trainer
+
+from .conftest import Configure
+from .test_trainer import after
+from .test_worker import finish, make_job
+
+TIMES = {"events.jsonl", "result.json"}  # of the worker, outside of `out`: when each event happened, how long it took
+
+
+def every_file(root: Path) -> dict[str, str]:
+    files = (p for p in root.rglob("*") if p.is_file())
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_the_same_metadata_is_the_same_bytes(tmp_path: Path) -> None:
+    metadata = {f"key {i}": f'"{i}"\n\x01\x7f/é\u2028' for i in range(12)}
+    tensors = {"a": torch.arange(3.0), "é\x7f": torch.ones(2, dtype=torch.bfloat16)}
+    for i in range(8):
+        save_tensors(tmp_path / f"{i}.safetensors", tensors, metadata)
+    assert len(set(every_file(tmp_path).values())) == 1
+    assert {k: v.tolist() for k, v in load_file(tmp_path / "0.safetensors").items()} == {
+        k: v.tolist() for k, v in tensors.items()
+    }
+
+
+def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, configure: Configure) -> None:
+    options = {"max_steps": 8, "save_every": 2, "accumulate": 2, "keep_last": 2, "template_date": "2026-01-31"}
+    job = make_job(tmp_path / "job", configure, **options)
+    described = (job / "job.json").read_bytes()
+    assert worker.main([str(job)]) == worker.EXIT_DONE
+    job.rename(tmp_path / "whole")
+    job.mkdir()
+    (job / "job.json").write_bytes(described)
+    assert finish(job, "random", "3") >= 1
+    whole, killed = every_file(tmp_path / "whole"), every_file(job)
+    assert {f"out/{d}" for d in ("model/scales.safetensors", "checkpoints/step-8/manifest.json")} <= whole.keys()
+    differing = {name for name in whole.keys() | killed.keys() if whole.get(name) != killed.get(name)}
+    assert differing <= TIMES | {"worker.lock"}  # which holds a process id
+
+
+def other_model(model: Path, out: Path) -> str:
+    """A copy of which one weight is another; same shapes, same tokenizer."""
+    shutil.copytree(model, out)
+    tensors = load_file(out / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("norm.weight"))
+    tensors[name] = tensors[name] * 2
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return str(out)
+
+
+def test_another_model_in_the_same_directory_is_refused(configure: Configure, tmp_path: Path, model_dir: Path) -> None:
+    Trainer(configure(max_steps=4, save_every=1)).run(stop=after(2))
+    copy = shutil.copytree(model_dir, tmp_path / "copy")
+    Trainer(configure(max_steps=4, save_every=1, model=str(copy))).run(stop=after(1))  # the same one, elsewhere
+    other = other_model(model_dir, tmp_path / "other")
+    with pytest.raises(JobError, match="trained from another model than this job names"):
+        Trainer(configure(max_steps=4, save_every=1, model=other)).run()
+
+
+def test_another_tokenizer_or_template_is_another_model(model_dir: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model_dir, tmp_path / "copy"))
+    assert identity.model_digest(copy) == identity.model_digest(model_dir)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages[0].content }}"}))
+    assert identity.model_digest(copy) != identity.model_digest(model_dir)
+    assert identity.model_digest(tmp_path / "gone") is None
+
+
+def _hold(path: Path, ready: Any, release: Any) -> None:
+    with take_lock(path, "taken"):
+        ready.set()
+        release.wait()
+
+
+def test_two_runs_do_not_share_a_directory(configure: Configure) -> None:
+    config = configure(max_steps=2)
+    out = Path(config.out)
+    out.mkdir()
+    process_context = multiprocessing.get_context("spawn")
+    ready, release = process_context.Event(), process_context.Event()
+    other = process_context.Process(target=_hold, args=(out / "run.lock", ready, release))
+    other.start()
+    try:
+        assert ready.wait(120)
+        with pytest.raises(JobError, match="Another run is at work in"):
+            Trainer(config).run()
+        assert sorted(p.name for p in out.iterdir()) == ["run.lock"]
+    finally:
+        other.kill()  # the lock dies with its process
+        other.join()
+    assert Trainer(config).run().status == "succeeded"
+
+
+def test_a_second_run_in_the_same_process_is_refused(configure: Configure) -> None:
+    config = configure(max_steps=3)
+    seen: list[str] = []
+
+    def again() -> bool:
+        with pytest.raises(JobError, match="Another run") as caught:
+            Trainer(config).run()
+        seen.append(str(caught.value))
+        return False
+
+    assert Trainer(config).run(stop=again).status == "succeeded"
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3, 4]), (1e9, [4])])
+def test_without_save_every_checkpoints_come_by_time(configure: Configure, minutes: float, steps: list[int]) -> None:
+    events: list[dict[str, Any]] = []
+    config = configure(max_steps=4, save_minutes=minutes)
+    assert configure().save_minutes == 10
+    Trainer(config).run(events.append)
+    assert [e["step"] for e in events if e["type"] == "checkpoint"] == steps
+
+
+def test_a_run_goes_on_when_it_is_given_more_steps(configure: Configure) -> None:
+    first = Trainer(configure(max_steps=3)).run()
+    assert first.model is not None
+    before = every_file(Path(first.model))
+    events: list[dict[str, Any]] = []
+    second = Trainer(configure(max_steps=5)).run(events.append)
+    assert (second.step, second.total_steps) == (5, 5)
+    assert [e["step"] for e in events if e["type"] == "metrics"] == [4, 5]
+    (told,) = [e for e in events if e.get("code") == "length_changed"]
+    assert (told["level"], told["total_steps"]) == ("warn", 5)
+    model = Path(second.model or "")
+    assert json.loads((model / "training.json").read_text())["step"] == 5
+    assert every_file(model.with_name("model-step-3")) == before
+    events.clear()
+    assert Trainer(configure(max_steps=5)).run(events.append).model == str(model)  # done already: nothing happens
+    assert [e.get("code") for e in events] == ["data", "resumed"]
+    with pytest.raises(JobError, match="is at step 5 already, this job says 4"):
+        Trainer(configure(max_steps=4)).run()
+
+
+def test_a_run_keeps_its_day(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    day = [date(2026, 1, 31)]
+
+    class Today(date):
+        @classmethod
+        def today(cls) -> date:  # type: ignore[override]
+            return day[0]
+
+    monkeypatch.setattr(identity, "date", Today)
+    Trainer(configure(max_steps=4, save_every=1)).run(stop=after(2))
+    day[0] = date(2026, 2, 1)
+    result = Trainer(configure(max_steps=4, save_every=1)).run()
+    assert result.checkpoint is not None
+    saved = checkpoint.read_checkpoint(Path(result.checkpoint)).meta
+    assert saved["identity"]["config"]["template_date"] == saved["config"]["template_date"] == "2026-01-31"
+    with pytest.raises(JobError, match="written with template_date='2026-01-31', this job says '2026-02-01'"):
+        Trainer(configure(max_steps=4, save_every=1, template_date="2026-02-01")).run()
+
+
+def test_a_template_with_a_date_trains_the_same_text_on_another_day(
+    configure: Configure, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 3.2's template writes the day into every prompt: without a fixed one the data would differ on resume."""
+    base = Path(shutil.copytree(model_dir, tmp_path / "dated"))
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ '<|system|>' + strftime_now('%d %b %Y') + '<|end|>' }}" + config["chat_template"]
+    (base / "tokenizer_config.json").write_text(json.dumps(config))
+    job = configure(model=str(base), max_steps=4, save_every=1)
+    monkeypatch.setattr(identity, "date", _Day)
+    Trainer(job).run(stop=after(2))
+    monkeypatch.undo()  # the real today is another day
+    assert Trainer(job).run().status == "succeeded"
+
+
+class _Day(date):
+    @classmethod
+    def today(cls) -> date:  # type: ignore[override]
+        return date(2001, 2, 3)
+
+
+DIVERGES = {"lr": 5.0, "clip": None, "max_steps": 12, "warmup_steps": 0, "weight_decay": 0.0, "min_lr_ratio": 1.0}
+
+
+def test_a_diverged_run_fails_and_gives_no_model_unless_told(configure: Configure) -> None:
+    with pytest.raises(JobError, match=r"Training diverged: the loss of its first rows rose from \d") as caught:
+        Trainer(configure(**DIVERGES)).run()
+    assert "--on-divergence keep" in str(caught.value)
+    assert not (Path(configure().out) / "model").exists()
+    with pytest.raises(JobError, match="Training diverged"):  # and again: it is not forgotten
+        Trainer(configure(**DIVERGES)).run()
+    events: list[dict[str, Any]] = []
+    kept = Trainer(configure(**DIVERGES, on_divergence="keep")).run(events.append)
+    assert kept.status == "succeeded"
+    assert Path(kept.model or "").is_dir()
+    assert [e["level"] for e in events if e.get("code") == "diverged"] == ["warn"]
+
+
+def test_the_worker_of_a_diverged_run_fails(configure: Configure, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "job", configure, **DIVERGES)
+    assert worker.main([str(job)]) == worker.EXIT_FAILED
+    last = json.loads((job / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["code"], last["level"]) == ("error", "error")
+    assert last["message"].startswith("Training diverged")
+    assert not (job / "result.json").exists()
+
+
+def test_a_model_that_is_broken_from_the_start_is_told(configure: Configure, tmp_path: Path, model_dir: Path) -> None:
+    broken = Path(shutil.copytree(model_dir, tmp_path / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(JobError, match="loss of the first rows is nan before any step"):
+        Trainer(configure(model=str(broken), recipe="current")).run()
