@@ -37,23 +37,27 @@ def announcements(module: nn.Module, skip: tuple[str, ...], converted: int) -> I
 
 def _why(module: nn.Module, linears: dict[str, nn.Linear], skip: tuple[str, ...]) -> str:
     kind = type(module).__name__
+    others = sorted({type(child).__name__ for child in module.modules() if _multiplies(child)})
+    rest = f"; other weights are in {', '.join(others)}" if others else ""
     if not linears:
-        others = sorted({type(child).__name__ for child in module.modules() if _multiplies(child)})
-        return f"{kind} has no nn.Linear" + (f"; its weights are in {', '.join(others)}" if others else "")
-    done = sum(isinstance(child, Stateful) for child in linears.values())
-    left = {name: child for name, child in linears.items() if not isinstance(child, Stateful)}
-    by_skip = sum(type(child) is nn.Linear for child in left.values())
-    own = sorted({type(child).__name__ for child in left.values() if type(child) is not nn.Linear})
-    reasons = [
-        f"{done} converted already" if done else "",
-        f"{by_skip} named by skip={skip!r}" if by_skip else "",
-        f"{len(left) - by_skip} of classes of their own ({', '.join(own)})" if own else "",
-    ]
+        return f"{kind} has no nn.Linear{rest}"
     layers = "1 linear layer" if len(linears) == 1 else f"{len(linears)} linear layers"
-    return f"of {layers} in {kind}, {', '.join(r for r in reasons if r)}"
+    return f"of {layers} in {kind}, {', '.join(_reasons(list(linears.values()), skip))}{rest}"
+
+
+def _reasons(linears: list[nn.Linear], skip: tuple[str, ...]) -> Iterator[str]:
+    """How many of the layers were left alone, for each reason."""
+    left = [child for child in linears if not isinstance(child, Stateful)]
+    special = [type(child).__name__ for child in left if type(child) is not nn.Linear]
+    if len(left) < len(linears):
+        yield f"{len(linears) - len(left)} converted already"
+    if len(special) < len(left):
+        yield f"{len(left) - len(special)} named by skip={skip!r}"
+    if special:
+        yield f"{len(special)} of classes of their own ({', '.join(sorted(set(special)))})"
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether the module holds a weight that a matrix product might read."""
+    """Whether the module is no nn.Linear and holds a weight that a matrix product might read."""
     weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() > 1 and not isinstance(module, nn.Embedding)
+    return isinstance(weight, Tensor) and weight.dim() > 1 and not isinstance(module, nn.Embedding | nn.Linear)

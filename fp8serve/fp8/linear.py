@@ -171,7 +171,8 @@ class Linear(Stateful, nn.Linear):
     """nn.Linear [..., in_features] -> [..., out_features] that runs in FP8 inside `autocast`, else in high precision.
 
     The output has the dtype of the input (of torch.autocast, where that is active); the weight may have another, such
-    as FP32 master weights under BF16 activations, and its gradient has the weight's.
+    as FP32 master weights under BF16 activations, and its gradient has the weight's. `params_dtype` is Transformer
+    Engine's name of `dtype`; TypeError if both are given and differ.
     """
 
     tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": NAMES[:2], "backward": NAMES[2:]}
@@ -183,8 +184,12 @@ class Linear(Stateful, nn.Linear):
         bias: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        params_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
+        if dtype is not None and params_dtype not in (None, dtype):
+            raise TypeError(f"dtype is {dtype} and params_dtype {params_dtype}; they are two names of one thing.")
+        super().__init__(in_features, out_features, bias, device, params_dtype if dtype is None else dtype)
         self._begin()
 
     def _begin(self) -> None:

@@ -10,7 +10,7 @@ What we chose not to do: no base class (`Recipe` is a union), no defaults from t
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import InitVar, asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any, Literal, get_args
 
@@ -54,6 +54,15 @@ def _check_common(recipe: "Recipe") -> None:
         raise RecipeError(
             f"override_linear_precision must be three booleans (fprop, dgrad, wgrad), found {override!r}."
         )
+
+
+def _take_backward_override(recipe: "Recipe", asked: str | None) -> None:
+    """Transformer Engine's `backward_override`, in our words: dgrad and wgrad in high precision."""
+    if asked not in (None, "high_precision"):
+        raise RecipeError(f'backward_override must be None or "high_precision", found {asked!r}.')
+    if asked is not None:
+        override = (recipe.override_linear_precision[0], True, True)
+        object.__setattr__(recipe, "override_linear_precision", override)
 
 
 def _check_flags(recipe: "Recipe", *names: str) -> None:
@@ -105,7 +114,11 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class Float8CurrentScaling:
-    """The scale comes from the tensor's own amax; `granularity="row"`: one scale per token and per output channel."""
+    """The scale comes from the tensor's own amax; `granularity="row"`: one scale per token and per output channel.
+
+    `backward_override="high_precision"` is Transformer Engine's spelling of dgrad and wgrad in high precision; it is
+    kept as `override_linear_precision`.
+    """
 
     fp8_format: Format = Format.HYBRID
     power_2_scale: bool = False
@@ -113,25 +126,32 @@ class Float8CurrentScaling:
     override_linear_precision: Precisions = (False, False, False)
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, backward_override: str | None) -> None:
         _check_common(self)
         _check_flags(self, "power_2_scale", "fp8_dpa", "fp8_mha")
+        _take_backward_override(self, backward_override)
         if self.granularity not in get_args(Granularity):
             raise RecipeError(f'granularity must be "tensor" or "row", found {self.granularity!r}.')
 
 
 @dataclass(frozen=True)
 class Float8BlockScaling:
-    """Activations and gradients have one scale per 1x128 along the contracted dimension, weights one per 128x128."""
+    """Activations and gradients have one scale per 1x128 along the contracted dimension, weights one per 128x128.
+
+    Transformer Engine's default is `power_2_scale=True`. `backward_override` as for `Float8CurrentScaling`.
+    """
 
     fp8_format: Format = Format.E4M3
     power_2_scale: bool = False
     override_linear_precision: Precisions = (False, False, False)
+    backward_override: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, backward_override: str | None) -> None:
         _check_common(self)
         _check_flags(self, "power_2_scale")
+        _take_backward_override(self, backward_override)
 
 
 Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling

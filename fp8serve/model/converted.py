@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8serve import __version__
-from fp8serve.errors import ModelError, ScalesError
+from fp8serve.errors import ModelError, RecipeError, ScalesError
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.config import parse_config
+from fp8serve.model.config import FAMILIES, parse_config
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
 from fp8serve.model.files import check_absent, regular_file, write_json
@@ -51,11 +51,13 @@ def export(
     recipes quantize the weights by their content; None, or a high-precision fprop, gives a high-precision directory.
     tokenizer: a tokenizer of `transformers` or the directory of one; None takes the directory that the model was loaded
     from. format: "compressed-tensors", "fp8" or "modelopt". Weights that are not quantized become BF16 (FP16 stays).
-    Raises ModelError: an architecture that is not served, a linear layer that was not converted, sharded weights, no
-    tokenizer, or `out` is taken. ScalesError: a layer never ran under the delayed recipe.
+    RecipeError: `recipe` is none. ModelError: an architecture that is not served, a linear layer that was not
+    converted, sharded weights, no tokenizer, or `out` is taken. ScalesError: a layer never ran by a delayed recipe.
     """
     out = Path(out)
     check_absent(out)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe must be the recipe of the training, or None, found {recipe!r}.")
     inner = unwrapped(model)
     config = _config(inner)
     weights = _weights(inner)
@@ -94,13 +96,19 @@ def _config(model: nn.Module) -> dict[str, Any]:
         raise ModelError(
             "The model holds adapters; merge them into the weights (merge_and_unload) before it is exported."
         )
-    raw = {"architectures": [type(model).__name__]} | json.loads(config.to_json_string())
+    raw = json.loads(config.to_json_string()) | {"architectures": [_architecture(type(model))]}
     dropped = ("quantization_config", "dtype", "torch_dtype")
     half = next(model.parameters()).dtype is torch.float16
     raw = {key: value for key, value in raw.items() if key not in dropped}
     raw |= {"dtype": "float16" if half else "bfloat16"}
     parse_config(raw)
     return raw
+
+
+def _architecture(kind: type) -> str:
+    """The name of the class, or of the first that it derives from and that is served: a user's own subclass is one."""
+    served = {family.architecture for family in FAMILIES.values()}
+    return next((c.__name__ for c in kind.__mro__ if c.__name__ in served), kind.__name__)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -129,7 +137,7 @@ def _copy_tokenizer(folder: Path, source: Any) -> None:
     found = [Path(source) / name for name in CARRIED if source and regular_file(Path(source) / name)]
     if not any(path.name.startswith("tokenizer") for path in found):
         raise ModelError(
-            f"There is no tokenizer in {str(source)!r}, where the model comes from; give the model's own as tokenizer=."
+            f"There is no tokenizer in {str(source)!r}; give the model's own, or the directory of it, as tokenizer=."
         )
     for path in found:
         (folder / path.name).write_bytes(path.read_bytes())
@@ -181,5 +189,7 @@ def _check_ran(served: set[str], states: Mapping[str, ScalingState]) -> None:
 
 
 def _kept(history: Tensor) -> Tensor | None:
-    """A history of length 1 is only the staging slot, which is empty between steps: nothing to store."""
+    """The history between two steps, with nothing staged; None for one that says nothing, as one of length 1 does."""
+    history = history.clone()
+    history[0] = 0.0
     return history if bool(history.any()) else None

@@ -222,9 +222,10 @@ class Special(nn.Linear):
     ("model", "skip", "said"),
     [
         (nn.Sequential(nn.Embedding(2, 2), nn.ReLU()), (), "converted nothing: Sequential has no nn.Linear."),
-        (nn.Sequential(nn.Embedding(2, 2), Conv1D()), (), "Sequential has no nn.Linear; its weights are in Conv1D."),
+        (nn.Sequential(nn.Embedding(2, 2), Conv1D()), (), "Sequential has no nn.Linear; other weights are in Conv1D."),
         (nn.Sequential(nn.Linear(2, 2)), "*", "of 1 linear layer in Sequential, 1 named by skip=('*',)."),
         (nn.Sequential(Linear(2, 2), Linear(2, 2)), (), "of 2 linear layers in Sequential, 2 converted already."),
+        (nn.Sequential(nn.Linear(2, 2), Conv1D()), "0", "1 named by skip=('0',); other weights are in Conv1D."),
         (nn.Sequential(Special(2, 2)), (), "1 of classes of their own (Special)."),
         (nn.Sequential(Linear(2, 2), nn.Linear(2, 2)), ("1",), "1 converted already, 1 named by skip=('1',)."),
     ],

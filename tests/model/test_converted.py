@@ -15,7 +15,7 @@ import fp8serve
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert
 from fp8serve.cli import main
 from fp8serve.engine.engine import Engine
-from fp8serve.errors import ModelError, ScalesError
+from fp8serve.errors import ModelError, RecipeError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe
@@ -168,6 +168,8 @@ def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
     for kind, words, wrong, recipe in refused:
         with pytest.raises(kind, match=words):
             fp8serve.export(wrong, out, recipe=recipe, tokenizer=tmp_path / "base")
+    with pytest.raises(RecipeError, match="recipe must be the recipe of the training, or None, found 'delayed'"):
+        fp8serve.export(model, out, recipe="delayed")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="The format 'gguf' does not exist"):
         fp8serve.export(model, out, recipe=RECIPE, format="gguf")
     (tmp_path / "base" / "tokenizer.json").unlink()
@@ -178,6 +180,28 @@ def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
     (out / "taken").touch()
     with pytest.raises(ModelError, match="not empty"):
         fp8serve.export(model, out, recipe=RECIPE, tokenizer=tmp_path / "fresh")
+
+
+class Own(transformers.LlamaForCausalLM):
+    """A user's own subclass, which computes what its base computes."""
+
+
+def test_the_class_of_the_model_decides_the_architecture(tmp_path: Path) -> None:
+    model = trained(tmp_path)
+    with pytest.raises(ModelError, match="the architecture 'LlamaModel' is not supported"):
+        fp8serve.export(model.model, tmp_path / "out", recipe=RECIPE)
+    model.__class__ = Own
+    fp8serve.export(model, tmp_path / "out", recipe=RECIPE)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_what_is_staged_is_not_exported(tmp_path: Path) -> None:
+    model = trained(tmp_path)
+    with autocast(recipe=RECIPE):
+        model(input_ids=IDS)
+        fp8serve.export(model, tmp_path / "out", recipe=RECIPE)
+    kept = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
+    assert all(e.amax_history is not None and e.amax_history[0] == 0 for e in kept.tensors.values())
 
 
 def test_a_converted_head_is_announced(tmp_path: Path) -> None:
