@@ -20,8 +20,8 @@ SPELLING = (
     "SGLang read it; for transformers write the format compressed-tensors."
 )
 MODELOPT = (
-    "transformers has no reader for modelopt and takes the FP8 numbers for the weights; use vLLM, SGLang or "
-    "TensorRT-LLM, or write the format compressed-tensors."
+    "transformers has no reader for modelopt and takes the FP8 numbers for the weights; use vLLM or another reader of "
+    "ModelOpt's format, or write the format compressed-tensors."
 )
 RAGGED = (
     "{count} layers, {name} of {rows} x {cols} among them, have a side that is no multiple of {block}: fp8serve reads "
