@@ -47,5 +47,6 @@ def reader_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _is_ragged(checkpoint: Checkpoint, linear: str) -> bool:
     rows, cols = checkpoint.shapes[f"{linear}.weight"]
-    in_blocks = checkpoint.quantization is not None and checkpoint.quantization.scheme_of(linear).activations == "block"
+    scale = checkpoint.shards.entries[str(checkpoint.scale_key(linear, "weight"))].shape
+    in_blocks = len(scale) > 1 and scale != (rows, 1)
     return in_blocks and bool(rows % BLOCK or cols % BLOCK)
