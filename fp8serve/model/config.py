@@ -10,7 +10,6 @@ are read. Defaults of omitted keys are those of transformers' class for the arch
 """
 
 import math
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,9 +214,8 @@ def _family(raw: Mapping[str, Any], where: str) -> _Family:
 def _refuse_unknown(raw: Mapping[str, Any], family: _Family, where: str) -> None:
     for key, value in raw.items():
         if key not in _HONOURED and key not in family.optional and not is_harmless(key, value):
-            found = f"the key {key!r} is {reprlib.repr(value)}"
             raise ModelError(
-                f"{where}: {found}, which {family.architecture} here does not compute; "
+                f"{where}: the key {key!r} is {value!r}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."
             )
 
