@@ -177,8 +177,11 @@ class Models:
             self.state = "ready"
             return self.current
 
-    async def activate(self, source: Source) -> Served:
-        """Loads `source` beside what is served, then swaps. On failure raises and changes nothing."""
+    async def activate(self, source: Source, record: Callable[[], Awaitable[None]]) -> Served:
+        """Loads `source` beside what is served, has it `record`ed, then swaps, which cannot fail.
+
+        On any failure, of `record` too, raises and changes nothing: what serves is always what a restart would serve.
+        """
         if self._swap.locked():
             raise Fault(
                 Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint="Try again when it is done."
@@ -191,6 +194,11 @@ class Models:
                 raise Fault(
                     Code.ACTIVATION_FAILED, f"The new weights cannot be served, and the old ones keep serving: {error}"
                 ) from None
+            try:
+                await record()
+            except BaseException:
+                await new.engine.close()
+                raise
             old, self.current = self.current, new
             self.state = "ready"
             self._metrics.swaps.labels("ok").inc()
