@@ -159,14 +159,19 @@ class _Clock:
 
 
 def build_requests(
-    served: Served, request_id: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int
+    served: Served,
+    request_id: str,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    n: int,
+    tenant: str = "",
 ) -> list[Request]:
     """`n` requests for each prompt, in order; each choice has its own seed. Raises Fault when one could never run."""
     requests: list[Request] = []
     for prompt in prompts:
         for choice in range(n):
             seeded = params if params.seed is None else replace(params, seed=(params.seed + choice) % 2**63)
-            requests.append(Request(f"{request_id}-{len(requests)}", prompt, seeded))
+            requests.append(Request(f"{request_id}-{len(requests)}", prompt, seeded, tenant, group=request_id))
     _check_all(served, requests)
     return requests
 

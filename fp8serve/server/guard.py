@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
+from fp8serve.server.tenants import tenant_of
 
 log = logging.getLogger("fp8serve.server.access")
 
@@ -137,6 +138,7 @@ class Gate:
             return await send({"type": "websocket.close", "code": 1008})
         if (fault := self._verdict(scope)) is not None:
             return await refuse(fault, scope, receive, send, close=True)
+        scope["tenant"] = tenant_of(scope, self._key)
         return await self.app(scope, receive, send)
 
     def _verdict(self, scope: Scope) -> Fault | None:

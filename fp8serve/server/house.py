@@ -210,9 +210,10 @@ class House:
         params: SamplingParams,
         places: Places,
         n: int = 1,
+        tenant: str = "",
     ) -> Generation:
         """Checks and admits; after this the answer is a 200. Fault otherwise."""
-        requests = build_requests(served, request_id, prompts, params, n)
+        requests = build_requests(served, request_id, prompts, params, n, tenant)
         generation = Generation(served, requests, n, places, self.metrics, self.settings.request_seconds)
         self.active.add(generation)
         return generation

@@ -164,7 +164,7 @@ async def prepare(body: GenerateBody, request: Request, house: House) -> Answer:
     with served.lease(), house.admission.reserve(1) as places:
         prompts = await until_disconnect(request, house.reading.prompts(served, [prompt], body.parameters.truncate))
         request_id: str = request.scope["request_id"]
-        generation = house.generation(served, request_id, prompts, params, places)
+        generation = house.generation(served, request_id, prompts, params, places, tenant=request.scope["tenant"])
     return Answer(body, request_id, generation, params)
 
 

@@ -118,7 +118,9 @@ def admit(
     shape: "TextShape | ChatShape",
 ) -> "Answer":
     """All choices of all prompts, or a Fault."""
-    generation = house.generation(served, request.scope["request_id"], prompts, params, places, body.choices)
+    generation = house.generation(
+        served, request.scope["request_id"], prompts, params, places, body.choices, request.scope["tenant"]
+    )
     return Answer(body, request.scope["request_id"], generation, shape)
 
 
