@@ -21,7 +21,7 @@ from fp8serve.server.protocol import ActivateBody
 from fp8serve.server.reading import BoundedRoute
 from fp8serve.server.records import Event, Job
 from fp8serve.server.streams import EventStream, event, until_disconnect
-from fp8serve.server.submission import FinetuneBody, dry_run, submit
+from fp8serve.server.submission import FinetuneBody, dry_run, refuse_if_not_allowed, submit
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -148,6 +148,19 @@ async def cancel(job_id: str, house: HouseDep) -> dict[str, Any]:
     job = await asyncio.to_thread(house.jobs.request_cancel, job_id)
     house.trainer.submitted()
     return native(house, job)
+
+
+@router.post("/finetune/{job_id}/resume", summary="Go on with a job that failed, from its last checkpoint")
+async def resume(job_id: str, house: HouseDep) -> dict[str, Any]:
+    """Also what met a full disk, once there is room. Takes the job's place in the queue."""
+    return native(house, await resume_job(house, job_id))
+
+
+async def resume_job(house: House, job_id: str) -> Job:
+    refuse_if_not_allowed(house)
+    job = await asyncio.to_thread(house.jobs.resume, job_id)
+    house.trainer.submitted()
+    return job
 
 
 @router.post("/finetune/{job_id}/activate", summary="Serve a job's result in place of the present weights")
