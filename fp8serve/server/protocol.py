@@ -190,3 +190,9 @@ class ActivateBody(Body):
     """`POST /models/{name}/activate`: a finished job's id, or "base" for the model the server was started with."""
 
     source: Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class ActivateJobBody(Body):
+    """`POST /finetune/{id}/activate`: nothing, or the step that the job's result must be of."""
+
+    step: Annotated[int, Field(ge=1, le=10**9)] | None = None
