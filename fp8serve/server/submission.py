@@ -75,6 +75,7 @@ class FinetuneBody(Body):
     master_weights: Literal["model", "optimizer"] = "model"
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     save_every: Count | None = None
+    on_divergence: Literal["fail", "keep"] = "fail"
     keep_last: Annotated[int, Field(ge=1, le=1000)] = 2
     eval_every: Count | None = None
 
@@ -110,6 +111,7 @@ HYPER_PARAMETERS = (
     "master_weights",
     "seed",
     "save_every",
+    "on_divergence",
     "keep_last",
     "eval_every",
 )
