@@ -111,7 +111,7 @@ def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantiz
         return None
     found = config.get("quant_method") if isinstance(config, dict) else config
     reader = _READERS.get(found) if isinstance(found, str) else None
-    if reader is None:
+    if reader is None or not isinstance(config, dict):
         raise ModelError(f"{model_dir} is quantized by {shown(found)}; supported are {', '.join(_READERS)}.")
     return reader(Fields(config, f"{model_dir / 'config.json'}: quantization_config"))
 
@@ -230,10 +230,16 @@ def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def quantizing_scale(name: str, stored: Tensor) -> Tensor:
-    """FP32 [] multiplier that quantizes, from the stored one that dequantizes. ModelError: not one number."""
+    """FP32 [] multiplier that quantizes, from the stored one that dequantizes.
+
+    ModelError: not one number, or so small or large that one of the two multipliers is not a normal number.
+    """
     if stored.numel() != 1:
         raise ModelError(f"{name} has the shape {list(stored.shape)} where one number was expected.")
-    return checked(name, stored).reshape(()).reciprocal()
+    value = checked(name, stored).reshape(())
+    if min(float(value), float(value.reciprocal())) < torch.finfo(torch.float32).tiny:
+        raise ModelError(f"{name} holds the scale {float(value)}, which is no amax of a model; calibrate again.")
+    return value.reciprocal()
 
 
 def checked(name: str, stored: Tensor) -> Tensor:
