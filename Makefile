@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 10
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100a;120a".
+# The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100f;120f".
 FP8SERVE_CUDA ?=
 FP8SERVE_CUDA_ARCHS ?=
 CUDA_ARGS ?=

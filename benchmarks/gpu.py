@@ -66,10 +66,12 @@ def together(parts: dict[str, Result]) -> Result:
 
 
 def present_architecture() -> str:
-    """ "89", "90a", "100a" or "120a": the architecture-specific target of the GPU in this machine."""
+    """ "89", "90a", "100a" or "120a", the target of the GPU in this machine alone; "100f" or "120f" for their kin."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
+    if major > 9 and minor > 0:
+        return f"{major}0f"
     return f"{major}{minor}{'a' if major >= 9 else ''}"
 
 

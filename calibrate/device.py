@@ -3,6 +3,7 @@
 import torch
 
 from fp8serve.errors import MachineError
+from fp8serve.fp8.cuda_library import check_gpu
 
 
 def check_device(device: str) -> str:
@@ -15,4 +16,5 @@ def check_device(device: str) -> str:
         raise MachineError(f"The device {device!r} is not supported; use cpu or cuda.")
     if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
         raise MachineError(f"The device {device!r} was asked for, but this torch sees no such GPU; use --device cpu.")
+    check_gpu(wanted)
     return device

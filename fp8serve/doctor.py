@@ -5,7 +5,6 @@ reference does: the same numbers, slower. Nothing here changes the machine, and 
 is null.
 """
 
-import mmap
 import os
 import platform
 import re
@@ -29,7 +28,8 @@ _LEAST_DISK = 1 << 30
 
 
 def examine(data_dir: Path | None = None) -> dict[str, Any]:
-    """Everything `fp8serve doctor` shows; `problems` lists sentences about what keeps fp8serve from working."""
+    """Everything `fp8serve doctor` shows; `problems` lists sentences about what keeps fp8serve from working, `notes`
+    those about what makes it slow."""
     import torch
 
     from fp8serve.fp8 import ops
@@ -37,6 +37,7 @@ def examine(data_dir: Path | None = None) -> dict[str, Any]:
     kernels = ops.backends()
     disk = _disk(data_dir or _data_home())
     gpus, library = _gpus(), cuda_library()
+    refused, slow = about_gpus(gpus, library)
     return {
         "fp8serve": __version__,
         "python": platform.python_version(),
@@ -51,7 +52,8 @@ def examine(data_dir: Path | None = None) -> dict[str, Any]:
         "compilers": {"c++": _compiler(), "nvcc": _nvcc()},
         "memory": _memory(),
         "disk": disk,
-        "problems": _problems(disk) + uncovered(gpus, library),
+        "problems": _problems(disk) + refused,
+        "notes": slow,
     }
 
 
@@ -91,25 +93,18 @@ def cuda_library() -> dict[str, Any]:
     import torch
 
     from fp8serve.fp8 import ops
+    from fp8serve.fp8.cuda_library import built_for
 
     path = ops.library_path("fp8serve_cuda")
     if path is None:
-        return {"path": None, "architectures": [], "state": f"not built: {_why_not_built()}"}
-    found = {"path": str(path), "architectures": architectures_in(path)}
+        return {"path": None, "architectures": [], "runtime": None, "state": f"not built: {_why_not_built()}"}
+    built = built_for(path)
+    found = {"path": str(path), "architectures": list(built.architectures), "runtime": built.runtime}
     if torch.version.cuda is None:
         return found | {"state": "built, but this torch is built without CUDA and cannot load it"}
     return found | {"state": "loaded"}
 
 
-def architectures_in(library: Path) -> list[str]:
-    """What a library of CUDA kernels was compiled for, as it says itself: ["sm_89", "sm_90a"]."""
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        begin = content.find(_MARK)
-        said = content[begin + len(_MARK) : content.find(b";", begin)] if begin >= 0 else b""
-    return said.decode().split("+") if said else []
-
-
-_MARK = b"fp8serve-cuda-architectures="
 OLDEST_NVCC = (12, 8)  # the first that knows sm_100a and sm_120a
 
 
@@ -209,17 +204,15 @@ def _disk(path: Path) -> dict[str, Any]:
     return {"path": str(path), "free": shutil.disk_usage(there).free, "writable": os.access(there, os.W_OK)}
 
 
-def uncovered(gpus: list[dict[str, Any]], library: dict[str, Any]) -> list[str]:
-    """GPUs that the library has no code for; chips newer than all of it compile the code of sm_89."""
-    built = [int(name.removeprefix("sm_").rstrip("a")) for name in library["architectures"]]
-    newer = 89 in built
-    return [
-        f"the CUDA kernels were built for {' '.join(library['architectures'])} and not for {gpu['name']} "
-        f"({gpu['architecture']}); build them with -DFP8SERVE_CUDA_ARCHS or use another wheel."
-        for gpu in gpus
-        for number in [int(gpu["architecture"].removeprefix("sm_"))]
-        if built and number not in built and not (newer and number > 89)
-    ]
+def about_gpus(gpus: list[dict[str, Any]], library: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """(sentences about GPUs that the library cannot run on, and about those on which it is slow)."""
+    from fp8serve.fp8.cuda_library import Built, driver_version, refusal, slowness
+
+    built, driver = Built(tuple(library["architectures"]), library.get("runtime")), driver_version()
+    chips = [(gpu["name"], int(gpu["architecture"].removeprefix("sm_"))) for gpu in gpus]
+    refused = [refusal(built, name, chip, driver) for name, chip in chips]
+    slow = [slowness(built, name, chip) for name, chip in chips]
+    return [text for text in refused if text], [text for text in slow if text]
 
 
 def _problems(disk: dict[str, Any]) -> list[str]:

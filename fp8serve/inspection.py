@@ -3,10 +3,10 @@
 Three kinds of place hold scales. A model directory of any format of SPEC 5.3 stores dequantizing multipliers under that
 format's names; `scales.safetensors` stores quantizing multipliers and the amax histories they were made from, and so
 do the `_extra_state` tensors of Transformer Engine. All are read and checked by the same code that serves or imports
-them, so what cannot be served is refused here in the same words.
+them: what cannot be served is shown, and marked with the reason.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model import transformer_engine
+from fp8serve.model.agreement import contradictions
 from fp8serve.model.readers import reader_notes
-from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, load_scales
+from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, problems, read_scales
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
 HISTORY_SHOWN = 32
@@ -35,6 +36,7 @@ class Scale:
     largest: float
     origin: str
     history: list[float] | None = None
+    problem: str | None = None  # why it cannot be served
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -48,11 +50,12 @@ def inspect(path: Path) -> dict[str, Any]:
         scales = transformer_engine.read_file(path)
         return _report(path, "delayed scaling state of Transformer Engine", _from_scales(scales, path.name))
     if path.is_file():
-        return _report(path, "scales", _from_scales(load_scales(path), path.name))
+        return _report(path, "scales", _from_scales(read_scales(path), path.name))
     if not path.is_dir():
         raise ModelError(f"There is no {path}; give a model directory or a {FILE_NAME}.")
     found: list[Scale] = []
-    holds, notes = "scales", []
+    holds, checkpoint = "scales", None
+    notes: list[str] = []
     if (path / "config.json").is_file():
         checkpoint = open_checkpoint(path)
         found += _from_checkpoint(checkpoint)
@@ -61,7 +64,9 @@ def inspect(path: Path) -> dict[str, Any]:
     elif not (path / FILE_NAME).is_file():
         raise ModelError(f"{path} holds neither config.json nor {FILE_NAME}; give a model directory.")
     if (path / FILE_NAME).is_file():
-        found += _from_scales(load_scales(path / FILE_NAME), FILE_NAME)
+        state = read_scales(path / FILE_NAME)
+        wrong = {} if checkpoint is None else dict(contradictions(checkpoint, state))
+        found += _from_scales(state, FILE_NAME, wrong)
     return _report(path, holds, found, notes)
 
 
@@ -90,7 +95,8 @@ def _stored(checkpoint: Checkpoint, tensor: str, key: str) -> Scale:
     return _scale(tensor, key, "dequantizes", checkpoint.shards[key], f"{file} ({producer})")
 
 
-def _from_scales(scales: ScalingCheckpoint, file: str) -> list[Scale]:
+def _from_scales(scales: ScalingCheckpoint, file: str, more: Mapping[str, str] | None = None) -> list[Scale]:
+    wrong = {**(more or {}), **dict(problems(scales))}
     counts = scales.observations.get("tensors", {})
     return [
         _scale(
@@ -100,6 +106,7 @@ def _from_scales(scales: ScalingCheckpoint, file: str) -> list[Scale]:
             entry.scale,
             f"{file}: {counts[tensor]} observations" if tensor in counts else file,
             None if entry.amax_history is None else _oldest_first(entry.amax_history),
+            wrong.get(tensor),
         )
         for tensor, entry in scales.tensors.items()
     ]
@@ -112,9 +119,14 @@ def _scale(
     value: Tensor,
     origin: str,
     history: list[float] | None = None,
+    problem: str | None = None,
 ) -> Scale:
-    wide = value.float()
-    return Scale(tensor, key, direction, list(value.shape), float(wide.min()), float(wide.max()), origin, history)
+    wide = value.float().flatten()
+    bad = wide[~(wide.isfinite() & (wide > 0))]
+    low, high = (float(bad[0]), float(bad[0])) if len(bad) else (float(wide.min()), float(wide.max()))
+    if len(bad) and problem is None:
+        problem = f"holds {low}, which cannot be served"
+    return Scale(tensor, key, direction, list(value.shape), low, high, origin, history, problem)
 
 
 def _oldest_first(history: Tensor) -> list[float]:

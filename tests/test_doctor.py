@@ -128,16 +128,21 @@ def test_why_there_are_no_cuda_kernels(
     assert why in found["state"]
 
 
-def test_a_gpu_that_the_kernels_were_not_built_for_is_a_problem() -> None:
-    gpus = [{"name": "A", "architecture": "sm_90"}, {"name": "B", "architecture": "sm_120"}]
-    assert doctor.uncovered(gpus, {"architectures": ["sm_90a"]}) == [
-        "the CUDA kernels were built for sm_90a and not for B (sm_120); build them with -DFP8SERVE_CUDA_ARCHS or use "
-        "another wheel."
-    ]
-    assert doctor.uncovered(gpus, {"architectures": ["sm_89", "sm_90a"]}) == []  # B compiles the code of sm_89
-    older = doctor.uncovered([{"name": "C", "architecture": "sm_80"}], {"architectures": ["sm_89"]})
-    assert len(older) == 1
-    assert doctor.uncovered(gpus, {"architectures": []}) == []
+def test_gpus_that_the_kernels_cannot_run_on_are_problems_and_slow_ones_are_noted() -> None:
+    gpus = [{"name": n, "architecture": f"sm_{c}"} for n, c in (("A", 80), ("B", 90), ("C", 103))]
+    problems, notes = doctor.about_gpus(gpus, {"architectures": ["sm_89", "sm_90a", "sm_100a"]})
+    assert [p[:63] for p in problems] == ["the CUDA kernels were built for sm_89 sm_90a sm_100a and not fo"]
+    assert [n[:46] for n in notes] == ["the CUDA kernels have no code for C (sm_103), "]
+    assert doctor.about_gpus(gpus, {"architectures": []}) == ([], [])
+    assert doctor.about_gpus(gpus[1:2], {"architectures": ["sm_90a"]}) == ([], [])
+
+
+def test_notes_are_shown_and_are_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "about_gpus", lambda gpus, library: ([], ["C is slow."]))
+    assert main(["doctor", "--data-dir", str(tmp_path)]) == 0
+    assert "note: C is slow." in capsys.readouterr().out
 
 
 def test_the_command_shows_the_state_of_the_cuda_kernels(capsys: pytest.CaptureFixture[str]) -> None:

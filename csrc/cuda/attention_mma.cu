@@ -224,7 +224,7 @@ __device__ __forceinline__ void soften(Softmax<kDim>& row, const Scores& scores,
     top = quad_max(top);
     const float base = base_of(top), correction = exp2_of(row.maximum[i] - base);
     row.maximum[i] = top;
-    row.sum[i] *= correction;
+    row.sum[i] = __fmul_rn(row.sum[i], correction);  // a rounding of its own, and not fused with a sum
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
       const uint32_t pair =
@@ -234,8 +234,8 @@ __device__ __forceinline__ void soften(Softmax<kDim>& row, const Scores& scores,
     }
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
-      row.values[n][2 * i] *= correction;
-      row.values[n][2 * i + 1] *= correction;
+      row.values[n][2 * i] = __fmul_rn(row.values[n][2 * i], correction);
+      row.values[n][2 * i + 1] = __fmul_rn(row.values[n][2 * i + 1], correction);
     }
   }
 }

@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/shared_memory.h"
+
 // Where STABLE_TORCH_LIBRARY_IMPL registers: library and dispatch key.
 #define FP8SERVE_OPS fp8serve
 #define FP8SERVE_DEVICE_KEY CUDA
@@ -56,11 +58,26 @@ class OnDevice {
   Stream stream_ = nullptr;
 };
 
+struct CudaRuntime {
+  static int device() {
+    int index = 0;
+    check_cuda(cudaGetDevice(&index));
+    return index;
+  }
+  static int static_bytes(const void* kernel) {
+    cudaFuncAttributes attributes{};
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel));
+    return static_cast<int>(attributes.sharedSizeBytes);
+  }
+  static void allow(const void* kernel, int dynamic_bytes) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes));
+  }
+};
+inline SharedMemory<CudaRuntime> shared_memory;
+
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream stream, const A&... args) {
-  if (shared_bytes > 48 * 1024) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  }
+  shared_memory.need(reinterpret_cast<const void*>(kernel), shared_bytes);
   kernel<<<grid, threads, shared_bytes, stream>>>(static_cast<P>(args)...);
   check_cuda(cudaGetLastError());
 }

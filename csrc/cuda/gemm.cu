@@ -11,7 +11,9 @@
 //
 // CUTLASS says no to what was not compiled (gemm_sm90.cu ...), to FP16 and E5M2 output, rows of the output
 // that are no multiple of 16 bytes, and pairs of scale granularities that no recipe makes; the mma kernel
-// says yes to everything. scaled_mm_by names its kernel instead, for tests and for measuring the table of
+// says yes to everything. What CUTLASS itself refuses (block scales on sm_120 whose K and N 128 does not
+// divide) or the driver cannot describe to the tensor memory accelerator, the next kernel answers, too.
+// scaled_mm_by names its kernel instead, for tests and for measuring the table of
 // tiles.
 #include <torch/csrc/stable/library.h>
 
@@ -19,6 +21,7 @@
 #include <limits>
 #include <string>
 
+#include "cuda/chips.h"
 #include "cuda/gemm.h"
 #include "cuda/gemm_bf16.h"
 #include "cuda/gemm_tiles.h"
@@ -29,29 +32,29 @@ namespace {
 
 [[maybe_unused]] bool gemm_cutlass(const Gemm& g, TileChoice choice, const OnDevice& device,
                                    const Tensor& allocator) {
-  const int chip = device.capability();
+  [[maybe_unused]] const int chip = device.capability();
   if (!aligned(g.a_scale.data, 16) || !aligned(g.b_scale.data, 16))
     return false;  // a view may begin anywhere
-  const bool inside = g.a_scale.inside() || g.b_scale.inside();
+  [[maybe_unused]] const bool inside = g.a_scale.inside() || g.b_scale.inside();
 #define FP8SERVE_ANSWER(arch) \
   (inside ? gemm_##arch##_inside : gemm_##arch##_outside)(g, choice, device, allocator)
 #ifdef FP8SERVE_HAVE_sm90
-  if (chip == 90) return FP8SERVE_ANSWER(sm90);
+  if (runs_on(chip, 90, false)) return FP8SERVE_ANSWER(sm90);
 #endif
 #ifdef FP8SERVE_HAVE_sm100
-  if (chip == 100) return FP8SERVE_ANSWER(sm100);
+  if (runs_on(chip, 100, FP8SERVE_HAVE_sm100 == 2)) return FP8SERVE_ANSWER(sm100);
 #endif
 #ifdef FP8SERVE_HAVE_sm120
-  if (chip == 120) return FP8SERVE_ANSWER(sm120);
+  if (runs_on(chip, 120, FP8SERVE_HAVE_sm120 == 2)) return FP8SERVE_ANSWER(sm120);
 #endif
-  (void)choice, (void)allocator, (void)chip, (void)inside;
+  (void)choice, (void)allocator;
   return false;
 }
 
 // The tile of the table, or another that was compiled for these types.
 bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   const TileChoice best =
-      tile_for(device.capability(), g.a_scale.inside() || g.b_scale.inside(), g.m, g.n, g.k);
+      tile_for(family_of(device.capability()), g.a_scale.inside() || g.b_scale.inside(), g.m, g.n, g.k);
   if (gemm_cutlass(g, best, device, allocator)) return true;
   for (const Tile other : {Tile::medium, Tile::large, Tile::small}) {
     if (gemm_cutlass(g, {other, best.swizzle}, device, allocator)) return true;
@@ -62,7 +65,7 @@ bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator
 bool decoding(const Gemm& g) { return g.m <= kSkinnyRows && !g.a_e5m2 && !g.b_e5m2; }
 
 void run(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
-  const int chip = device.capability();
+  const int chip = family_of(device.capability());
   // Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: enough for few
   // rows only.
   const int always = chip == 90 || chip == 100 ? 16 : kSkinnyRows;
@@ -276,7 +279,8 @@ Tensor scaled_mm_add(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
 #define FP8SERVE_QUOTED(words) #words
 #define FP8SERVE_TEXT(words) FP8SERVE_QUOTED(words)
 extern "C" __attribute__((visibility("default"), used)) const char fp8serve_cuda_architectures[] =
-    "fp8serve-cuda-architectures=" FP8SERVE_TEXT(FP8SERVE_ARCHITECTURES) ";";
+    "fp8serve-cuda-architectures=" FP8SERVE_TEXT(FP8SERVE_ARCHITECTURES) ";"
+    "fp8serve-cuda-runtime=" FP8SERVE_TEXT(FP8SERVE_RUNTIME) ";";
 #endif
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {

@@ -23,6 +23,7 @@
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 #include <cutlass/util/packed_stride.hpp>
 
+#include "cuda/descriptor.h"
 #include "cuda/gemm.h"
 
 namespace fp8serve::cutlass_gemm {
@@ -203,7 +204,8 @@ struct Kernel {
     return args;
   }
 
-  static void run(const Gemm& g, int swizzle, const OnDevice& device, const Tensor& allocator) {
+  // False: not a problem for this kernel, or one whose operands the driver could not describe.
+  static bool run(const Gemm& g, int swizzle, const OnDevice& device, const Tensor& allocator) {
     typename GemmKernel::EpilogueArguments epilogue{};
     epilogue.thread = Fusion::arguments(g);
     epilogue.ptr_D = static_cast<Out*>(g.out);
@@ -212,17 +214,26 @@ struct Kernel {
         cutlass::gemm::GemmUniversalMode::kGemm, {g.m, g.n, g.k, 1}, mainloop(g), epilogue, {}, {}};
     args.hw_info.sm_count = device.multiprocessors();
     args.scheduler.max_swizzle_size = swizzle;
+    if (Adapter::can_implement(args) != cutlass::Status::kSuccess) return false;
     const auto bytes = static_cast<int64_t>(Adapter::get_workspace_size(args));
     std::optional<Tensor> workspace;
     if (bytes > 0) workspace = empty(allocator, {bytes}, ScalarType::Byte);
     Adapter adapter;
-    check(adapter.can_implement(args));
-    check(adapter.run(args, workspace ? workspace->data_ptr() : nullptr, device.stream()));
+    check(adapter.initialize(args, workspace ? workspace->data_ptr() : nullptr, device.stream()));
+    if (!is_described(adapter.params())) return false;
+    check(adapter.run(device.stream()));
+    return true;
+  }
+
+  static bool is_described(const typename GemmKernel::Params& p) {
+    return is_encoded(*p.mainloop.tma_load_a.get_tma_descriptor()) &&
+           is_encoded(*p.mainloop.tma_load_b.get_tma_descriptor()) &&
+           is_encoded(*p.epilogue.tma_store_d.get_tma_descriptor());
   }
 
   static void check(cutlass::Status status) {
     if (status != cutlass::Status::kSuccess) {
-      throw std::runtime_error(std::string("fp8serve::scaled_mm: CUTLASS refused the problem: ") +
+      throw std::runtime_error(std::string("fp8serve::scaled_mm: CUTLASS failed: ") +
                                cutlassGetStatusString(status));
     }
   }
@@ -258,8 +269,7 @@ bool answer(const Gemm& g, TileChoice choice, const OnDevice& device, const Tens
   if (!fits<A, B, Out>(g)) return false;
   const auto run = [&]<class Config>() {
     if (Config::kTile != choice.tile) return false;
-    Kernel<Config, A, B, Out, kScaleRowsB>::run(g, choice.swizzle, device, allocator);
-    return true;
+    return Kernel<Config, A, B, Out, kScaleRowsB>::run(g, choice.swizzle, device, allocator);
   };
   return (run.template operator()<Configs>() || ...);
 }

@@ -86,12 +86,14 @@ __device__ __forceinline__ Chunk gated(Chunk gate, const Chunk& up) {
   return gate;
 }
 
-// One value of a rotated head, rounded where x * cos + rotate(x) * sin rounds.
+// One value of a rotated head, rounded where x * cos + rotate(x) * sin rounds. Said so, or in FP32, where
+// `rounded` does nothing, the compiler would make one operation of a product and the sum.
 template <class T>
 __device__ __forceinline__ float turned(const T* head, const T* cos, const T* sin, int d, int dim) {
   const int half = dim / 2, other = d < half ? d + half : d - half;
   const float across = d < half ? -load(head[other]) : load(head[other]);
-  return rounded<T>(rounded<T>(load(head[d]) * load(cos[d])) + rounded<T>(across * load(sin[d])));
+  const float along = rounded<T>(__fmul_rn(load(head[d]), load(cos[d])));
+  return rounded<T>(__fadd_rn(along, rounded<T>(__fmul_rn(across, load(sin[d])))));
 }
 
 }  // namespace fp8serve

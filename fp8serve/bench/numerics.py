@@ -40,6 +40,7 @@ def trained(folder: Path, steps: int, tell: Tell) -> Path:
         data=(str(write_texts(folder / "train.jsonl", texts)),),
         out=str(folder / "run"),
         recipe="bf16",
+        on_divergence="keep",
         max_steps=steps,
         batch_size=8,
         seq_len=128,

@@ -152,6 +152,7 @@ def _config(out: Path, plan: Plan, recipe: str, run: str) -> TrainConfig:
         eval_every=max(1, plan.steps // 5),
         out=str(out / run),
         recipe=recipe,
+        on_divergence="keep",
         max_steps=plan.steps,
         batch_size=plan.batch_size,
         seq_len=plan.seq_len,

@@ -59,6 +59,8 @@ def _print(report: dict[str, Any]) -> None:
         print_table(("operation on a GPU", "served by"), sorted(report["cuda_kernels"].items()))
     print()
     print_table(("recipe", "runs", "why"), [(name, r["runs"], r["why"]) for name, r in report["recipes"].items()])
+    for note in report["notes"]:
+        print(f"\nnote: {note}")
     for problem in report["problems"]:
         print(f"\nproblem: {problem}")
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fp8serve.errors import ScalesError
 from fp8serve.terminal import AsJson, print_json, print_table
 
 
@@ -17,6 +18,7 @@ def command(
     """Show every scale in a checkpoint.
 
     What it scales, in which direction, its shape and values, where it came from, and its amax history as a row of bars.
+    A scale that cannot be served is marked with "!" and the reason, and the exit status is 1.
 
     \b
     Examples:
@@ -28,6 +30,10 @@ def command(
 
     report = inspect(path)
     print_json(report) if json else _print(report)
+    wrong = [s for s in report["scales"] if s["problem"]]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ScalesError(f"{path} cannot be served: {wrong[0]['tensor']}{more} {wrong[0]['problem']}.")
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -37,7 +43,14 @@ def _print(report: dict[str, Any]) -> None:
     for note in report["notes"]:
         print(note)
     rows = [
-        (s["tensor"], s["direction"], s["shape"] or "[]", _values(s), s["origin"], sparkline(s["history"] or []))
+        (
+            f"! {s['tensor']}" if s["problem"] else s["tensor"],
+            s["direction"],
+            s["shape"] or "[]",
+            _values(s),
+            s["origin"],
+            s["problem"] or sparkline(s["history"] or []),
+        )
         for s in report["scales"]
     ]
     if rows:

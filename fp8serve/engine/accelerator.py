@@ -15,6 +15,7 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import Runner
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the op called below
+from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.decoder import Decoder
@@ -23,7 +24,7 @@ _sample = torch.ops.fp8serve.sample.default
 
 
 def check_device(name: str) -> torch.device:
-    """MachineError when this machine does not have it."""
+    """MachineError when this machine does not have it, or its GPU cannot run the kernels that are there."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -32,6 +33,7 @@ def check_device(name: str) -> torch.device:
         raise MachineError(f"The device {name} was asked for, but PyTorch finds no GPU here; use --device cpu.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise MachineError(f"The device {name} was asked for, but PyTorch finds {torch.cuda.device_count()} GPU here.")
+    check_gpu(device)
     return device
 
 

@@ -212,7 +212,7 @@ class Engine:
         """Appends a token, and ends the request where that token, its text or its number ends it."""
         token = sampled.token_id
         if token is None:
-            return self._fail(seq, "The model's output for this request is not finite (NaN or infinity).")
+            return self._fail(seq, "The model's output for this request is not finite (NaN or infinity); check its weights and scales.")
         seq.token_ids.append(token)
         text = self._live[seq.request_id][1]
         if token in seq.params.stop_token_ids:
@@ -272,7 +272,7 @@ class Engine:
 def _completion(outputs: list[RequestOutput]) -> Completion:
     last = outputs[-1]
     if last.finish_reason is None or last.error is not None:
-        raise RuntimeError(last.error or "The request did not finish.")
+        raise RequestError(last.error or "The request did not finish.")
     logprobs = [item for output in outputs for item in output.logprobs or ()]
     token_ids = [token for output in outputs for token in output.token_ids]
     return Completion("".join(o.text_delta for o in outputs), token_ids, last.finish_reason, logprobs or None)

@@ -49,10 +49,10 @@ class BlockPool:
         All or nothing: False changes nothing. On success `num_computed` says how many tokens need no computation; at
         least one token is always left to compute, since its logits are wanted.
         """
+        if not self.fits(seq, reserve):
+            return False
         shared = self._cached_prefix(seq)
         fresh = self._blocks_for(len(seq.token_ids)) - len(shared)
-        if self.num_free - sum(self._holders[block] == 0 for block in shared) - fresh < reserve:
-            return False
         for block in shared:
             self._hold(block)
         seq.block_table = shared + [self._take() for _ in range(fresh)]
@@ -62,6 +62,12 @@ class BlockPool:
         for key in seq.block_hashes[len(shared) : full]:
             self._coming.setdefault(key, seq)
         return True
+
+    def fits(self, seq: Sequence, reserve: int = 0) -> bool:
+        """Whether there are blocks for all tokens of `seq`, with `reserve` to spare."""
+        shared = self._cached_prefix(seq)
+        fresh = self._blocks_for(len(seq.token_ids)) - len(shared)
+        return self.num_free - sum(self._holders[block] == 0 for block in shared) - fresh >= reserve
 
     def is_coming(self, seq: Sequence) -> bool:
         """Whether the first block that `seq` would have to compute is being computed by another sequence."""

@@ -4,6 +4,7 @@ A recipe with one dynamic scale per activation tensor would let the requests of 
 serving, the tensor of such a scale is one token's row: the numbers that a request gets when it is alone, always.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -35,6 +36,7 @@ from fp8serve.model.decoder import Decoder
 from fp8serve.model.files import present
 from fp8serve.model.tokenizer import Tokenizer
 
+log = logging.getLogger("fp8serve.engine")
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -171,6 +173,12 @@ def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:
         raise ScalesError(
             f"An FP8 cache needs the scales of keys and values and {model_dir} has none: calibrate with --kv-cache, or "
             "serve with --kv-cache-dtype bf16."
+        )
+    if all(float(scale) == 1 for pair in found.values() for scale in pair):
+        log.warning(
+            "All KV-cache scales of %s are 1, which tools write that have not calibrated them; calibrate with "
+            "--kv-cache, or serve with --kv-cache-dtype bf16, if answers are worse than with that.",
+            model_dir,
         )
     device = torch.device(options.device)
     return [_kv_scale(*(scale.to(device) for scale in found[layer])) for layer in sorted(found)]

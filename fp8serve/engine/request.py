@@ -156,24 +156,31 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. `tenant` separates callers: no shared cached blocks, and a fair share each."""
+    """One prompt and how to continue it. `tenant` separates callers: no shared cached blocks, and a fair share each.
+
+    Requests of one `group` are parts of one (several answers, several prompts) and have one part's share together; ""
+    means that the request stands alone.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
+    group: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
             raise RequestError("request_id must be a string that is not empty.")
-        if not isinstance(self.tenant, str):
-            raise RequestError("tenant must be a string.")
+        if not isinstance(self.tenant, str) or not isinstance(self.group, str):
+            raise RequestError("tenant and group must be strings.")
         object.__setattr__(self, "prompt_token_ids", _token_ids("prompt_token_ids", self.prompt_token_ids))
         if not self.prompt_token_ids:
             raise RequestError("The prompt is empty: give at least one token.")
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The prompt is not copied: `asdict` would, token by token."""
+        plain = {name: getattr(self, name) for name in ("request_id", "prompt_token_ids", "tenant", "group")}
+        return plain | {"params": asdict(self.params)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Request":
@@ -327,6 +334,15 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Names the request that this is a part of, among those of all tenants."""
+        return self.request.tenant, self.request.group or self.request.request_id
 
     @property
     def params(self) -> SamplingParams:

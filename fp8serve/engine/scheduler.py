@@ -2,19 +2,24 @@
 
 One step is one batch over all running sequences (continuous batching):
   1. every decoding sequence gets its one token, so a long prompt never stalls the others;
-  2. prompts under way get a chunk each, oldest first, from what is left of the step's token budget (while others decode
-     it is limited further: a step's length is what a reader of a stream waits between tokens);
+  2. prompts under way get a chunk each, one tenant's and one group's after the other's and else oldest first, from what
+     is left of the step's token budget (while others decode it is limited further: a step's length is what a reader of
+     a stream waits between tokens);
   3. waiting sequences are admitted while a place, blocks for all their tokens, and budget are left.
 
 A sequence that needs a block when none is free takes it from the sequence admitted last, which loses all its blocks
 and waits, first in line, to be computed again (its published blocks are usually still there). The oldest always
 proceeds, so every request ends; one that could not run even alone is refused before it gets here (`Limits.check`).
 
-Admission is in turn over tenants and first come, first served within one. The head of the line is never overtaken
-because it is large: small requests cannot starve it. It also waits while another sequence computes its prefix.
+Admission is in turn over tenants, in turn over a tenant's groups (the parts of one request), and first come, first
+served within one. A newcomer whose tenant, or whose group, has less than its share need not wait until a sequence ends:
+the youngest of those who have most gives way to it, and waits as the next of its own group. The head of the line is
+never overtaken because it is large: small requests cannot starve it. It also waits while another sequence computes its
+prefix.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from fp8serve.engine.kv_cache import BlockPool
@@ -35,44 +40,81 @@ class Work:
 
 
 class WaitingLine:
-    """Preempted sequences first, oldest first; then one from each tenant in turn."""
+    """Preempted sequences first, oldest first; then one from each tenant in turn, and of its groups in turn."""
 
     def __init__(self) -> None:
         self._preempted: deque[Sequence] = deque()
-        self._tenants: OrderedDict[str, deque[Sequence]] = OrderedDict()
+        self._tenants: OrderedDict[str, OrderedDict[tuple[str, str], deque[Sequence]]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._preempted) + sum(map(len, self._tenants.values()))
+        lines = (line for groups in self._tenants.values() for line in groups.values())
+        return len(self._preempted) + sum(map(len, lines))
 
     def add(self, seq: Sequence) -> None:
-        self._tenants.setdefault(seq.request.tenant, deque()).append(seq)
+        self._line(seq).append(seq)
+
+    def add_first(self, seq: Sequence) -> None:
+        """`seq` gave up its place and is the next of its group."""
+        self._line(seq).appendleft(seq)
 
     def add_preempted(self, seq: Sequence) -> None:
         self._preempted.appendleft(seq)  # the last admitted is preempted first
 
     def head(self) -> Sequence | None:
-        if self._preempted:
-            return self._preempted[0]
-        return next(iter(self._tenants.values()))[0] if self._tenants else None
+        return self._preempted[0] if self._preempted else next(self.newcomers(), None)
+
+    def newcomers(self) -> Iterator[Sequence]:
+        """The next of each group, in the order of the line; none while a preempted sequence waits."""
+        if not self._preempted:
+            for groups in self._tenants.values():
+                for line in groups.values():
+                    yield line[0]
+
+    def promote(self, seq: Sequence) -> None:
+        """Makes `seq`, the next of its group, the head."""
+        self._tenants.move_to_end(seq.tenant, last=False)
+        self._tenants[seq.tenant].move_to_end(seq.group, last=False)
 
     def pop(self) -> None:
-        """Removes the head; its tenant goes to the end of the line."""
+        """Removes the head; its tenant goes to the end of the line, its group to the end of the tenant's."""
         if self._preempted:
             self._preempted.popleft()
             return
-        tenant, line = self._tenants.popitem(last=False)
+        tenant, groups = self._tenants.popitem(last=False)
+        group, line = groups.popitem(last=False)
         line.popleft()
         if line:
-            self._tenants[tenant] = line
+            groups[group] = line
+        if groups:
+            self._tenants[tenant] = groups
 
     def remove(self, seq: Sequence) -> None:
         if seq in self._preempted:
             self._preempted.remove(seq)
             return
-        line = self._tenants[seq.request.tenant]
-        line.remove(seq)
-        if not line:
-            del self._tenants[seq.request.tenant]
+        groups = self._tenants[seq.tenant]
+        groups[seq.group].remove(seq)
+        if not groups[seq.group]:
+            del groups[seq.group]
+        if not groups:
+            del self._tenants[seq.tenant]
+
+    def _line(self, seq: Sequence) -> deque[Sequence]:
+        return self._tenants.setdefault(seq.tenant, OrderedDict()).setdefault(seq.group, deque())
+
+
+def in_turn(seqs: Iterable[Sequence]) -> list[Sequence]:
+    """One of each tenant, then the second of each, and so on; a tenant's own likewise by groups. Else as they come."""
+    return _ranked(_ranked(seqs, lambda seq: seq.group), lambda seq: seq.tenant)
+
+
+def _ranked(seqs: Iterable[Sequence], name: Callable[[Sequence], Hashable]) -> list[Sequence]:
+    ranks: list[tuple[int, Sequence]] = []
+    seen: Counter[Hashable] = Counter()
+    for seq in seqs:
+        ranks.append((seen[name(seq)], seq))
+        seen[name(seq)] += 1
+    return [seq for _, seq in sorted(ranks, key=lambda item: item[0])]
 
 
 class Scheduler:
@@ -97,6 +139,7 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The next step's work; empty only when there is none."""
+        self._give_way()
         preemptions = self.num_preemptions
         decodes = self._decodes()
         budget = self.max_batch_tokens - len(decodes)
@@ -133,17 +176,53 @@ class Scheduler:
         return seq.status is Status.RUNNING
 
     def _preempt(self, seq: Sequence) -> None:
+        self._stop(seq)
+        self.waiting.add_preempted(seq)
+
+    def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.pool.release(seq)
         seq.status = Status.PREEMPTED
-        self.waiting.add_preempted(seq)
         self.num_preemptions += 1
+
+    def _give_way(self) -> None:
+        """The first in line with less than its share is the next, and at most one sequence gives its place for it."""
+        tenants = Counter(seq.tenant for seq in self.running)
+        groups = Counter(seq.group for seq in self.running)
+        for seq in self.waiting.newcomers():
+            if (victim := self._who_has_more_than(seq, tenants, groups)) is not None:
+                self.waiting.promote(seq)
+                if not self._has_room(seq):
+                    self._stop(victim)
+                    self.waiting.add_first(victim)
+                return
+
+    def _has_room(self, seq: Sequence) -> bool:
+        return len(self.running) < self.max_num_seqs and self.pool.fits(seq, reserve=len(self.running))
+
+    def _who_has_more_than(
+        self, seq: Sequence, tenants: Counter[str], groups: Counter[tuple[str, str]]
+    ) -> Sequence | None:
+        """The youngest sequence of the largest group: of a tenant that runs two more than that of `seq`; else, when the
+        group of `seq` runs nothing, of its own tenant, if that group runs two. Never the oldest sequence of all.
+        """
+        largest, most = max(tenants.items(), key=lambda item: item[1], default=("", 0))
+        if most >= tenants[seq.tenant] + 2:
+            return self._youngest(largest, groups)
+        if groups[seq.group] or tenants[seq.tenant] < 2:
+            return None
+        youngest = self._youngest(seq.tenant, groups)
+        return youngest if groups[youngest.group] > 1 else None
+
+    def _youngest(self, tenant: str, groups: Counter[tuple[str, str]]) -> Sequence:
+        """Of the tenant's largest group."""
+        return max((s for s in reversed(self.running) if s.tenant == tenant), key=lambda s: groups[s.group])
 
     def _chunks(self, budget: int) -> list[Work]:
         """The next part of every prompt under way, as far as `budget` tokens go."""
         work: list[Work] = []
-        for seq in self.running:
-            if seq.num_pending > 1 and budget > 0:
+        for seq in in_turn(seq for seq in self.running if seq.num_pending > 1):
+            if budget > 0:
                 work.append(self._chunk(seq, budget))
                 budget -= work[-1].count
         return work

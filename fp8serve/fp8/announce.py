@@ -21,11 +21,18 @@ def skipped(name: str, skip: tuple[str, ...]) -> bool:
 def announcements(module: nn.Module, skip: tuple[str, ...], converted: int) -> Iterator[str]:
     """One sentence for each thing that `convert` has not done; `converted` counts the layers that it has."""
     linears = {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
+    named = [n for n, child in module.named_modules() if isinstance(child, nn.Linear | nn.MultiheadAttention)]
     if not converted:
         yield f"convert() has converted nothing: {_why(module, linears, skip)}."
     for pattern in skip:
-        if pattern != USUAL and not any(skipped(name, (pattern,)) for name in linears):
+        if pattern != USUAL and not any(skipped(name, (pattern,)) for name in named):
             yield f"convert() has skipped nothing for {pattern!r}, which fits the name of no nn.Linear."
+    whole = [name for name, child in module.named_modules() if isinstance(child, nn.MultiheadAttention)]
+    if left := [name for name in whole if not skipped(name, skip)]:
+        yield (
+            f"convert() has left {len(left)} nn.MultiheadAttention ({left[0] or 'the module itself'!r} first) in high "
+            "precision: it multiplies by its weights itself; name it in skip, or use projections of nn.Linear."
+        )
 
 
 def _why(module: nn.Module, linears: dict[str, nn.Linear], skip: tuple[str, ...]) -> str:

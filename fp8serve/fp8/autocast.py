@@ -5,10 +5,11 @@
                                                 # exit: all registered forward states are updated in one op
 
 Contexts nest, the innermost wins, each thread has its own stack. Only the end of the *outermost* context updates, and
-only with gradients enabled; an exception inside discards what was staged, so the failed step leaves no trace. The
-backward pass runs outside of any context: what it needs, every forward call has written down, and the gradients' states
-are updated when the running backward pass ends. We ask the autograd engine for that moment (`queue_callback`) rather
-than attach it to the first module, because a first module that is frozen has no backward at all.
+only with gradients enabled; an exception inside, or in a backward pass, discards what was staged, so that a failed step
+leaves no trace. The backward pass runs outside of any context: what it needs, every forward call has written down, and
+the gradients' states are updated when the running backward pass ends. We ask the autograd engine for that moment
+(`queue_callback`) rather than attach it to the first module, because a first module that is frozen has no backward at
+all.
 
 Over a process group, the staged amaxes of *all* living modules are reduced with one MAX: a rank where some module did
 not run still takes part with zeros, so nothing hangs and all ranks hold equal scales. Because of a rank without a
@@ -18,9 +19,12 @@ decorator is often made before the processes have met.
 """
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Iterable
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
+from itertools import count
 from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -81,13 +85,18 @@ class Session:
                 _update_together("forward", rule, rule in self.expecting)
             elif not rule.attendance.deferred():
                 _update_together("backward", rule, expecting=False)
+        self.ran.clear()
 
     def discard(self) -> None:
         """Forget what was staged, as if the step had not happened."""
-        for modules in self.ran.values():
-            for module in modules.values():
-                for name in module.tensors[self.direction]:
-                    module.scaling[name].discard()
+        _discard(self.direction, self.ran)
+
+
+def _discard(direction: Direction, ran: dict[Rule, dict[int, Scaled]]) -> None:
+    for modules in ran.values():
+        for module in modules.values():
+            for name in module.tensors[direction]:
+                module.scaling[name].discard()
 
 
 def _update_together(direction: Direction, rule: Rule, expecting: bool) -> None:
@@ -124,22 +133,26 @@ class _Local(threading.local):
 
 
 _LOCAL = _Local()
-_RULES: dict[int, Rule] = {}  # by id, so that a compiled graph can carry it; the newest MAX_RULES
-MAX_RULES = 1024
+_RULES: WeakValueDictionary[int, Rule] = WeakValueDictionary()  # by id, so that a compiled graph can carry it
+_NUMBERS = count()
+_RECENT: deque[Rule] = deque(maxlen=1024)  # so that a step's rule has the number of the step before
+_LASTING: dict[int, Rule] = {}  # those of process groups, which remember attendance, and of compiled graphs
 _MADE = _Made()
 _MODULES: WeakValueDictionary[int, Scaled] = WeakValueDictionary()
 _BACKWARD: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
 
-def rule_id(rule: Rule) -> int:
-    """A number that stands for the rule: the same for an equal rule."""
-    for known, other in _RULES.items():
-        if other == rule:
-            return known
-    number = max(_RULES, default=-1) + 1
+def known(rule: Rule) -> tuple[int, Rule]:
+    """The number that stands for an equal rule, and that rule; who needs it later (a graph, a context) holds it."""
+    for number, same in list(_RULES.items()):
+        if same == rule:
+            return number, same
+    number = next(_NUMBERS)
     _RULES[number] = rule
-    _RULES.pop(number - MAX_RULES, None)
-    return number
+    _RECENT.append(rule)
+    if rule.shared:
+        _LASTING[number] = rule
+    return number, rule
 
 
 def enroll(module: Scaled) -> int:
@@ -181,6 +194,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         self.named_group = amax_reduction_group
         self.group: Any = None  # this one and the rule are set on entry
         self.rule: int | None = None
+        self.held: Rule | None = None
         self.is_first_microbatch = checked(is_first_microbatch)
         if not isinstance(self.recipe, Recipe):
             raise RecipeError(
@@ -194,10 +208,9 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         _LOCAL.stack.append(self)
         if isinstance(self.recipe, DelayedScaling):
             self.group = default_group() if self.named_group is None else self.named_group
-            rule = Rule(self.recipe, self.group)
-            self.rule = rule_id(rule)
-            if rule.shared and (self.enabled or self.calibrating):
-                _LOCAL.session.open(_RULES[self.rule])
+            self.rule, self.held = known(Rule(self.recipe, self.group))
+            if self.held.shared and (self.enabled or self.calibrating):
+                _LOCAL.session.open(self.held)
         return self
 
     def __exit__(
@@ -245,6 +258,12 @@ def _expect_backward(history: Tensor, rule: int) -> None:
     _LOCAL.session.expecting.add(_RULES[rule])
 
 
+def _expect_backward_of_graph(history: Tensor, rule: int) -> None:
+    """A compiled graph carries the number of a rule to its backward pass, and nothing that would hold the rule."""
+    _LASTING[rule] = _RULES[rule]
+    _expect_backward(history, rule)
+
+
 def record(direction: Direction, history: Tensor, amax: Tensor, module: int, rule: int) -> None:
     """Raise the staging slot of a history to `amax` and note that the module (by key) ran by the rule (by id).
 
@@ -273,10 +292,12 @@ def _backward_session() -> Session:
     session = _BACKWARD.get(task)
     if session is None:
         session = _BACKWARD[task] = Session("backward")
-        # The engine keeps the bound method, and with it the session, until this backward pass ends or fails.
+        # The engine keeps the bound method, and with it the session, until this backward pass ends or fails: a session
+        # that goes without having finished has failed.
+        weakref.finalize(session, _discard, "backward", session.ran).atexit = False
         Variable._execution_engine.queue_callback(session.finish)
     return session
 
 
 implement("record_amax", _record)
-implement("expect_backward", _expect_backward)
+implement("expect_backward", _expect_backward_of_graph)

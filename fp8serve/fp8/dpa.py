@@ -43,6 +43,7 @@ class Rounding:
     module: int  # by key, as `record` wants it
     recipe: Recipe
     rule: int | None  # how delayed states are updated, by id; None for a recipe without state
+    held: Any  # that rule itself, which exists as long as somebody holds it
     states: dict[str, ScalingState]  # empty for a recipe without state
     enabled: bool  # False while calibrating: operands stay as they are, only their amaxes are recorded
     recording: bool  # stage amaxes in the forward pass
@@ -157,7 +158,9 @@ class DotProductAttention(Stateful):
         states = self.scaling if isinstance(recipe, DelayedScaling) else {}
         if context.rule is not None and graph and differentiable:
             expect_backward(states["q"].amax_history, context.rule)
-        return Rounding(self.key, recipe, context.rule, states, context.enabled, graph or context.calibrating)
+        return Rounding(
+            self.key, recipe, context.rule, context.held, states, context.enabled, graph or context.calibrating
+        )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, rounding: Rounding) -> Tensor:

@@ -14,6 +14,7 @@ A weight is quantized in every forward pass, unless the caller announces that it
 (`is_first_microbatch`, microbatch.py).
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8serve.fp8 import reference
+from fp8serve.fp8 import fast_paths, reference
 from fp8serve.fp8.announce import announcements, skipped
 from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
 from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes, has_infinity, unhidden
@@ -49,6 +50,7 @@ class Call:
     module: int  # by key, as `record` wants it
     recipe: Recipe
     rule: int | None  # how delayed states are updated, by id; None for recipes without state
+    held: Any  # that rule itself, which exists as long as somebody holds it
     states: dict[str, ScalingState]  # empty for recipes without state
     hp: Precisions  # which of fprop, dgrad, wgrad run in high precision
     recording: bool  # stage amaxes in the forward pass
@@ -230,8 +232,11 @@ class Linear(Stateful, nn.Linear):
         if plan is None:
             return self._in_high_precision(values())
         y = self._quantized(edge, values, fused, plan)
+        middle = edge.shape[1:-1]
+        # The first dimension is not always the input's: tensor-parallel layers gather and scatter tokens.
+        first = edge.shape[:1] if math.prod(middle) == 0 else (y.shape[0] // math.prod(middle),)
+        shape = (self.out_features,) if edge.dim() == 1 else (*first, *middle, self.out_features)
         # Not a view: FSDP2 warns of a module that returns one.
-        shape = (*edge.shape[:-1], self.out_features) if edge.dim() == 1 else (-1, *edge.shape[1:-1], self.out_features)
         return torch.ops.aten._unsafe_view(y, shape)  # type: ignore[no-any-return]
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
@@ -284,6 +289,7 @@ class Linear(Stateful, nn.Linear):
             module=self.key,
             recipe=recipe,
             rule=context.rule,
+            held=context.held,
             states=self.scaling if isinstance(recipe, DelayedScaling) else {},
             hp=recipe.override_linear_precision if context.enabled else (True, True, True),
             recording=torch.is_grad_enabled() or context.calibrating,
@@ -301,7 +307,8 @@ class Linear(Stateful, nn.Linear):
     ) -> tuple[Tensor, Pair]:
         """The input as a matrix in the autograd graph, and its codes."""
         by_codes = fused is not None and plan.reads_codes_only
-        x = (edge if by_codes else values()).reshape(-1, self.in_features)
+        x = edge if by_codes else values()
+        x = x.reshape(math.prod(x.shape[:-1]), self.in_features)  # not -1, which is ambiguous for no features
         with torch.no_grad():
             if fused is not None and by_codes:
                 return x, plan.call.cast_fused(fused, values, plan.input_cols)
@@ -318,8 +325,8 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
     """Turn every nn.Linear inside `module` into a `Linear`, in place: parameters, hooks and names stay; returns module.
 
     `skip` holds last name components ("lm_head"), full names, or patterns ("model.layers.0.*"). Subclasses of nn.Linear
-    are left alone, because they promise something of their own. Warns when nothing was converted, and when an entry of
-    `skip` (but the usual "lm_head") fits no layer.
+    are left alone, because they promise something of their own. Warns when nothing was converted, when an entry of
+    `skip` (but the usual "lm_head") fits no layer, and of an nn.MultiheadAttention, which stays in high precision.
     """
     patterns = (skip,) if isinstance(skip, str) else tuple(skip)
     found = list(_plain_linears(module, patterns))
@@ -327,6 +334,7 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
         warnings.warn(said, stacklevel=2)
     for linear in found:
         Linear.adopt(linear)
+    fast_paths.leave(module, found)
     return module
 
 

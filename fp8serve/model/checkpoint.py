@@ -20,6 +20,7 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.model import interop
+from fp8serve.model.agreement import check_agreement
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
 from fp8serve.model.files import present
@@ -104,7 +105,8 @@ def _frozen_by(
             raise ScalesError(f"{scales} was given, but this recipe uses no stored scales; leave one of the two out.")
         return "bf16" if isinstance(recipe, str) else "recipe"
     state = _find_scales(checkpoint, None if scales is None else Path(scales))
-    if state is None and not checkpoint.fp8_linears:
+    cache_only = recipe == "stored" and checkpoint.quantization is not None and not checkpoint.quantization.groups
+    if state is None and not checkpoint.fp8_linears and not cache_only:
         raise ModelError(
             f"{checkpoint.path} is not quantized and has no {FILE_NAME}; calibrate it first, give --scales FILE, "
             "or choose --recipe current, rowwise, block or bf16."
@@ -123,6 +125,8 @@ def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoin
         return None
     linears = checkpoint.fp8_linears or linear_names(Decoder(checkpoint.config, device="meta"))
     check_covers(state, linears, str(path))
+    if given is None:
+        check_agreement(checkpoint, state, str(path))
     return state
 
 
@@ -204,6 +208,8 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     path = Path(scales) if scales is not None else Path(model_dir) / FILE_NAME
     state = load_scales(path, model_dir) if scales is not None or present(path) else None
     checkpoint = open_checkpoint(model_dir)
+    if state is not None and scales is None:
+        check_agreement(checkpoint, state, str(path))
     found = {}
     for layer in range(checkpoint.config.num_layers):
         pair = _kv_pair(checkpoint, state, f"model.layers.{layer}.self_attn")

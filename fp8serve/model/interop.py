@@ -112,7 +112,7 @@ def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantiz
         return None
     found = config.get("quant_method") if isinstance(config, dict) else config
     reader = _READERS.get(found) if isinstance(found, str) else None
-    if reader is None:
+    if reader is None or not isinstance(config, dict):
         raise ModelError(f"{model_dir} is quantized by {shown(found)}; supported are {', '.join(_READERS)}.")
     return reader(Fields(config, f"{model_dir / 'config.json'}: quantization_config"))
 
@@ -242,10 +242,15 @@ def dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:
 
 def quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tensor:
     """FP32 [] multiplier that quantizes, from the stored one that dequantizes and its note, which is believed if that
-    scale is stored as this number. ModelError: not one number."""
+    scale is stored as this number.
+
+    ModelError: not one number, or so small or large that one of the two multipliers is not a normal number.
+    """
     if stored.numel() != 1:
         raise ModelError(f"{name} has the shape {list(stored.shape)} where one number was expected.")
     value = checked(name, stored).reshape(())
+    if min(float(value), float(value.reciprocal())) < torch.finfo(torch.float32).tiny:
+        raise ModelError(f"{name} holds the scale {float(value)}, which is no amax of a model; calibrate again.")
     exact = None if note is None else _noted(note)
     if exact is not None and torch.equal(dequantizing_scale(exact)[0], value):
         return exact

@@ -20,8 +20,8 @@ SPELLING = (
     "SGLang read it; for transformers write the format compressed-tensors."
 )
 MODELOPT = (
-    "transformers has no reader for modelopt and takes the FP8 numbers for the weights; use vLLM, SGLang or "
-    "TensorRT-LLM, or write the format compressed-tensors."
+    "transformers has no reader for modelopt and takes the FP8 numbers for the weights; use vLLM or another reader of "
+    "ModelOpt's format, or write the format compressed-tensors."
 )
 RAGGED = (
     "{count} layers, {name} of {rows} x {cols} among them, have a side that is no multiple of {block}: fp8serve reads "
@@ -47,5 +47,6 @@ def reader_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _is_ragged(checkpoint: Checkpoint, linear: str) -> bool:
     rows, cols = checkpoint.shapes[f"{linear}.weight"]
-    in_blocks = checkpoint.quantization is not None and checkpoint.quantization.scheme_of(linear).activations == "block"
+    scale = checkpoint.shards.entries[str(checkpoint.scale_key(linear, "weight"))].shape
+    in_blocks = len(scale) > 1 and scale != (rows, 1)
     return in_blocks and bool(rows % BLOCK or cols % BLOCK)

@@ -6,13 +6,13 @@ is the quantizing multiplier: q = saturate(x * scale). Recipe, fingerprints and 
 pickle: histories are tensors and the recipe is JSON.
 
 A scale that is wrong looks like a model that is stupid, so a file is refused rather than served when a scale is zero,
-negative, infinite or NaN, when a tensor was never observed, when a key is unknown, and when the file belongs to
-another model or another version.
+negative, infinite, NaN or subnormal, when a tensor was never observed, when its history holds an amax that the scale
+cannot represent, when a key is unknown, and when the file belongs to another model or another version.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
-from fp8serve.fp8.recipe import Recipe, from_json, to_json
+from fp8serve.fp8.autocast import fp8_max
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_json, to_json
 from fp8serve.model.config import read_config
 from fp8serve.model.files import fsync, no_duplicates, save_tensors
 from fp8serve.model.shards import Shards, open_shards, read_header
@@ -92,6 +93,15 @@ def load_scales(path: Path | str, model_dir: Path | str | None = None) -> Scalin
 
     ScalesError with one sentence for every refusal listed at the top of this module, and for a damaged file.
     """
+    checkpoint = read_scales(path)
+    check(checkpoint, str(path))
+    if model_dir is not None:
+        check_belongs(checkpoint, Path(model_dir), str(path))
+    return checkpoint
+
+
+def read_scales(path: Path | str) -> ScalingCheckpoint:
+    """What is in `path`, whatever its values: for showing them. ScalesError: a damaged file or one of another kind."""
     path = Path(path)
     try:
         entries, metadata = read_header(path)
@@ -99,17 +109,13 @@ def load_scales(path: Path | str, model_dir: Path | str | None = None) -> Scalin
     except Fp8ServeError as e:
         raise ScalesError(str(e)) from None
     _check_metadata(metadata, path)
-    checkpoint = ScalingCheckpoint(
+    return ScalingCheckpoint(
         _recipe(metadata["recipe"], path),
         _tensors(tensors, path),
         metadata["model"],
         _observations(metadata["observations"], path),
         metadata["created_by"],
     )
-    check(checkpoint, str(path))
-    if model_dir is not None:
-        check_belongs(checkpoint, Path(model_dir), str(path))
-    return checkpoint
 
 
 def _check_metadata(metadata: Mapping[str, str], path: Path) -> None:
@@ -166,23 +172,40 @@ def check(checkpoint: ScalingCheckpoint, where: str) -> None:
     """ScalesError when any scale is unusable or its tensor never observed; `where` is named in the sentence."""
     if not checkpoint.tensors:
         raise ScalesError(f"{where} holds no scales.")
+    for key, problem in problems(checkpoint):
+        raise ScalesError(f"{where}: {problem_of(key, problem)}")
+
+
+def problem_of(key: str, problem: str) -> str:
+    """The sentence about the tensor `key`."""
+    return f"{key} {problem}; calibrate again on data that reach it."
+
+
+def problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
+    """(tensor, what is wrong with it) of all that cannot be served."""
     counts = checkpoint.observations.get("tensors", {})
     for key, entry in checkpoint.tensors.items():
-        scale = float(entry.scale)
-        if not 0 < scale < float("inf"):  # NaN fails both
-            raise ScalesError(f"{where}: the scale of {key} is {scale}, which cannot be served; calibrate again.")
-        if counts.get(key, 1) == 0 or _empty(entry.amax_history):
-            raise ScalesError(f"{where}: {key} was never observed; calibrate with data that reaches it.")
-        if entry.amax_history is not None and not bool(_valid(entry.amax_history)):
-            raise ScalesError(f"{where}: the amax history of {key} holds a negative, infinite or NaN value.")
+        scale, history = float(entry.scale), entry.amax_history
+        if not torch.finfo(torch.float32).tiny <= scale < float("inf"):  # NaN fails both; below, 1 / scale is infinite
+            yield key, f"has the scale {scale}, which cannot be served"
+        elif counts.get(key, 1) == 0 or (history is not None and not bool(history.any())):
+            yield key, "was never observed"
+        elif history is not None and not bool((history.isfinite() & (history >= 0)).all()):
+            yield key, "has a negative, infinite or NaN value in its amax history"
+        elif (reached := _reached(checkpoint.recipe, key, entry)) > 1 + 2**-10:
+            yield key, f"has an amax in its history that is {reached:.3g} times what its scale represents"
 
 
-def _empty(history: Tensor | None) -> bool:
-    return history is not None and not bool(history.any())
-
-
-def _valid(history: Tensor) -> Tensor:
-    return (history.isfinite() & (history >= 0)).all()
+def _reached(recipe: Recipe | None, key: str, entry: TensorScale) -> float:
+    """The amax that made the scale, as a part of what the scale represents: at most 1, less by a margin or by larger
+    amaxes that have left the history. 0 where a scale may be older than its history."""
+    if not isinstance(recipe, DelayedScaling) or recipe.interval != 1 or entry.amax_history is None:
+        return 0.0
+    seen = entry.amax_history[1:]  # the staging slot is not in the scale yet
+    if not seen.numel():
+        return 0.0
+    amax = seen.max() if recipe.amax_compute_algo == "max" else seen[-1]
+    return float(amax.double() * entry.scale.double()) / fp8_max(recipe, key.rpartition(".")[2])
 
 
 def check_covers(checkpoint: ScalingCheckpoint, linears: Iterable[str], where: str) -> None:

@@ -11,7 +11,7 @@ template's own source, which stay. What passes in no way is refused.
 A turn begins where the generation prompt ends (so it holds what the template lets an assistant say before its words,
 such as Qwen3's empty reasoning), or at its first word in a template without one. It ends with what the template writes
 after it whatever follows, up to the first end-of-sequence token and without white space behind it: a server stops
-there, so nothing further is learnt. Cost: four to seven renderings of a conversation.
+there, so nothing further is learnt. Cost: three to seven renderings of a conversation.
 """
 
 import re
@@ -104,10 +104,12 @@ class _Piece:
 
 @dataclass
 class _View:
-    """A rendering whose pieces are known. dummies: the messages with stand-ins; pattern: what a stand-in looks like."""
+    """A rendering whose pieces are known. tail: what stands behind the last stand-in, dummies: the messages with
+    stand-ins, pattern: what a stand-in looks like."""
 
     text: str
     pieces: list[_Piece]
+    tail: str
     dummies: list[Message]
     pattern: re.Pattern[str]
 
@@ -187,7 +189,7 @@ def _view(
         pieces.append(_Piece(owner, position, position + len(core), lead))
         position += len(core) + len(literal)
         rebuilt += [core, literal]
-    return _View(text, pieces, dummies, writer.pattern) if "".join(rebuilt) == text else None
+    return _View(text, pieces, parts[-1], dummies, writer.pattern) if "".join(rebuilt) == text else None
 
 
 def _number(digits: str) -> int:
@@ -215,7 +217,7 @@ class _Turns:
         self._end = _any_of(markers.end)
         self._assistants = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         self._prompt = self._generation_prompt()
-        self._closing = self._tail(self._assistants[-1] + 1) if self._assistants else ""
+        self._closing = view.tail if self._assistants[-1:] == [len(messages) - 1] else self._closing_tail()
 
     def spans(self, skip: Collection[int]) -> Iterator[Span]:
         for number in self._assistants:
@@ -260,16 +262,19 @@ class _Turns:
 
     def _generation_prompt(self) -> str:
         """What asking for an answer adds behind the last text of the conversation."""
-        without = self._tail(None)
         try:
-            asked = self._tail(None, add_generation_prompt=True)
+            asked = self._tail(self._view.dummies, add_generation_prompt=True)
         except RequestError:  # some do not answer an assistant
             return ""
-        return asked[len(self._alike(asked, without)) :]
+        return asked[len(self._alike(asked, self._view.tail)) :]
 
-    def _tail(self, count: int | None, add_generation_prompt: bool = False) -> str:
-        """What the template writes behind the last text of the first `count` messages."""
-        return self._view.pattern.split(self._template.render(self._view.dummies[:count], add_generation_prompt))[-1]
+    def _closing_tail(self) -> str:
+        """What ends the assistant's last turn in a conversation that another ends."""
+        return self._tail(self._view.dummies[: self._assistants[-1] + 1]) if self._assistants else ""
+
+    def _tail(self, dummies: list[Message], add_generation_prompt: bool = False) -> str:
+        """What the template writes behind the last text."""
+        return self._view.pattern.split(self._template.render(dummies, add_generation_prompt))[-1]
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:

@@ -18,7 +18,7 @@ import fp8serve
 from fp8serve.errors import DataError, Fp8ServeError, MachineError
 from fp8serve.server import files, finetune, native, openai, openai_jobs, status
 from fp8serve.server.description import describe
-from fp8serve.server.faults import Code, Fault
+from fp8serve.server.faults import STORAGE_ERRORS, Code, Fault, disk_fault
 from fp8serve.server.guard import METHODS, Envelope, Gate, Intake
 from fp8serve.server.house import House
 from fp8serve.server.models import Launch
@@ -76,6 +76,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Fp8ServeError, _on_ours)
+    app.add_exception_handler(OSError, _on_os_error)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
 
 
@@ -95,6 +96,13 @@ async def _on_ours(request: Request, error: Exception) -> Response:
         return _render(request, Fault(Code.ENGINE_DOWN, str(error)))
     param = "data" if isinstance(error, DataError) else None
     return _render(request, Fault(Code.INVALID_PARAMETER, str(error), param=param))
+
+
+async def _on_os_error(request: Request, error: Exception) -> Response:
+    """A full or failing disk, wherever it is met; any other is our mistake."""
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+        return _render(request, disk_fault(error.strerror or "no reason is given"))
+    raise error
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

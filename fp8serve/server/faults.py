@@ -6,6 +6,7 @@ a response itself; the path decides the rendering. Bodies stay far below 16 KiB,
 no file of ours: messages that did not come from us are cut and cleaned by `safe_text`.
 """
 
+import errno
 import re
 from enum import Enum
 from typing import Any, NamedTuple
@@ -163,6 +164,17 @@ class Fault(Exception):  # noqa: N818 - it is the request's, not ours
 
     def response(self, path: str, request_id: str) -> JSONResponse:
         return JSONResponse(self.body(path, request_id), self.status(path), self.headers())
+
+
+STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG})
+"""What a write meets that no request and no program of ours can help."""
+
+
+def disk_fault(why: str) -> Fault:
+    """The disk of the data directory did not take what was to be written."""
+    return Fault(
+        Code.DISK_FULL, f"The data directory cannot be written: {why}.", hint="Make room on the server's disk."
+    )
 
 
 def is_openai(path: str) -> bool:

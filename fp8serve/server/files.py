@@ -43,8 +43,12 @@ def _keep(house: House, arrived: Upload, file_id: str) -> StoredFile:
         suffix = ".txt" if is_text(arrived.filename or "") else ".jsonl"
         final = arrived.path.with_name(file_id + suffix)
         arrived.path.rename(final)
-        fsync(final.parent)
-        return house.jobs.add_file(file_id, arrived.filename or "", arrived.size, arrived.sha256, PURPOSE)
+        try:
+            fsync(final.parent)
+            return house.jobs.add_file(file_id, arrived.filename or "", arrived.size, arrived.sha256, PURPOSE)
+        except BaseException:
+            final.unlink(missing_ok=True)
+            raise
     finally:
         arrived.path.unlink(missing_ok=True)
 

@@ -17,11 +17,11 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.house import House, HouseDep
 from fp8serve.server.jobs import FINAL
 from fp8serve.server.models import Served
-from fp8serve.server.protocol import ActivateBody
+from fp8serve.server.protocol import ActivateBody, ActivateJobBody
 from fp8serve.server.reading import BoundedRoute
 from fp8serve.server.records import Event, Job
 from fp8serve.server.streams import EventStream, event, until_disconnect
-from fp8serve.server.submission import FinetuneBody, dry_run, submit
+from fp8serve.server.submission import FinetuneBody, dry_run, refuse_if_not_allowed, submit
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -150,11 +150,39 @@ async def cancel(job_id: str, house: HouseDep) -> dict[str, Any]:
     return native(house, job)
 
 
+@router.post("/finetune/{job_id}/resume", summary="Go on with a job that failed, from its last checkpoint")
+async def resume(job_id: str, house: HouseDep) -> dict[str, Any]:
+    """Also what met a full disk, once there is room. Takes the job's place in the queue."""
+    return native(house, await resume_job(house, job_id))
+
+
+async def resume_job(house: House, job_id: str) -> Job:
+    refuse_if_not_allowed(house)
+    job = await asyncio.to_thread(house.jobs.resume, job_id)
+    house.trainer.submitted()
+    return job
+
+
 @router.post("/finetune/{job_id}/activate", summary="Serve a job's result in place of the present weights")
-async def activate(job_id: str, house: HouseDep) -> dict[str, Any]:
+async def activate(job_id: str, house: HouseDep, body: ActivateJobBody | None = None) -> dict[str, Any]:
     """Answers when the new weights serve. No request in flight is touched; on failure nothing changes."""
-    await asyncio.to_thread(house.jobs.get, job_id)
+    job = await asyncio.to_thread(house.jobs.get, job_id)
+    if body is not None and body.step is not None:
+        await asyncio.to_thread(require_result_step, house, job, body.step)
     return await swap(house, job_id)
+
+
+def require_result_step(house: House, job: Job, step: int) -> None:
+    """Fault 409 unless the job's result is that of `step`: only a result is a model that can be served."""
+    last = max((int(e.data["step"]) for e in written_checkpoints(house, job)), default=None)
+    if step != last:
+        found = "has none yet" if last is None else f"is of step {last}"
+        raise Fault(
+            Code.JOB_STATE,
+            f"Only a job's result can be served, and this job's {found}.",
+            param="step",
+            hint="Leave `step` out, or train a job of that many steps with max_steps.",
+        )
 
 
 @router.get("/models", summary="What is served, and what could be")
@@ -172,7 +200,7 @@ async def models(house: HouseDep) -> dict[str, Any]:
 
 
 def _activating(under_way: tuple[str, float] | None) -> dict[str, Any] | None:
-    return under_way and {"model": under_way[0], "seconds": time.monotonic() - under_way[1]}  # type: ignore[return-value]
+    return under_way and {"model": under_way[0], "seconds": time.monotonic() - under_way[1]}
 
 
 @router.post("/models/{name}/activate", summary="Serve a job's result, or go back to the base model")

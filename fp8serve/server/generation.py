@@ -164,7 +164,9 @@ class _Clock:
             self._metrics.per_token.observe((now - self._first) / (output.num_generated - 1))
 
 
-def build_requests(served: Served, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int) -> list[Request]:
+def build_requests(
+    served: Served, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, tenant: str = ""
+) -> list[Request]:
     """`n` requests for each prompt, in order; each choice has its own seed. Raises Fault when one could never run.
 
     The engine knows them by ids made here. A client's own request id is for its log and ours: two requests may carry
@@ -175,7 +177,7 @@ def build_requests(served: Served, prompts: Sequence[tuple[int, ...]], params: S
     for prompt in prompts:
         for choice in range(n):
             seeded = params if params.seed is None else replace(params, seed=(params.seed + choice) % 2**63)
-            requests.append(Request(f"{group}-{len(requests)}", prompt, seeded))
+            requests.append(Request(f"{group}-{len(requests)}", prompt, seeded, tenant, group=group))
     _check_all(served, requests)
     return requests
 

@@ -27,6 +27,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.hosts import Hosts
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.settings import Settings
+from fp8serve.server.tenants import tenant_of
 
 log = logging.getLogger("fp8serve.server.access")
 
@@ -141,6 +142,7 @@ class Gate:
             return await send({"type": "websocket.close", "code": 1008})
         if (fault := self._verdict(scope)) is not None:
             return await refuse(fault, scope, receive, send, close=True)
+        scope["tenant"] = tenant_of(scope, self._key)
         return await self.app(scope, receive, send)
 
     def _verdict(self, scope: Scope) -> Fault | None:

@@ -180,9 +180,12 @@ class House:
 
     async def activate(self, key: str) -> Served:
         """Swaps the served weights and remembers the choice for the next start."""
-        served = await self.models.activate(await asyncio.to_thread(self.source, key))
-        await asyncio.to_thread(self.jobs.set_activated, str(self.settings.model.resolve()), key)
-        return served
+        base = str(self.settings.model.resolve())
+
+        async def record() -> None:
+            await asyncio.to_thread(self.jobs.set_activated, base, key)
+
+        return await self.models.activate(await asyncio.to_thread(self.source, key), record)
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -206,9 +209,10 @@ class House:
         params: SamplingParams,
         places: Places,
         n: int = 1,
+        tenant: str = "",
     ) -> Generation:
         """Checks and admits; after this the answer is a 200. Fault otherwise."""
-        requests = build_requests(served, prompts, params, n)
+        requests = build_requests(served, prompts, params, n, tenant)
         generation = Generation(served, requests, n, places, self.metrics, self.settings.request_seconds)
         self.active.add(generation)
         return generation

@@ -9,22 +9,23 @@ Events are numbered by `seq`, rising over all jobs: the id of a server-sent even
 resumes. `origin` is the number the worker gave an event; taking the same file in twice adds nothing.
 """
 
+import contextlib
 import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from fp8serve.errors import MachineError
-from fp8serve.server.faults import Code, Fault, safe_text
+from fp8serve.server.faults import Code, Fault, disk_fault, safe_text
 from fp8serve.server.records import Event, Job, NewJob, Status, StoredFile, as_event, as_job
 
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 MOVES: dict[str, tuple[Status, ...]] = {
     "running": ("queued",),
-    "queued": ("running",),
+    "queued": ("running", "failed"),
     "succeeded": ("running",),
     "failed": ("running", "queued"),
     "cancelled": ("running", "queued"),
@@ -89,7 +90,7 @@ class JobStore:
         return _Transaction(self._db, self._lock)
 
     def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        with self._lock:
+        with self._lock, _disk_faults():
             return self._db.execute(query, values).fetchall()
 
     def ids(self, table: Literal["jobs", "files"]) -> set[str]:
@@ -170,6 +171,8 @@ class JobStore:
                 return False
             if to == "running":
                 db.execute("UPDATE jobs SET started_at = coalesce(started_at, ?) WHERE id = ?", (now, job_id))
+            if to == "queued":
+                db.execute("UPDATE jobs SET finished_at = NULL, error = NULL, crashes = 0 WHERE id = ?", (job_id,))
             if to in FINAL:
                 failure = json.dumps({"code": code or to, "message": error, "param": None}) if error else None
                 db.execute("UPDATE jobs SET finished_at = ?, error = ? WHERE id = ?", (now, failure, job_id))
@@ -185,6 +188,14 @@ class JobStore:
             db.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job_id,))
         if job.status == "queued":
             self.move(job_id, "cancelled", "The job was cancelled before it ran.")
+        return self.get(job_id)
+
+    def resume(self, job_id: str) -> Job:
+        """Queues a job that failed; it goes on from its last checkpoint. Fault 409 when it did not fail."""
+        job = self.get(job_id)
+        message = "The job is queued again and goes on from its last checkpoint."
+        if not (job.status == "failed" and self.move(job_id, "queued", message, code="resumed")):
+            raise Fault(Code.JOB_STATE, f"Only a job that failed can be resumed; this one is {job.status}.")
         return self.get(job_id)
 
     def count_crash(self, job_id: str) -> int:
@@ -293,7 +304,8 @@ class _Transaction:
     def __enter__(self) -> sqlite3.Connection:
         self._lock.acquire()
         try:
-            self._db.execute("BEGIN IMMEDIATE")
+            with _disk_faults():
+                self._db.execute("BEGIN IMMEDIATE")
         except BaseException:
             self._lock.release()
             raise
@@ -301,11 +313,29 @@ class _Transaction:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
-            self._db.execute("COMMIT" if kind is None else "ROLLBACK")
+            with _disk_faults():
+                if error is None:
+                    self._db.execute("COMMIT")
+                elif isinstance(error, sqlite3.Error):
+                    raise error
         finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             self._lock.release()
-        if isinstance(error, sqlite3.OperationalError) and "full" in str(error):
-            raise Fault(Code.DISK_FULL, "The disk that holds the data directory is full.") from None
+
+
+UNWRITABLE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
+
+
+@contextlib.contextmanager
+def _disk_faults() -> Iterator[None]:
+    """What SQLite says of a disk, as a Fault. A commit that it could not write has not happened."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF in UNWRITABLE:  # the other bits say where in SQLite
+            raise disk_fault(str(error)) from None
+        raise
 
 
 _ENDED = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}

@@ -164,6 +164,7 @@ class Models:
         of, stats = self._stats
         return stats if of is self.current and self.ready else {}
 
+    @property
     def live(self) -> bool:
         """Whether the engine gives signs of life, or is being loaded; not when it could not be started again."""
         served = self.current
@@ -188,8 +189,11 @@ class Models:
             self.state = "ready"
             return self.current
 
-    async def activate(self, source: Source) -> Served:
-        """Loads `source` beside what is served, then swaps. On failure raises and changes nothing."""
+    async def activate(self, source: Source, record: Callable[[], Awaitable[None]]) -> Served:
+        """Loads `source` beside what is served, has it `record`ed, then swaps, which cannot fail.
+
+        On any failure, of `record` too, raises and changes nothing: what serves is always what a restart would serve.
+        """
         if self._swap.locked():
             raise Fault(
                 Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint="Try again when it is done."
@@ -197,12 +201,7 @@ class Models:
         async with self._swap:
             self.activating = source.model_id, time.monotonic()
             try:
-                new = await self._ready_engine(source)
-            except Fp8ServeError as error:
-                self._metrics.swaps.labels("failed").inc()
-                raise Fault(
-                    Code.ACTIVATION_FAILED, f"The new weights cannot be served, and the old ones keep serving: {error}"
-                ) from None
+                new = await self._recorded(source, record)
             finally:
                 self.activating = None
             old, self.current = self.current, new
@@ -212,6 +211,22 @@ class Models:
             if old is not None:
                 self._retire(old)
             return new
+
+    async def _recorded(self, source: Source, record: Callable[[], Awaitable[None]]) -> Served:
+        """`source`, ready to serve and written down as what is served."""
+        try:
+            new = await self._ready_engine(source)
+        except Fp8ServeError as error:
+            self._metrics.swaps.labels("failed").inc()
+            raise Fault(
+                Code.ACTIVATION_FAILED, f"The new weights cannot be served, and the old ones keep serving: {error}"
+            ) from None
+        try:
+            await record()
+        except BaseException:
+            await new.engine.close()
+            raise
+        return new
 
     def swapping(self) -> bool:
         """Whether other weights are being loaded."""

@@ -158,7 +158,7 @@ async def prepare(body: GenerateBody, request: Request, house: House) -> Answer:
     prompt = body.inputs or "" if body.input_ids is None else body.input_ids
     with served.lease(), house.admission.reserve(1) as places:
         prompts = await until_disconnect(request, house.reading.prompts(served, [prompt], body.parameters.truncate))
-        generation = house.generation(served, prompts, params, places)
+        generation = house.generation(served, prompts, params, places, tenant=request.scope["tenant"])
     return Answer(body, request.scope["request_id"], generation, params)
 
 

@@ -43,7 +43,7 @@ async def completions(body: CompletionBody, request: Request, house: HouseDep) -
     params = _params(body, body.max_tokens or COMPLETION_TOKENS)
     with served.lease(), reserve(body, house, len(given)) as places:
         prompts = await until_disconnect(request, house.reading.prompts(served, given))
-        answer = admit(body, house, served, prompts, params, places, TextShape())
+        answer = admit(body, house, served, prompts, params, places, TextShape(), request.scope["tenant"])
     return await reply(answer, request, house)
 
 
@@ -56,7 +56,7 @@ async def chat(body: ChatBody, request: Request, house: HouseDep) -> Response:
         prompt = await until_disconnect(request, house.reading.conversation(served, body.messages))
         room = served.engine.limits.max_model_len - len(prompt)
         params = _params(body, body.token_limit or max(1, room))
-        answer = admit(body, house, served, [prompt], params, places, ChatShape())
+        answer = admit(body, house, served, [prompt], params, places, ChatShape(), request.scope["tenant"])
     return await reply(answer, request, house)
 
 
@@ -115,9 +115,10 @@ def admit(
     params: SamplingParams,
     places: Places,
     shape: "TextShape | ChatShape",
+    tenant: str,
 ) -> "Answer":
     """All choices of all prompts, or a Fault."""
-    generation = house.generation(served, prompts, params, places, body.choices)
+    generation = house.generation(served, prompts, params, places, body.choices, tenant)
     return Answer(body, generation, shape)
 
 

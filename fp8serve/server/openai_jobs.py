@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.files import page
-from fp8serve.server.finetune import Limit, checkpoint_metrics, written_checkpoints
+from fp8serve.server.finetune import Limit, checkpoint_metrics, resume_job, written_checkpoints
 from fp8serve.server.house import House, HouseDep
 from fp8serve.server.protocol import Body, Metadata, Strict
 from fp8serve.server.reading import BoundedRoute
@@ -27,7 +27,7 @@ LEARNING_RATE = 2e-5
 class HyperParameters(Strict):
     n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = "auto"
     batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = "auto"
-    learning_rate_multiplier: Annotated[float, Field(gt=0, le=1e5)] | Literal["auto"] = "auto"
+    learning_rate_multiplier: Annotated[float, Field(ge=1e-6, le=1e5)] | Literal["auto"] = "auto"
 
 
 class Supervised(Strict):
@@ -102,6 +102,11 @@ async def cancel(job_id: str, house: HouseDep) -> dict[str, Any]:
     job = await asyncio.to_thread(house.jobs.request_cancel, job_id)
     house.trainer.submitted()
     return view(house, job)
+
+
+@router.post("/{job_id}/resume", summary="Go on with a job that failed")
+async def resume(job_id: str, house: HouseDep) -> dict[str, Any]:
+    return view(house, await resume_job(house, job_id))
 
 
 @router.get("/{job_id}/events", summary="What happened to a job, newest first")

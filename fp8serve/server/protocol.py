@@ -192,6 +192,12 @@ class ActivateBody(Body):
     source: Annotated[str, Field(min_length=1, max_length=128)]
 
 
+class ActivateJobBody(Body):
+    """`POST /finetune/{id}/activate`: nothing, or the step that the job's result must be of."""
+
+    step: Annotated[int, Field(ge=1, le=10**9)] | None = None
+
+
 class TokenizeAnswer(BaseModel):
     """What /tokenize answers."""
 

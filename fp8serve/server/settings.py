@@ -189,7 +189,11 @@ def prepare_data_dir(settings: Settings) -> Path:
 
 def lock_data_dir(path: Path) -> IO[str]:
     """Held while a server lives: two servers would run each other's jobs. Raises MachineError when another holds it."""
-    lock = (path / "server.lock").open("a+")
+    try:
+        (path / "jobs").mkdir(mode=0o700, exist_ok=True)
+        lock = (path / "server.lock").open("a+")
+    except OSError as error:
+        raise MachineError(f"The data directory {path} cannot be written: {error.strerror}.") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -67,7 +67,7 @@ class FinetuneBody(Body):
     accumulate: Annotated[int, Field(ge=1, le=65536)] = 1
     seq_len: Annotated[int, Field(ge=2, le=1 << 20)] | None = None
     packing: Literal["rows", "tokens"] = "rows"
-    learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-5
+    learning_rate: Annotated[float, Field(ge=1e-12, le=10)] = 2e-5
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.01
@@ -75,6 +75,7 @@ class FinetuneBody(Body):
     master_weights: Literal["model", "optimizer"] = "model"
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     save_every: Count | None = None
+    on_divergence: Literal["fail", "keep"] = "fail"
     keep_last: Annotated[int, Field(ge=1, le=1000)] = 2
     eval_every: Count | None = None
 
@@ -110,6 +111,7 @@ HYPER_PARAMETERS = (
     "master_weights",
     "seed",
     "save_every",
+    "on_divergence",
     "keep_last",
     "eval_every",
 )

@@ -81,21 +81,24 @@ class Trainer:
 
     async def _run(self) -> None:
         while not self.closing:
-            waiting = await asyncio.to_thread(self.store.unfinished)
-            if not waiting:
+            try:
+                if waiting := await asyncio.to_thread(self.store.unfinished):
+                    await self._run_one(waiting[0])
+                    continue
                 await self._wake.wait()
                 self._wake.clear()
-                continue
-            self.busy = True
-            try:
-                await self._wait_idle()
-                await self._see_through(waiting[0])
             except Exception:
-                log.exception("job %s cannot be run now", waiting[0].id)
+                log.exception("jobs cannot be run now")
                 await asyncio.sleep(ERROR_SECONDS)
-            finally:
-                self.busy = False
-                await self._tell()
+
+    async def _run_one(self, job: Job) -> None:
+        self.busy = True
+        try:
+            await self._wait_idle()
+            await self._see_through(job)
+        finally:
+            self.busy = False
+            await self._tell()
 
     async def close(self, seconds: float) -> None:
         """Asks the running worker to stop at a checkpoint, and queues its job for the next server. Kills it after
@@ -245,8 +248,10 @@ class Worker:
         return events
 
     def failure(self) -> str | None:
-        """The worker's own sentence when it gave up; None when it did not."""
-        if self._last.get("code") == "error":
+        """The worker's own sentence when it gave up; None when it did not. One that was killed says nothing: its last
+        event may be of an earlier try.
+        """
+        if self._last.get("code") == "error" and self.code in (None, EXIT_FAILED):
             return str(self._last["message"])
         if self.code in (EXIT_FAILED, EXIT_USAGE):
             return last_line(self.directory / "worker.log") or "The training process failed without saying why."

@@ -12,6 +12,7 @@ import torch
 
 from fp8serve import __version__
 from fp8serve.errors import JobError
+from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import Recipe
@@ -85,6 +86,7 @@ def device_of(config: TrainConfig) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise JobError(f"The device {config.device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    check_gpu(device)
     return device
 
 

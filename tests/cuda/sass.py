@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # QMMA: warp-level FP8; QGMMA: Hopper's warpgroup-level FP8; UTCQMMA: tcgen05 FP8.
-EXPECTED = {"sm_89": "QMMA", "sm_90a": "QGMMA", "sm_100a": "UTCQMMA", "sm_120a": "QMMA"}
+EXPECTED = {"sm_89": "QMMA", "sm_90a": "QGMMA"}
+EXPECTED |= dict.fromkeys(("sm_100a", "sm_100f"), "UTCQMMA") | dict.fromkeys(("sm_120a", "sm_120f"), "QMMA")
 INSTRUCTION = re.compile(r"\b(UTCQMMA|QGMMA|QMMA|HGMMA|HMMA)\b")
 ARCHITECTURE = re.compile(r"arch = (sm_\w+)")
 PACKAGED = {"nvidia": "cu13/bin", "triton": "backends/nvidia/bin"}
@@ -47,6 +48,17 @@ def instructions(library: Path, tool: Path, arch: str) -> Counter[str]:
         for line in process.stdout or ():
             counts.update(INSTRUCTION.findall(line))
     return counts
+
+
+def fused_in(binary: Path, tool: Path, kernel: str) -> dict[str, int]:
+    """How many fused multiply-adds of FP32 each function has whose name contains `kernel`, over all architectures."""
+    path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        [tool, "-sass", binary], capture_output=True, text=True, check=True, env={**os.environ, **path}
+    )
+    functions = re.split(r"Function : ", done.stdout)[1:]
+    named = ((text.split(None, 1)[0], text) for text in functions)
+    return {name: len(re.findall(r"\bFFMA2?\b", text)) for name, text in named if kernel in name}
 
 
 def main(arguments: list[str]) -> int:

@@ -156,7 +156,7 @@ def test_a_batch_that_fails_fails_alone(engine: Engine, monkeypatch: pytest.Monk
         "error",
         "The model failed on this batch: CUDA out of memory.",
     )
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RequestError, match="out of memory"):
         greedy(engine)
     monkeypatch.undo()
     assert len(greedy(engine).token_ids) == 24

@@ -239,7 +239,6 @@ def test_shares_are_of_the_rows_that_were_seen(tmp_path: Path) -> None:
     for layer in (*engine.loaded.frozen.values(), *runner.fused.joined().values()):
         layer.input_scale.fill_(1e30)  # type: ignore[union-attr]
         layer.input_scale_inv.fill_(1 / 448)  # type: ignore[union-attr]  # what is cut off becomes one
-        layer.limit = 0.0
     engine.generate([list(range(1, 90)), [7, 8, 9]], temperature=0.0, max_new_tokens=3, ignore_eos=True)
     assert len(engine.scales()) == 14
     for record in engine.scales():

@@ -15,9 +15,11 @@ def make(num_blocks: int = 64, block_size: int = 4, seqs: int = 4, tokens: int =
     return Scheduler(BlockPool(num_blocks, block_size), seqs, tokens, prefill)
 
 
-def sequence(name: str, prompt: int, new: int = 4, tenant: str = "", fill: int | None = None) -> Sequence:
+def sequence(
+    name: str, prompt: int, new: int = 4, tenant: str = "", fill: int | None = None, group: str = ""
+) -> Sequence:
     tokens = [hash(name) % 1000 + i for i in range(prompt)] if fill is None else [fill] * prompt
-    return Sequence.of(Request(name, tuple(tokens), SamplingParams(max_new_tokens=new, seed=0), tenant))
+    return Sequence.of(Request(name, tuple(tokens), SamplingParams(max_new_tokens=new, seed=0), tenant, group))
 
 
 def run_step(scheduler: Scheduler) -> list[Work]:
@@ -64,6 +66,91 @@ def test_tenants_are_admitted_in_turn() -> None:
     scheduler.add(sequence("b1", 2, new=1, tenant="b"))
     order = [next(iter(counts(run_step(scheduler)))) for _ in range(4)]
     assert order == ["a1", "b1", "a2", "a3"]
+
+
+def test_groups_of_a_tenant_are_admitted_in_turn() -> None:
+    scheduler = make(seqs=1)
+    for name in ("a1", "a2", "a3"):
+        scheduler.add(sequence(name, 2, new=1, group="a"))
+    scheduler.add(sequence("b", 2, new=1))
+    order = [next(iter(counts(run_step(scheduler)))) for _ in range(4)]
+    assert order == ["a1", "b", "a2", "a3"]
+
+
+@pytest.mark.parametrize("tenants", ["same", "different"])
+def test_a_request_of_many_parts_gives_way_to_one_of_few(tenants: str) -> None:
+    """Though every place is taken by parts that go on for long."""
+    scheduler = make(num_blocks=400, seqs=4)
+    for i in range(20):
+        scheduler.add(sequence(f"a{i}", 2, new=50, group="a"))
+    for _ in range(5):
+        run_step(scheduler)
+    assert len(scheduler.running) == 4
+    scheduler.add(sequence("b", 2, new=1, tenant="" if tenants == "same" else "b"))
+    assert "b" in counts(run_step(scheduler))
+    scheduler.add(sequence("c", 2, new=1, tenant="" if tenants == "same" else "c"))
+    assert "c" in counts(run_step(scheduler))
+    run_to_the_end(scheduler)
+
+
+def test_tenants_share_places_however_many_requests_each_has() -> None:
+    scheduler = make(num_blocks=400, seqs=4)
+    for i in range(20):
+        scheduler.add(sequence(f"a{i}", 2, new=50, tenant="a"))
+    run_step(scheduler)
+    for i in range(20):
+        scheduler.add(sequence(f"b{i}", 2, new=50, tenant="b"))
+    for _ in range(8):
+        run_step(scheduler)
+    assert sorted(seq.tenant for seq in scheduler.running) == ["a", "a", "b", "b"]
+    before = scheduler.num_preemptions
+    for _ in range(8):
+        run_step(scheduler)
+    assert scheduler.num_preemptions == before  # and there they stay
+    run_to_the_end(scheduler)
+
+
+def test_requests_alone_do_not_give_way_to_their_like() -> None:
+    scheduler = make(num_blocks=400, seqs=4)
+    for i in range(9):
+        scheduler.add(sequence(f"a{i}", 2, new=6))
+    run_to_the_end(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
+def test_many_parts_give_way_for_memory_too() -> None:
+    scheduler = make(num_blocks=12, seqs=8)
+    for i in range(4):
+        scheduler.add(sequence(f"a{i}", 8, new=2, group="a"))
+    run_step(scheduler)
+    run_step(scheduler)
+    scheduler.add(sequence("b", 4, new=1, tenant="b"))
+    assert any("b" in counts(run_step(scheduler)) for _ in range(2))
+    run_to_the_end(scheduler)
+
+
+def test_long_prompts_of_one_request_do_not_hold_up_anothers() -> None:
+    scheduler = make(num_blocks=400, seqs=8, tokens=16, prefill=8)
+    for i in range(4):
+        scheduler.add(sequence(f"a{i}", 100, new=1, group="a"))
+    while len(scheduler.running) < 1:
+        run_step(scheduler)
+    scheduler.running += [seq for seq in (sequence("b", 10, new=1),) if scheduler.pool.admit(seq)]
+    scheduler.running[-1].status = Status.RUNNING
+    steps = 0
+    while scheduler.running[-1].request_id == "b":
+        run_step(scheduler)
+        steps += 1
+    assert steps <= -(-100 // 16) + 2
+
+
+def run_to_the_end(scheduler: Scheduler) -> None:
+    for _ in range(10_000):
+        if not scheduler.has_work():
+            break
+        run_step(scheduler)
+    assert not scheduler.has_work()
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
 
 
 def test_a_large_request_is_not_overtaken() -> None:
@@ -165,7 +252,12 @@ def test_every_request_ends_and_every_block_returns(seed: int, blocks: int, size
 def random_sequence(rng: random.Random, name: str, capacity: int) -> Sequence:
     prompt = rng.randint(1, capacity)
     return sequence(
-        name, prompt, new=rng.randint(1, capacity + 1 - prompt), tenant=rng.choice("ab"), fill=rng.randint(0, 1)
+        name,
+        prompt,
+        new=rng.randint(1, capacity + 1 - prompt),
+        tenant=rng.choice("ab"),
+        fill=rng.randint(0, 1),
+        group=rng.choice(("", "x", "y")),
     )
 
 

@@ -1,5 +1,6 @@
 """What autocast promises, one behaviour a test."""
 
+import gc
 import threading
 from typing import Any
 
@@ -252,6 +253,67 @@ def test_a_failed_backward_does_not_stop_the_next() -> None:
         y.sum().backward()
     z.sum().backward()
     assert recorded(module, "grad_output") == 1
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its backward pass fails while `on` is set."""
+
+    on = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        if Failing.on:
+            raise ValueError("as planned")
+        return dy
+
+
+def test_a_failed_backward_leaves_no_trace() -> None:
+    """What it staged before it failed is not in the next update, whether its error is still held or not."""
+    first, second = layer(0), layer(1)
+    twins = layer(0), layer(1)
+    for size, fails in ((1.0, False), (100.0, True), (1.0, False), (3.0, False)):
+        with autocast(recipe=SHORT):
+            y = second(Failing.apply(first(batch())))  # type: ignore[no-untyped-call]
+        with autocast(recipe=SHORT):
+            z = twins[1](twins[0](batch()))
+        Failing.on = fails
+        if fails:
+            with pytest.raises(ValueError, match="as planned") as error:
+                (size * y.sum()).backward()
+            assert error.value.__traceback__ is not None
+            assert scaling_state(second)["grad_output"].amax_history[0] == 0.0
+        else:
+            (size * y.sum()).backward()
+            (size * z.sum()).backward()
+    for module, twin in zip((first, second), twins, strict=True):
+        assert snapshot(module)[2] == snapshot(twin)[2]
+        assert snapshot(module)[2][0] == "grad_output"
+
+
+def test_a_backward_pass_after_any_number_of_newer_rules() -> None:
+    module = layer()
+    with autocast(recipe=DelayedScaling(amax_history_len=5)):
+        y = module(batch())
+    for i in range(1100):
+        with autocast(recipe=DelayedScaling(amax_compute_algo=lambda history, i=i: history.amax())):
+            pass
+    y.sum().backward()
+    assert recorded(module, "grad_output") == 1
+
+
+def test_rules_go_with_what_needs_them() -> None:
+    """A recipe with a function of its own in every step is no leak."""
+    from fp8serve.fp8 import autocast as contexts
+
+    for _ in range(1100):
+        with autocast(recipe=DelayedScaling(amax_compute_algo=lambda history: history.amax())):
+            pass
+    gc.collect()
+    assert len(contexts._RULES) <= 1024 + len(contexts._LASTING)
 
 
 def test_several_models_are_independent() -> None:

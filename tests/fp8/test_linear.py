@@ -114,6 +114,29 @@ def test_any_sizes(name: str, sizes: tuple[int, int, int]) -> None:
     assert x.grad.shape == (m, k)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (2, 0, 3), (2, 3, 0)])
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0), (4, 5)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_features_and_no_tokens(name: str, sizes: tuple[int, int], shape: tuple[int, ...]) -> None:
+    """As nn.Linear: shapes, the bias where nothing is summed, zero gradients; whatever the dimensions before."""
+    layer, plain = Linear(*sizes), nn.Linear(*sizes)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.zeros(*shape, sizes[0])
+    found = []
+    for module in (layer, plain):
+        leaf = x.clone().requires_grad_()
+        with autocast(recipe=RECIPES[name]):
+            y = module(leaf)
+        y.sum().backward()
+        assert leaf.grad is not None
+        assert module.weight.grad is not None
+        found.append((y.detach(), leaf.grad.shape, module.weight.grad.shape, module.bias.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1:3] == found[1][1:3]
+    assert torch.equal(found[0][3], found[1][3])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_master_weights_stay_fp32_under_low_precision_activations(dtype: torch.dtype) -> None:
     layer, x = Linear(32, 16), torch.randn(2, 3, 32).to(dtype).requires_grad_()

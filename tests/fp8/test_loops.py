@@ -78,6 +78,7 @@ def test_recipes_without_state_lose_nothing_in_a_loop() -> None:
 
 
 def test_another_thread_and_a_later_loop_are_none_of_its_business() -> None:
+    before = dict(_global_optimizer_post_hooks)
     plain = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
 

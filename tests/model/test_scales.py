@@ -67,7 +67,7 @@ def test_file_has_the_published_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
 def test_unusable_scale_is_refused_on_both_sides(bad: float, tmp_path: Path) -> None:
-    with pytest.raises(ScalesError, match=f"scale of {KEY} is {bad}, which cannot be served"):
+    with pytest.raises(ScalesError, match=f"{KEY} has the scale {bad}, which cannot be served"):
         save_scales(tmp_path / "s", replace(STATE, tensors={KEY: TensorScale(torch.tensor(bad))}))
     assert not (tmp_path / "s").exists()
     save_file({f"{KEY}.scale": torch.tensor(bad)}, tmp_path / "s", METADATA)

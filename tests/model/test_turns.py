@@ -5,8 +5,10 @@ templates give the same turns as ours for the originals, but for white space beh
 never waits for (`Qwen3`: TRL keeps the reasoning that the original drops).
 """
 
+import itertools
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +60,7 @@ def expected(out: Path, template: str, conversation: list[Message]) -> list[tupl
     backend = byte_level()
     backend.add_special_tokens(special_tokens(template))
     theirs = write_tokenizer(out, backend, template)
-    made = theirs.apply_chat_template(conversation, return_assistant_tokens_mask=True, return_dict=True)
+    made: Any = theirs.apply_chat_template(conversation, return_assistant_tokens_mask=True, return_dict=True)
     return list(zip(made["input_ids"], map(bool, made["assistant_masks"]), strict=True))
 
 
@@ -139,7 +141,7 @@ def test_tool_calls_and_reasoning_fields_belong_to_their_turn() -> None:
         "{% endfor %}<|im_end|>{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     call = {"type": "function", "function": {"name": "find", "arguments": '{"x": "no"}'}}
-    turns = [
+    turns: list[Message] = [
         {"role": "system", "content": "no"},
         {"role": "user", "content": "no"},
         {"role": "assistant", "content": "no", "reasoning": "no", "tool_calls": [call]},
@@ -193,7 +195,7 @@ def test_the_same_day_gives_the_same_ids(tmp_path: Path) -> None:
 
 
 def test_a_conversation_of_many_turns_costs_a_few_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, real = [], ChatTemplate.render
-    monkeypatch.setattr(ChatTemplate, "render", lambda *a, **k: count.append(1) or real(*a, **k))
+    count, real = itertools.count(), ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *a, **k: next(count) == -1 or real(*a, **k))
     assert len(words(unmarked(QWEN3), messages(("no", " </think>no ") * 300))) == 300
-    assert len(count) <= 9
+    assert 3 < next(count) <= 8

@@ -2,7 +2,8 @@
 misbehave.
 
 The job's text says how: "slow" waits between steps, "fail" gives up with a sentence, "die" is killed at step 3 for
-ever, "die-once" on the first try only, "stubborn" ignores SIGTERM. Steps are resumed from `step.txt`.
+ever, "die-once" on the first try only, "stubborn" ignores SIGTERM, "full-disk" finds no space at step 3 until there is
+a file named room. Steps are resumed from `step.txt`.
 """
 
 import fcntl
@@ -47,6 +48,10 @@ def work(directory: Path, mood: str, stopped: list[int]) -> int:
             time.sleep(0.15)
         if step == 3 and ("die-once" not in mood or len(tries.read_text()) == 1) and "die" in mood:
             os.kill(os.getpid(), signal.SIGKILL)
+        if step == 3 and "full-disk" in mood and not (directory / "room").exists():
+            text = "out could not be written: No space left on device."
+            emit(directory, {"type": "message", "level": "error", "code": "error", "message": text})
+            return 1
         values = {"step": step, "total_steps": STEPS, "train_loss": 1.0 / step, "trained_tokens": step * 10}
         emit(directory, {"type": "metrics", "level": "info", "message": f"Step {step}", **values})
         (directory / "out" / "checkpoints" / f"step-{step}").mkdir(parents=True, exist_ok=True)

@@ -361,6 +361,24 @@ def test_a_failed_activation_leaves_the_old_weights_serving(start: Start) -> Non
     asyncio.run(body())
 
 
+def test_a_step_is_served_or_refused_never_ignored(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            job = await trained(server)  # of six steps, with a checkpoint of each
+            path = f"/finetune/{job}/activate"
+            for step in (1, 5, 7):
+                answer = await server.client.post(path, json={"step": step})
+                assert (answer.status_code, answer.json()["code"]) == (409, "job_state")
+                assert "this job's is of step 6" in answer.text
+            for wrong in ({"step": 0}, {"step": "6"}, {"stepp": 6}, {"step": 6.0}):
+                assert (await server.client.post(path, json=wrong)).status_code == 422
+            assert (await server.client.get("/models")).json()["served"]["source"] == "base"
+            assert (await server.client.post(path, json={"step": 6})).json()["served"]["source"] == job
+            assert (await server.client.post(path, json={})).status_code == 200
+
+    asyncio.run(body())
+
+
 def test_one_activation_at_a_time(start: Start) -> None:
     async def body() -> None:
         async with start(Launcher(load_seconds=0.1)) as server:

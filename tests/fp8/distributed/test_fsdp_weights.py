@@ -20,7 +20,6 @@ from fp8serve.fp8.recipe import Recipe
 from .ranks import counted, on_ranks
 from .runs import RECIPES, batch, loss_of, network
 
-PER_TENSOR = ["delayed", "current"]
 Step = Callable[[nn.Module, Callable[[], None]], None]
 
 
@@ -119,9 +118,9 @@ def equal_to_whole(model: nn.Module, recipe: Recipe) -> bool:
             return torch.equal(found, fresh(batch(2, 0)))
 
 
-@pytest.mark.parametrize("one_context", [False, True], ids=["a context a step", "one context"])
-@pytest.mark.parametrize("name", PER_TENSOR)
+@pytest.mark.parametrize(("name", "one_context"), [("delayed", False), ("current", False), ("current", True)])
 def test_what_is_gathered_in_fp8_is_the_weight_as_it_is(name: str, one_context: bool) -> None:
+    """Current scaling works in one context around a whole loop, too; delayed scaling warns of that."""
     assert on_ranks(2, frozen, RECIPES[name], True, one_context) == [[], []]
 
 

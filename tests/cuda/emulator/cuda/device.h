@@ -237,6 +237,7 @@ inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits);
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 template <class T>
 T min(T a, T b) {
   return a < b ? a : b;

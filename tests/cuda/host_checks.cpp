@@ -1,0 +1,75 @@
+// The parts of the CUDA launches that are plain C++, against a runtime and a driver that are made up.
+#include <cstdio>
+#include <vector>
+
+#include "cuda/chips.h"
+#include "cuda/descriptor.h"
+#include "cuda/shared_memory.h"
+
+namespace {
+
+int failures = 0;
+void expect(bool holds, const char* what) {
+  if (!holds) std::printf("FAILED: %s\n", what), ++failures;
+}
+
+// A GPU that launches a block of more than 48 KiB only when it was allowed, counting what the kernel
+// declares.
+struct Gpu {
+  static inline int current = 0, declared = 0, asked = 0;
+  static inline int allowed[2] = {};
+  static int device() { return current; }
+  static int static_bytes(const void*) { return declared; }
+  static void allow(const void*, int bytes) { allowed[current] = bytes, ++asked; }
+  static bool launches(int dynamic) { return dynamic + declared <= 48 * 1024 || dynamic <= allowed[current]; }
+};
+
+bool launches(fp8serve::SharedMemory<Gpu>& memory, const void* kernel, int dynamic) {
+  memory.need(kernel, dynamic);
+  return Gpu::launches(dynamic);
+}
+
+void shared_memory() {
+  fp8serve::SharedMemory<Gpu> memory;
+  int norm_backward = 0, sample = 0;
+  Gpu::declared = 256;  // two arrays of 32 floats
+  expect(launches(memory, &norm_backward, 4 * 12224), "the last width that needs no permission");
+  expect(Gpu::asked == 0, "no permission was asked for");
+  for (int width : {12225, 12250, 12288}) {
+    expect(launches(memory, &norm_backward, 4 * width), "norm_backward at 12225 to 12288");
+  }
+  expect(Gpu::asked == 3, "a larger size asks again");
+  expect(launches(memory, &norm_backward, 4 * 12225) && Gpu::asked == 3, "a smaller one does not");
+  Gpu::current = 1;
+  expect(launches(memory, &norm_backward, 4 * 12288) && Gpu::asked == 4, "every device is asked");
+  Gpu::declared = 2000;
+  Gpu::allowed[1] = 0;
+  expect(launches(memory, &sample, 48 * 1024), "exactly 48 KiB beside what is declared");
+}
+
+void chips() {
+  using fp8serve::family_of, fp8serve::runs_on;
+  expect(family_of(103) == 100 && family_of(121) == 120 && family_of(90) == 90, "families");
+  expect(family_of(89) == 89 && family_of(110) == 110, "chips without a family here");
+  expect(runs_on(103, 100, true) && runs_on(121, 120, true), "a family's code runs on its members");
+  expect(!runs_on(103, 100, false) && runs_on(100, 100, false), "a chip's code runs there alone");
+  expect(!runs_on(120, 100, true) && !runs_on(89, 90, true), "and on no other family's");
+}
+
+void descriptors() {
+  struct alignas(64) {
+    unsigned long long words[16];
+  } descriptor{};
+  expect(!fp8serve::is_encoded(descriptor), "a descriptor that the driver left alone");
+  descriptor.words[15] = 1;
+  expect(fp8serve::is_encoded(descriptor), "one that it wrote");
+}
+
+}  // namespace
+
+int main() {
+  shared_memory();
+  chips();
+  descriptors();
+  return failures;
+}

@@ -1,0 +1,80 @@
+"""What of the CUDA half can go wrong before a kernel runs: launches, chips, the build. Nothing here needs a GPU."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda import sass
+
+ROOT = Path(__file__).parents[2]
+HERE = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+CMAKE, NVCC = shutil.which("cmake", path=HERE), shutil.which("nvcc")
+needs_nvcc = pytest.mark.skipif(NVCC is None or CMAKE is None, reason="needs nvcc 12.8 or newer and cmake")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_launches_chips_and_descriptors(tmp_path):
+    program = tmp_path / "host_checks"
+    source = ROOT / "tests/cuda/host_checks.cpp"
+    subprocess.run(["c++", "-std=c++20", "-Wall", "-Werror", f"-I{ROOT}/csrc", source, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("", 0)
+
+
+@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [((4, 1), "CUTLASS 4.1 is too old, 4.2 is needed"), ((3, 9), "too old"), ((4, 2), ""), ((4, 10), ""), ((5, 0), "")],
+)
+def test_an_old_cutlass_is_not_built_with(tmp_path, version, said):
+    header = tmp_path / "include/cutlass/version.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#pragma once\n#define CUTLASS_MAJOR {}\n#define CUTLASS_MINOR {}\n".format(*version))
+    script = ROOT / "csrc/cuda/cutlass.cmake"
+    done = subprocess.run([CMAKE, f"-DFP8SERVE_CUTLASS_DIR={tmp_path}", "-P", script], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert bool(done.stderr) == bool(said)
+    assert said in " ".join(done.stderr.split())
+
+
+@needs_nvcc
+def test_every_host_half_is_optimized_and_families_are_known(tmp_path):
+    (tmp_path / "include/cutlass").mkdir(parents=True)
+    (tmp_path / "include/cutlass/version.h").write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n")
+    settings = ["-DFP8SERVE_CUDA=ON", f"-DFP8SERVE_CUTLASS_DIR={tmp_path}", "-DFP8SERVE_CUDA_ARCHS=90a;100f;120a"]
+    settings += ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    build = tmp_path / "build"
+    configured = subprocess.run(
+        [CMAKE, "-S", ROOT / "csrc", "-B", build, *settings],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": HERE},
+    )
+    assert configured.returncode == 0, configured.stderr
+    commands = [entry["command"] for entry in json.loads((build / "compile_commands.json").read_text())]
+    cutlass = [command for command in commands if "gemm_sm" in command and "gemm_sm89" not in command]
+    assert len(cutlass) == 6
+    assert [command for command in commands if "-O0" in command] == []
+    assert [command for command in cutlass if "-Xcompiler -O2" not in command] == []
+    product = next(command for command in commands if command.endswith("gemm.cu.o") or "cuda/gemm.cu " in command)
+    for have in ("FP8SERVE_HAVE_sm90=1", "FP8SERVE_HAVE_sm100=2", "FP8SERVE_HAVE_sm120=1"):
+        assert have in product
+
+
+@needs_nvcc
+@pytest.mark.skipif(sass.cuobjdump() is None, reason="cuobjdump is not installed")
+def test_a_rotation_in_fp32_rounds_every_product(tmp_path):
+    """An FFMA would leave out the rounding of one of the two, and the bits of the reference with it."""
+    cubin = tmp_path / "probe.cubin"
+    places = [f"-I{ROOT}/csrc", "-isystem", str(Path(torch.__file__).parent / "include")]
+    defines = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]
+    options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=sm_89", "-cubin", "-O3"]
+    subprocess.run([NVCC, *options, *places, *defines, ROOT / "tests/cuda/probe.cu", "-o", cubin], check=True)
+    found = sass.fused_in(cubin, sass.cuobjdump(), "probe_turned")
+    assert list(found.values()) == [0]
