@@ -82,7 +82,7 @@ def test_another_thread_and_a_later_loop_are_none_of_its_business() -> None:
     plain = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
 
-    model = Linear(8, 8)
+    model, before = Linear(8, 8), _global_optimizer_post_hooks.copy()
     with autocast(recipe=SHORT):
         for _ in range(3):
             model(torch.ones(2, 8))

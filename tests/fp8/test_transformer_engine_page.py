@@ -11,8 +11,8 @@ from torch import nn
 import fp8serve
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.errors import RecipeError
+from fp8serve.fp8.casting import cast_by_content
 from fp8serve.fp8.recipe import Recipe
-from fp8serve.fp8.reference import quantize_block
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "transformer-engine.md").read_text()
@@ -57,18 +57,15 @@ def test_what_is_absent_is_refused(owner: Any, name: str) -> None:
     assert not any(hasattr(fp8serve, module) for module in MODULES)
 
 
-def test_block_scales_are_powers_of_two_on_request() -> None:
-    x = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("weight", [True, False])
+def test_block_scales_are_powers_of_two_on_request(weight: bool) -> None:
+    x = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
     assert Float8BlockScaling().power_2_scale is False
     for asked in (True, False):
-        layer, seen = Linear(300, 300, bias=False), []
-        layer.observer = lambda name, codes, scale_inv, seen=seen: seen.append(scale_inv)  # type: ignore[misc]
-        with autocast(recipe=Float8BlockScaling(power_2_scale=asked)):
-            layer(x)
-        exact = torch.cat([scale.flatten() for scale in seen]).frexp().mantissa == 0.5
-        assert len(seen) == 2
-        assert bool(exact.all()) is asked
-        assert torch.equal(seen[-1], quantize_block(x, torch.float8_e4m3fn, 1, asked)[1])
+        recipe = Float8BlockScaling(power_2_scale=asked)
+        rows = cast_by_content(x, torch.float8_e4m3fn, recipe, weight, rows=True, cols=False).rows
+        assert rows is not None
+        assert bool((rows.scale_inv.frexp().mantissa == 0.5).all()) is asked
 
 
 @pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
