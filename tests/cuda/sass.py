@@ -16,7 +16,8 @@ from pathlib import Path
 
 # QMMA: warp-level FP8; QGMMA: Hopper's warpgroup-level FP8; UTCQMMA: tcgen05 FP8.
 EXPECTED = {"sm_89": "QMMA", "sm_90a": "QGMMA"}
-EXPECTED |= dict.fromkeys(("sm_100a", "sm_100f"), "UTCQMMA") | dict.fromkeys(("sm_120a", "sm_120f"), "QMMA")
+# A family's code (sm_100f) is listed under the chip's plain name.
+EXPECTED |= dict.fromkeys(("sm_100a", "sm_100"), "UTCQMMA") | dict.fromkeys(("sm_120a", "sm_120"), "QMMA")
 INSTRUCTION = re.compile(r"\b(UTCQMMA|QGMMA|QMMA|HGMMA|HMMA)\b")
 ARCHITECTURE = re.compile(r"arch = (sm_\w+)")
 PACKAGED = {"nvidia": "cu13/bin", "triton": "backends/nvidia/bin"}
