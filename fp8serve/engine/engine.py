@@ -215,7 +215,10 @@ class Engine:
         """Appends a token, and ends the request where that token, its text or its number ends it."""
         token = sampled.token_id
         if token is None:
-            return self._fail(seq, "The model's output for this request is not finite (NaN or infinity); check its weights and scales.")
+            return self._fail(
+                seq,
+                "The model's output for this request is not finite (NaN or infinity); check its weights and scales.",
+            )
         seq.token_ids.append(token)
         text = self._live[seq.request_id][1]
         if token in seq.params.stop_token_ids:
