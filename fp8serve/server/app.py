@@ -52,7 +52,7 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     describe(app)
     _add_error_handlers(app)
     limits = settings.limits
-    app.add_middleware(Intake, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
+    app.add_middleware(Intake, max_bytes=limits.body_bytes, seconds=limits.body_seconds, held_bytes=limits.held_bytes)
     app.add_middleware(Gate, settings=settings)
     app.add_middleware(Envelope, metrics=house.metrics)
     return app

@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -216,6 +217,9 @@ def perform(head: Head, body: bytes) -> bytes:
         return pack({"error": "OSError", "errno": error.errno or 0, "message": error.strerror or str(error)})
     except MemoryError:
         return pack({"too_much": True, "last": True})
+    except Exception as error:  # a mistake of ours: the log has it, the front answers 500
+        traceback.print_exc()
+        return pack({"error": "RuntimeError", "message": f"A clerk failed: {type(error).__name__}."})
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

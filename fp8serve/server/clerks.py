@@ -50,15 +50,15 @@ class Clerk:
         try:
             async with asyncio.timeout(WAIT_SECONDS + 10 * allowance.cpu):
                 answer, content = await self._exchange(frame)
-        except (asyncio.IncompleteReadError, OSError, TimeoutError):
-            raise _too_much(head, await self.close()) from None
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            raise _gone(head, await self.close()) from None
         except BaseException:
             await self.close()
             raise
         if answer.pop("last", False):
             await self.close()
         if answer.pop("too_much", False):
-            raise _too_much(head, None)
+            raise _too_much(head, "memory")
         if "error" in answer:
             raise _error(answer)
         return answer, content
@@ -150,13 +150,24 @@ class Clerks:
 def _error(answer: dict[str, Any]) -> Exception:
     if answer["error"] == "OSError":
         return OSError(answer["errno"], answer["message"])
-    found = getattr(errors, answer["error"], MachineError)
-    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else MachineError
+    found = getattr(errors, answer["error"], None)
+    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else RuntimeError
     return kind(answer["message"])
 
 
-def _too_much(head: Head, status: int | None) -> Fault:
-    """The request's fault: a clerk ends only by the limits that its job exceeded."""
-    what = "processor time" if status == -signal.SIGPROF else "memory"
+def _gone(head: Head, status: int | None) -> Exception:
+    """What the end of a clerk in the middle of a job means, by its exit status; None: it did not answer."""
+    if status == -signal.SIGPROF:
+        return _too_much(head, "processor time")
+    if status in (-signal.SIGABRT, -signal.SIGKILL):  # the allocator gave up, or the kernel chose it
+        return _too_much(head, "memory")
+    return MachineError(
+        "The process that reads requests did not answer."
+        if status is None
+        else f"The process that reads requests ended with status {status}."
+    )
+
+
+def _too_much(head: Head, what: str) -> Fault:
     code = Code.TEMPLATE_ERROR if head["op"] == "chat" else Code.INVALID_PARAMETER
     return Fault(code, f"Reading this request takes more {what} than this server allows.", hint="Send less at once.")

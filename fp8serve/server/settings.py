@@ -34,11 +34,13 @@ def default_data_dir(model: Path) -> Path:
 class Limits:
     """Bounds on what one request, or all of them together, may ask for.
 
-    `reading_*`: processor seconds and memory to check, render and tokenize one request, and bytes of requests that wait
-    for that; `template_seconds`: of these, to render. `validation_*`: the same for the rows of a fine-tune.
+    `held_bytes`: of all request bodies together. `reading_*`: processor seconds and memory to check, render and
+    tokenize one request, and bytes of requests that wait for that; `template_seconds`: of these, to render.
+    `validation_*`: the same for the rows of a fine-tune.
     """
 
     body_bytes: int = 8 << 20
+    held_bytes: int = 256 << 20
     header_bytes: int = 64 << 10
     upload_bytes: int = 1 << 30
     body_seconds: float = 30.0

@@ -89,7 +89,7 @@ def test_liveness_is_answered_before_a_long_request_is(server: Process, name: st
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with stopped(clerks(server.popen.pid)):
             asked = pool.submit(ask, server, path, body)
-            until(lambda: server.metric("fp8serve_reading_bytes") > MIB / 2, 60)
+            until(lambda: server.metric("fp8serve_reading_bytes") > MIB / 2, 300)
             assert server.client.get("/health/live").status_code == 200
             assert server.client.post("/generate", json={"inputs": "hi"}).status_code == 200
             assert not asked.done()
@@ -105,7 +105,7 @@ def test_a_short_request_does_not_wait_for_a_long_one(server: Process) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         with stopped(clerks(server.popen.pid)[:1]):
             asked = [pool.submit(ask, server, "/tokenize", {"prompt": TEXT[:MIB]}) for _ in range(2)]
-            until(lambda: server.metric("fp8serve_reading_bytes") > 2 * MIB, 60)
+            until(lambda: server.metric("fp8serve_reading_bytes") > 2 * MIB, 300)
             assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
             assert not any(future.done() for future in asked)
         assert [future.result().status_code for future in asked] == [200, 200]
@@ -117,11 +117,46 @@ def test_what_waits_to_be_read_is_bounded(tmp_path: Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             with stopped(clerks(process.popen.pid)):
                 asked = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[:MIB]})
-                until(lambda: process.metric("fp8serve_reading_bytes") > MIB, 60)
+                until(lambda: process.metric("fp8serve_reading_bytes") > MIB, 300)
                 refused = ask(process, "/tokenize", {"prompt": TEXT[: 2 * MIB]})
                 assert (refused.status_code, refused.json()["code"]) == (429, "queue_full")
             assert asked.result().status_code == 200
         assert process.metric("fp8serve_reading_bytes") == 0
+        assert process.stop() == 0
+
+
+def test_all_bodies_together_are_bounded(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", **options(tmp_path, limits={"held_bytes": MIB})) as process:
+        assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            with stopped(clerks(process.popen.pid)):
+                asked = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[: MIB - MIB // 4]})
+                until(lambda: process.metric("fp8serve_reading_bytes") > MIB / 2, 300)
+                refused = ask(process, "/generate", {"inputs": TEXT[: MIB // 2]})
+                assert (refused.status_code, refused.json()["code"]) == (429, "queue_full")
+                assert ask(process, "/generate", {"inputs": "short"}).status_code == 200
+            assert asked.result().status_code == 200
+        assert ask(process, "/tokenize", {"prompt": TEXT[: MIB - MIB // 4]}).status_code == 200
+        assert process.stop() == 0
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, 422), (signal.SIGSEGV, 503)])
+def test_a_clerk_that_dies_is_replaced(tmp_path: Path, number: int, status: int) -> None:
+    with serving(tmp_path / "log", **options(tmp_path)) as process:
+        assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pids = clerks(process.popen.pid)
+            with stopped(pids):
+                asked = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[:MIB]})
+                until(lambda: process.metric("fp8serve_reading_bytes") > MIB / 2, 300)
+                for pid in pids:
+                    os.kill(pid, number)
+            assert asked.result().status_code == status
+        assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
+        for pid in clerks(process.popen.pid):  # and one that dies while it has nothing to do harms nobody
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not clerks(process.popen.pid), 300)
+        assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
         assert process.stop() == 0
 
 
@@ -132,8 +167,8 @@ def test_a_client_that_leaves_frees_the_clerk(tmp_path: Path) -> None:
         with stopped(pids):
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(process.url + "/tokenize", json={"prompt": TEXT[:MIB]}, timeout=httpx.Timeout(60, read=0.5))
-            until(lambda: process.metric("fp8serve_reading_bytes") == 0, 60)
-            until(lambda: not set(pids) & set(clerks(process.popen.pid)), 60)
+            until(lambda: process.metric("fp8serve_reading_bytes") == 0, 300)
+            until(lambda: not set(pids) & set(clerks(process.popen.pid)), 300)
             assert process.client.post("/tokenize", json={"prompt": TEXT[:MIB]}).status_code == 200
         assert process.stop() == 0
 
