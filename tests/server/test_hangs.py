@@ -13,7 +13,7 @@ from fp8serve.engine.worker import Heart, Worker
 from fp8serve.errors import RequestError
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.models import HOPELESS, Source
-from fp8serve.server.pulse import Pulse
+from fp8serve.server.pulse import Deadlines, Pulse
 from fp8serve.server.settings import Settings
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
@@ -83,7 +83,8 @@ async def test_a_silent_engine_is_not_ready_until_it_is_replaced(start: Start) -
 
 async def test_a_load_that_hangs_is_given_up(start: Start) -> None:
     launcher = Hanging()
-    async with start(launcher, load_seconds=0.5) as server:
+    async with start(launcher) as server:
+        server.house.models.deadlines = Deadlines(load=0.5)
         launcher.hang = True
         answer = await activate(server)
         assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
@@ -91,6 +92,7 @@ async def test_a_load_that_hangs_is_given_up(start: Start) -> None:
         assert launcher.given_up == 1
         assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
         launcher.hang = False
+        server.house.models.deadlines = Deadlines()
         assert (await activate(server)).status_code == 200
 
 
@@ -125,7 +127,8 @@ async def test_a_swap_wins_over_a_restart(start: Start) -> None:
 
 async def test_a_canary_that_gives_no_token_is_a_failed_load(start: Start) -> None:
     launcher = Launcher()
-    async with start(launcher, load_seconds=0.5) as server:
+    async with start(launcher) as server:
+        server.house.models.deadlines = Deadlines(load=0.5)
         launcher.make = lambda: FakeEngine(delay=1e6)
         answer = await activate(server)
         assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
