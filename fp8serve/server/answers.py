@@ -299,10 +299,16 @@ class Available(Answer):
     model: str
 
 
+class Activating(Answer):
+    model: str
+    seconds: float
+
+
 class Models(Answer):
     alias: str
     state: str
     served: ServedView | None
+    activating: Activating | None
     available: list[Available]
 
 

@@ -6,6 +6,7 @@ nothing.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
@@ -162,8 +163,13 @@ async def models(house: HouseDep) -> dict[str, Any]:
         "alias": house.models.name,
         "state": house.models.state,
         "served": served_view(house.models.current),
+        "activating": _activating(house.models.activating),
         "available": available,
     }
+
+
+def _activating(under_way: tuple[str, float] | None) -> dict[str, Any] | None:
+    return under_way and {"model": under_way[0], "seconds": time.monotonic() - under_way[1]}  # type: ignore[return-value]
 
 
 @router.post("/models/{name}/activate", summary="Serve a job's result, or go back to the base model")

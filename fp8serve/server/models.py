@@ -116,6 +116,9 @@ class Models:
         self.busy_since: float | None = time.monotonic()
         self._launch = start_engine
         self._metrics = metrics
+        self.activating: tuple[str, float] | None = (
+            None  # what a swap is loading, and since when on the monotonic clock
+        )
         self._swap = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._canaries = itertools.count()
@@ -171,6 +174,7 @@ class Models:
                 Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint="Try again when it is done."
             )
         async with self._swap:
+            self.activating = source.model_id, time.monotonic()
             try:
                 new = await self._ready_engine(source)
             except Fp8ServeError as error:
@@ -178,6 +182,8 @@ class Models:
                 raise Fault(
                     Code.ACTIVATION_FAILED, f"The new weights cannot be served, and the old ones keep serving: {error}"
                 ) from None
+            finally:
+                self.activating = None
             old, self.current = self.current, new
             self.state = "ready"
             self._metrics.swaps.labels("ok").inc()

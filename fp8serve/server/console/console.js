@@ -137,7 +137,7 @@ function jobLine(job) {
   const line = element("li", {}, element("code", {}, job.id.slice(0, 14) + "…"), element("b", {}, job.active ? "serving" : job.status), element("span", { className: "grow" }, progress));
   line.append(action("Curve", () => { watched = job.id; return showCurve(job.id); }));
   if (["queued", "running"].includes(job.status)) line.append(action("Cancel", () => call(`/finetune/${job.id}/cancel`, {})));
-  if (job.status === "succeeded" && !job.active) line.append(action("Serve it", () => call(`/finetune/${job.id}/activate`, {})));
+  if (job.status === "succeeded" && !job.active) line.append(action("Serve it", () => swapTo(job.id, job.fine_tuned_model)));
   return line;
 }
 
@@ -181,24 +181,83 @@ function drawCurve(points) {
   say("curve-note", `Training loss of ${watched}: ${losses[0].toFixed(3)} at the start, ${losses.at(-1).toFixed(3)} now.`);
 }
 
+// -- which weights serve
+
+let swapping = null; // what this page asked for: {model, since}
+
+async function showWeights() {
+  const { served, available, activating } = await (await call("/models")).json();
+  const select = $("weights"), chosen = select.value;
+  const options = available.map(({ source, model }) => {
+    const name = source === "base" ? `${model} (base model)` : model;
+    return element("option", { value: source }, source === served?.source ? `${name}: serving` : name);
+  });
+  select.replaceChildren(...options);
+  select.value = available.some(({ source }) => source === chosen) ? chosen : served?.source ?? "base";
+  $("serve").disabled = Boolean(activating) || select.value === served?.source;
+  if (activating) say("weights-note", `Loading ${activating.model}: ${Math.round(activating.seconds)} s. The present weights serve until it is ready.`);
+  else if (!swapping && $("weights-note").textContent.startsWith("Loading")) say("weights-note", "");
+}
+
+async function swapTo(source, model) {
+  swapping = { model, since: performance.now() };
+  const ticking = setInterval(() => {
+    const seconds = Math.round((performance.now() - swapping.since) / 1000);
+    say("weights-note", `Loading ${model}: ${seconds} s. The present weights serve until it is ready.`);
+  }, 500);
+  say("weights-note", `Loading ${model}. The present weights serve until it is ready.`);
+  $("serve").disabled = true;
+  try {
+    const name = (await (await call("/models")).json()).alias;
+    const { served } = await (await call(`/models/${encodeURIComponent(name)}/activate`, { source })).json();
+    say("weights-note", `Now serving ${served.model}.`);
+  } catch (error) {
+    say("weights-note", error.message, true);
+  } finally {
+    clearInterval(ticking);
+    swapping = null;
+  }
+}
+
+async function serveChosen() {
+  const option = $("weights").selectedOptions[0];
+  await swapTo(option.value, option.textContent);
+  await refresh();
+}
+
 // -- scales
+
+const SOME = 0.001, MANY = 0.01; // shares cut off: the largest values of some tokens always are
 
 const number = (value) => (value === null || value === undefined ? "–" : Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(2) : value.toPrecision(4));
 
 async function showScales() {
   const { layers, weight_version } = await (await call("/scales")).json();
   $("scales").tBodies[0].replaceChildren(...layers.map(scaleRow));
-  const dynamic = layers.filter((layer) => layer.scale === null).length;
-  const note = layers.length === 0 ? "These weights run in high precision: there are no scales." : dynamic === layers.length ? "These scales follow every input, so there is nothing stored to compare with." : "";
-  say("scales-note", `${note} Weights: ${weight_version}.`.trim());
+  say("scales-note", `${scalesNote(layers)} Weights: ${weight_version}.`.trim());
 }
 
+function scalesNote(layers) {
+  if (layers.length === 0) return "These weights run in high precision: there are no scales.";
+  if (layers.every((layer) => layer.scale === null)) return "These scales follow every input, so there is nothing stored to compare with.";
+  const cut = layers.filter((layer) => layer.saturation >= SOME).sort((a, b) => b.saturation - a.saturation);
+  if (cut.length === 0) return `No layer of ${layers.length} cuts off ${percent(SOME)} or more of its input.`;
+  return `${cut.length} of ${layers.length} layers cut off ${percent(SOME)} or more of their input, ${cut[0].name} the most: ${percent(cut[0].saturation)}.`;
+}
+
+const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
+
 function scaleRow(layer) {
-  const cut = layer.saturation > 0, tight = layer.headroom !== null && layer.headroom < 1.1;
+  const share = layer.saturation ?? null, level = share >= MANY ? "many" : share >= SOME ? "some" : "";
+  const cell = (label, text, className = "") => {
+    const node = element("td", { className }, text);
+    node.dataset.label = label;
+    return node;
+  };
   return element("tr", {},
-    element("td", {}, layer.name), element("td", {}, number(layer.amax)), element("td", {}, number(layer.scale)),
-    element("td", { className: tight ? "tight" : "" }, layer.headroom === null ? "–" : `${layer.headroom.toFixed(2)}×`),
-    element("td", { className: cut ? "cut" : "" }, layer.saturation === null ? "–" : `${(100 * layer.saturation).toFixed(4)} %`));
+    cell("", layer.name), cell("amax", number(layer.amax)), cell("scale", number(layer.scale)),
+    cell("headroom", layer.headroom === null ? "–" : `${layer.headroom.toFixed(2)}×`),
+    cell("cut off", share === null ? "–" : percent(share), level));
 }
 
 // -- the whole page, again and again while it is looked at
@@ -208,7 +267,7 @@ async function showState() {
   const said = await answer.json();
   $("state").textContent = said.state;
   $("state").className = `pill ${answer.ok ? "good" : "bad"}`;
-  return answer.ok;
+  return said.state;
 }
 
 async function showModel() {
@@ -218,17 +277,30 @@ async function showModel() {
 
 async function refresh() {
   try {
-    if (await showState()) await Promise.all([showModel(), showScales(), showJobs()]);
+    const state = await showState();
+    say("page-note", STATES[state] ?? "");
   } catch (error) {
     $("state").textContent = error.message || "no answer";
     $("state").className = "pill bad";
+    return;
   }
+  // each part for itself: what cannot be shown now keeps what it showed last
+  await Promise.allSettled([showModel(), showScales(), showJobs(), showWeights()]);
 }
+
+const STATES = {
+  paused: "A fine-tune job has the device; prompts are answered again when it has ended.",
+  loading: "The model is loading.",
+  restarting: "The engine is starting again.",
+  draining: "The server is shutting down.",
+};
 
 $("try").addEventListener("submit", generate);
 $("stop").addEventListener("click", () => running?.abort());
 $("tune").addEventListener("submit", startJob);
 $("check").addEventListener("click", checkRows);
+$("serve").addEventListener("click", serveChosen);
+$("weights").addEventListener("change", showWeights);
 
 (async function loop() {
   if (!document.hidden) await refresh();
