@@ -47,6 +47,7 @@ SWAP = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.ALIAS_BUSY, Code.ACTIVATION_FAI
 JOBS = "/v1/fine_tuning/jobs"
 
 ROUTES: dict[tuple[str, str], Route] = {
+    ("get", "/"): Route(None, media=("text/html",)),
     ("get", "/health"): Route(a.Health),
     ("get", "/health/live"): Route(a.Health),
     ("get", "/health/ready"): Route(a.Health),
@@ -90,6 +91,28 @@ ROUTES: dict[tuple[str, str], Route] = {
 }
 """A route that is not here fails a test."""
 
+ROWS = [{"prompt": "The capital of France is", "completion": " Paris."}]
+CHAT = [{"role": "user", "content": "Name a colour."}]
+EXAMPLES: dict[str, JsonObject] = {
+    "/": {"inputs": "Once upon a time"},
+    "/generate": {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}},
+    "/generate_stream": {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}},
+    "/tokenize": {"prompt": "Once upon a time"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 16},
+    "/finetune": {"data": ROWS, "max_steps": 1},
+    "/finetune/validate": {"data": ROWS},
+    "/models/{name}/activate": {"source": "base"},
+}
+"""A body that each of these routes takes as it is."""
+EVENT = {
+    "type": "object",
+    "description": "Of each event of the stream.",
+    "required": ["data"],
+    "properties": {name: {"type": "string"} for name in ("data", "event", "id")},
+}
+
 
 def describe(app: FastAPI) -> None:
     """Makes `app.openapi()` tell answers, too. Made once, when it is first asked for."""
@@ -111,10 +134,13 @@ def _described(document: JsonObject) -> JsonObject:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas |= definitions["$defs"]
+    document["paths"]["/"]["get"] = {"tags": ["server"], "summary": "The console", "operationId": "console"}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             route = ROUTES[method, path.replace(":path", "")]
             operation["responses"] = _responses(path, operation, route)
+            if method == "post" and path in EXAMPLES:
+                operation["requestBody"]["content"]["application/json"]["example"] = EXAMPLES[path]
             if route.names is not None:
                 operation["responses"][str(route.status)]["links"] = _links(document, path, route.names)
     return document
@@ -146,7 +172,7 @@ def _common(operation: JsonObject) -> tuple[Code, ...]:
 
 
 def _content(route: Route) -> JsonObject:
-    content: JsonObject = {media: {"schema": {"type": "string"}} for media in route.media}
+    content: JsonObject = {media: {"schema": EVENT if media == EVENTS else {"type": "string"}} for media in route.media}
     if route.model is None:
         return content
     one = _reference(route.model)
@@ -160,12 +186,14 @@ def _reference(model: type[BaseModel]) -> JsonObject:
 
 def _links(document: JsonObject, path: str, parameter: str) -> JsonObject:
     """From an answer that names something to every operation of the same surface that takes the name."""
-    return {
-        operation["operationId"]: {
-            "operationId": operation["operationId"],
-            "parameters": {parameter: "$response.body#/id"},
-        }
+    place = "$response.body#/id"
+    links = {
+        operation["operationId"]: {"operationId": operation["operationId"], "parameters": {parameter: place}}
         for other, operations in document["paths"].items()
         if other.startswith(path + "/{" + parameter + "}")
         for operation in operations.values()
     }
+    if parameter == "file_id":
+        create = document["paths"][JOBS]["post"]["operationId"]
+        links[create] = {"operationId": create, "requestBody": {"model": "base", "training_file": place}}
+    return links

@@ -187,13 +187,14 @@ let swapping = null; // what this page asked for: {model, since}
 
 async function showWeights() {
   const { served, available, activating } = await (await call("/models")).json();
-  const select = $("weights"), chosen = select.value;
+  const select = $("weights"), chosen = select.value === select.dataset.served ? null : select.value;
   const options = available.map(({ source, model }) => {
     const name = source === "base" ? `${model} (base model)` : model;
     return element("option", { value: source }, source === served?.source ? `${name}: serving` : name);
   });
   select.replaceChildren(...options);
   select.value = available.some(({ source }) => source === chosen) ? chosen : served?.source ?? "base";
+  select.dataset.served = served?.source ?? "base";
   $("serve").disabled = Boolean(activating) || select.value === served?.source;
   if (activating) say("weights-note", `Loading ${activating.model}: ${Math.round(activating.seconds)} s. The present weights serve until it is ready.`);
   else if (!swapping && $("weights-note").textContent.startsWith("Loading")) say("weights-note", "");
