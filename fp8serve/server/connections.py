@@ -41,19 +41,25 @@ class TimedProtocol(H11Protocol):
         self._head = self.loop.call_later(self.header_seconds, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head, self._stall = _off(self._head), _off(self._stall)
+        self._head_is_in()
+        self._stall_is_over()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if not self._between_requests or self.transport.is_closing():
-            self._head = _off(self._head)
+            self._head_is_in()
         elif self._head is None and self.timeout_keep_alive_task is None:
             self._head = self.loop.call_later(self.header_seconds, self._head_is_late)
 
     @property
     def _between_requests(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
+
+    def _head_is_in(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
 
     def _head_is_late(self) -> None:
         self._head = None
@@ -67,9 +73,9 @@ class TimedProtocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stall = _off(self._stall)
+        self._stall_is_over()
 
-
-def _off(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+    def _stall_is_over(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None

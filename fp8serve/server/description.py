@@ -128,7 +128,7 @@ def describe(app: FastAPI) -> None:
 
 def _described(document: JsonObject) -> JsonObject:
     models = [route.model for route in ROUTES.values() if route.model is not None]
-    wanted = dict.fromkeys([*models, a.NativeError, a.OpenAIError])
+    wanted: dict[type[BaseModel], None] = dict.fromkeys([*models, a.NativeError, a.OpenAIError])
     _, definitions = models_json_schema([(model, "serialization") for model in wanted], ref_template=REFERENCE)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):

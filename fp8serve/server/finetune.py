@@ -169,7 +169,7 @@ async def models(house: HouseDep) -> dict[str, Any]:
 
 
 def _activating(under_way: tuple[str, float] | None) -> dict[str, Any] | None:
-    return under_way and {"model": under_way[0], "seconds": time.monotonic() - under_way[1]}  # type: ignore[return-value]
+    return under_way and {"model": under_way[0], "seconds": time.monotonic() - under_way[1]}
 
 
 @router.post("/models/{name}/activate", summary="Serve a job's result, or go back to the base model")
