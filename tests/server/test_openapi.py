@@ -20,8 +20,8 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from fp8serve.server.description import ROUTES
-from tests.server.conftest import Start
+from fp8serve.server.description import EXAMPLES, ROUTES
+from tests.server.conftest import Server, Start
 from tests.server.fakes import model_dir
 from tests.server.process import Process, serving
 
@@ -56,7 +56,7 @@ def test_live_answers_are_as_described(description: Any, method: str, path: str,
     cases = operation.as_strategy(generation_mode=mode)
 
     @hypothesis.given(cases)
-    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=ANY)
+    @hypothesis.settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=ANY)
     def hold(case: Any) -> None:
         case.call_and_validate(checks=CHECKS, timeout=60)
 
@@ -79,5 +79,43 @@ def test_every_route_is_described(start: Start) -> None:
             links = document["paths"]["/finetune"]["post"]["responses"]["202"]["links"]
             assert len(links) == 6
             assert {link["parameters"]["job_id"] for link in links.values()} == {"$response.body#/id"}
+
+    asyncio.run(body())
+
+
+async def follow(server: Server, document: Any, path: str, status: str, made: str) -> set[str]:
+    """Goes along every link of an answer that named something `made`; the operations that were reached."""
+    operations = {o["operationId"]: (m, p) for p, every in document["paths"].items() for m, o in every.items()}
+    links = document["paths"][path]["post"]["responses"][status]["links"]
+    for name in sorted(links, key=lambda name: operations[name][0] == "delete"):
+        method, place = operations[name]
+        for parameter in links[name].get("parameters", {}):
+            place = place.replace("{" + parameter + "}", made)
+        body = links[name].get("requestBody")
+        body = body and {key: made if value == "$response.body#/id" else value for key, value in body.items()}
+        answer = await server.client.request(method, place, json=body)
+        assert answer.status_code in (200, 409), (name, answer.text)  # 409: a job that has not succeeded
+    return set(links)
+
+
+def test_links_lead_somewhere(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            document = (await server.client.get("/openapi.json")).json()
+            job = (await server.client.post("/finetune", json=EXAMPLES["/finetune"])).json()["id"]
+            assert len(await follow(server, document, "/finetune", "202", job)) == 6
+            form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b'{"text": "x"}\n')}}
+            file = (await server.client.post("/v1/files", **form)).json()["id"]
+            assert len(await follow(server, document, "/v1/files", "200", file)) == 4
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_examples_are_taken_as_they_are(start: Start, path: str) -> None:
+    async def body() -> None:
+        async with start() as server:
+            answer = await server.client.post(path.replace("{name}", "tiny"), json=EXAMPLES[path])
+            assert answer.status_code in (200, 202), answer.text
 
     asyncio.run(body())
