@@ -1,7 +1,8 @@
 """A server of ours in a process of its own, and a small client for it: what the demonstration uses.
 
 `with RunningServer(model, log=...) as server:` waits until the server is ready, and ends it in every case together with
-its engine and its jobs. The client is the standard library's: no proxy, no retries; an error is one sentence with the
+its engine and its jobs. The socket is opened here and left to the server, so that no other program can take the port
+between the two. The client is the standard library's: no proxy, no retries; an error is one sentence with the
 server's own words.
 """
 
@@ -25,11 +26,9 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _STOP_SECONDS = 60.0  # the server's own drain takes at most 30
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def listen() -> socket.socket:
+    """A socket that listens on a free port of this machine."""
+    return socket.create_server(("127.0.0.1", 0))
 
 
 class RunningServer:
@@ -38,14 +37,18 @@ class RunningServer:
     def __init__(self, model: Path, options: Sequence[str] = (), *, log: Path, ready_seconds: float = 120.0) -> None:
         self.log = log
         self.ready_seconds = ready_seconds
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", "fp8serve.cli", "serve", str(model), "--port", str(port), *options]
+        self._command = [sys.executable, "-m", "fp8serve.cli", "serve", str(model), *options]
 
     def __enter__(self) -> Self:
-        with self.log.open("wb") as log:  # a session of its own: ctrl-C in the terminal is ours to handle
+        with self.log.open("wb") as log, listen() as listener:
+            self.url = "http://{}:{}".format(*listener.getsockname())
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                [*self._command, "--fd", str(listener.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # ctrl-C in the terminal is ours to handle
             )
         try:
             self._wait_until_ready()

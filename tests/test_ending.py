@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import fp8serve
+from tests.patience import PATIENCE
 
 PROGRAM = """
 import atexit
@@ -18,7 +19,9 @@ end_process(3)
 
 
 def test_a_process_ends_at_once_with_its_status_and_its_output() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (3, "printed", "")
 
 

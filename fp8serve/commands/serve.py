@@ -24,6 +24,14 @@ def command(
         str, typer.Option(help="Address to listen on; others than this machine's own need a key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    fd: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Listen on this open socket, inherited from the parent process, instead of --host and --port.",
+            show_default=False,
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -100,9 +108,12 @@ def command(
 
     secret = find_key(api_key, api_key_file)
     directory = find_model(model)
-    from fp8serve.server.launch import run
+    from fp8serve.server.launch import adopt, run
     from fp8serve.server.settings import Settings
 
+    listener = None if fd is None else adopt(fd)
+    if listener is not None:
+        host, port = listener.getsockname()[:2]
     settings = Settings(
         model=directory,
         recipe=recipe,
@@ -129,7 +140,7 @@ def command(
         request_seconds=request_seconds,
         vllm_metrics=vllm_metrics,
     )
-    run(settings)
+    run(settings, listener=listener)
 
 
 def find_key(key: str | None, file: Path | None) -> str | None:

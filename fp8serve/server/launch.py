@@ -21,7 +21,7 @@ from types import FrameType
 
 import uvicorn
 
-from fp8serve.errors import MachineError
+from fp8serve.errors import MachineError, RequestError
 from fp8serve.server.app import create_app
 from fp8serve.server.connections import timed_protocol
 from fp8serve.server.house import House
@@ -32,9 +32,12 @@ log = logging.getLogger("fp8serve.server")
 CLOSING_SECONDS = 1
 
 
-def run(settings: Settings, start_engine: Launch | None = None) -> None:
-    """Serves until a signal. Raises MachineError (port, data directory) or what kept the model from loading."""
-    listener = bind(settings.host, settings.port)
+def run(settings: Settings, start_engine: Launch | None = None, listener: socket.socket | None = None) -> None:
+    """Serves until a signal, on `listener` or, where there is none, on the host and port of the settings.
+
+    Raises MachineError (port, data directory) or what kept the model from loading.
+    """
+    listener = listener or bind(settings.host, settings.port)
     with contextlib.closing(listener):
         app = create_app(settings, start_engine)
         house: House = app.state.house
@@ -69,6 +72,22 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise MachineError(_why_not(host, port, error)) from None
+    return listener
+
+
+def adopt(fd: int) -> socket.socket:
+    """The listening socket that the parent process opened and left to us as file descriptor `fd`.
+
+    Raises RequestError when `fd` is none.
+    """
+    try:
+        listener = socket.socket(fileno=fd)
+        listening = bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        listening = False
+    if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
+        raise RequestError(f"File descriptor {fd} is no TCP socket that listens; open it before starting the server.")
+    listener.setblocking(False)
     return listener
 
 

@@ -4,53 +4,51 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from fp8serve.running import listen
+from tests.patience import PATIENCE, until
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Process:
-    """One server process, and a client for it."""
+    """One server process, and a client for it. It listens on a socket that is open before it starts, unless `options`
+    name a host or port."""
 
     def __init__(self, log: Path, **options: Any) -> None:
-        self.port = options.setdefault("port", free_port())
-        self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "error", "-m", "tests.server.serve", json.dumps(options)]
-        with log.open("ab") as output:
-            self.popen = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        with log.open("ab") as output, listen() as listener:
+            self.port: int = listener.getsockname()[1]
+            fd = listener.fileno()
+            inherited = {} if {"host", "port"} & set(options) else {"fd": fd}
+            command = [sys.executable, "-W", "error", "-m", "tests.server.serve", json.dumps(options | inherited)]
+            self.popen = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, cwd=ROOT, pass_fds=[fd] if inherited else []
+            )
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
 
-    def wait_ready(self, seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def wait_ready(self) -> None:
+        def ready() -> bool:
             with contextlib.suppress(httpx.TransportError):
-                if self.client.get("/health/ready").status_code == 200:
-                    return
-            if self.popen.poll() is not None:
-                raise AssertionError(self.log.read_text())
-            time.sleep(0.05)
-        raise AssertionError(f"not ready after {seconds} s: {self.log.read_text()}")
+                return self.client.get("/health/ready").status_code == 200
+            assert self.popen.poll() is None, self.log.read_text()
+            return False
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+        until(ready, "readiness")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
         if self.popen.poll() is None:
             self.popen.send_signal(number)
-        return self.popen.wait(seconds)
+        return self.popen.wait(PATIENCE)
 
     def metric(self, name: str) -> float:
         lines = self.client.get("/metrics").text.splitlines()

@@ -1,4 +1,4 @@
-"""Runs a server as its own process: `python -m tests.server.serve JSON`, JSON being settings, `fake` and `delay`."""
+"""Runs a server as its own process: `python -m tests.server.serve JSON`, JSON being settings, `fd`, `fake`, `delay`."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import Fp8ServeError
-from fp8serve.server.launch import run
+from fp8serve.server.launch import adopt, run
 from fp8serve.server.settings import Limits, Settings
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -15,8 +15,10 @@ def main(options: dict[str, Any]) -> int:
     fake, delay = options.pop("fake", False), options.pop("delay", 0.0)
     paths = {name: Path(options[name]) for name in ("model", "data_dir")}
     limits = Limits(**options.pop("limits", {}))
+    listener = adopt(options.pop("fd")) if "fd" in options else None
+    engines = Launcher(lambda: FakeEngine(delay=delay)) if fake else None
     try:
-        run(Settings(**options | paths, limits=limits), Launcher(lambda: FakeEngine(delay=delay)) if fake else None)
+        run(Settings(**options | paths, limits=limits), engines, listener)
     except Fp8ServeError as error:
         print(error, file=sys.stderr)
         return 1

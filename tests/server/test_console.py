@@ -4,10 +4,9 @@ Skipped where chromium and chromedriver are not installed. The screenshot lies i
 """
 
 import base64
-import contextlib
+import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import httpx
 import pytest
 
 from tests.engine.tiny import write_model
-from tests.server.process import Process, free_port, serving
+from tests.patience import PATIENCE, until
+from tests.server.process import Process, serving
 
 pytestmark = pytest.mark.browser
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
@@ -34,7 +34,7 @@ class Browser:
     """One browser session."""
 
     def __init__(self, port: int, profile: Path) -> None:
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
         options = {"args": [*ARGUMENTS, f"--user-data-dir={profile}"]}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         self.session = f"/session/{self.ask('/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']}"
@@ -82,33 +82,28 @@ class Browser:
     def shoot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.ask(f"{self.session}/screenshot")))
 
-    def until(self, script: str, seconds: float = 30) -> None:
-        end = time.monotonic() + seconds
-        while not self.run("return " + script):
-            assert time.monotonic() < end, script
-            time.sleep(0.1)
+    def until(self, script: str) -> None:
+        until(lambda: self.run("return " + script), script)
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     driver = shutil.which("chromedriver")
     if driver is None or shutil.which("chromium") is None:
-        pytest.skip("chromium and chromedriver are not installed")
-    port = free_port()
-    process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        pytest.skip("no chromium with chromedriver here; Debian has both: apt-get install chromium chromium-driver")
+    log = tmp_path_factory.mktemp("driver") / "log"  # it takes a port of its own choice and says which
+    with log.open("w") as said:
+        process = subprocess.Popen([driver, "--port=0"], stdout=said, stderr=said)
     try:
-        for _ in range(100):
-            with contextlib.suppress(httpx.TransportError):
-                httpx.get(f"http://127.0.0.1:{port}/status")
-                break
-            time.sleep(0.1)
-        made = Browser(port, tmp_path_factory.mktemp("profile"))
+        until(lambda: re.search(r"on port (\d+)\.\n", log.read_text()), "chromedriver's port")
+        (port,) = re.findall(r"on port (\d+)\.\n", log.read_text())
+        made = Browser(int(port), tmp_path_factory.mktemp("profile"))
         yield made
         made.client.delete(made.session)
         made.client.close()
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +128,10 @@ def test_the_console_does_the_main_job(browser: Browser, server: Process, tmp_pa
     browser.until("document.getElementById('tune-note').textContent.startsWith('2 rows')")
     browser.fill("#rate", "0.003")
     browser.click("#tune .row button:not([type])")
-    browser.until("document.querySelector('#jobs b')?.textContent === 'succeeded'", 60)
+    browser.until("document.querySelector('#jobs b')?.textContent === 'succeeded'")
     browser.until("document.querySelectorAll('#curve polyline').length === 1")
     browser.run("[...document.querySelectorAll('#jobs button')].find((b) => b.textContent === 'Serve it').click()")
-    browser.until("document.querySelector('#jobs b').textContent === 'serving'", 60)
+    browser.until("document.querySelector('#jobs b').textContent === 'serving'")
     browser.until("document.querySelectorAll('#scales tbody tr').length === 14")
     browser.click("#go")
     browser.until("document.querySelector('#scales td:nth-child(2)').textContent !== '–'")
@@ -145,7 +140,7 @@ def test_the_console_does_the_main_job(browser: Browser, server: Process, tmp_pa
     browser.until("!document.getElementById('serve').disabled")
     browser.run(WATCH_NOTES)
     browser.click("#serve")
-    browser.until("document.getElementById('weights-note').textContent === 'Now serving tiny.'", 60)
+    browser.until("document.getElementById('weights-note').textContent === 'Now serving tiny.'")
     browser.until("document.getElementById('weights').selectedOptions[0].textContent === 'tiny (base model): serving'")
     browser.until("document.querySelector('#jobs b').textContent === 'succeeded'")
     notes = browser.run("return window.notes")
@@ -197,14 +192,14 @@ def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_p
         job = process.client.post("/finetune", json={"data": [{"text": "abc " * 30}] * 40, "epochs": 1000}).json()["id"]
         browser.open(process.url + "/")
         browser.until("document.getElementById('state').textContent === 'paused'")
-        browser.until("document.querySelector('#jobs .grow')?.textContent.startsWith('step ')", 60)
+        browser.until("document.querySelector('#jobs .grow')?.textContent.startsWith('step ')")
         browser.until("document.querySelectorAll('#curve polyline').length === 1")
         browser.until("document.querySelectorAll('#scales tbody tr').length === 14")
         assert "A fine-tune job has the device" in browser.text("#page-note")
         assert browser.text("#model").startswith("tiny")
         browser.shoot(tmp_path / "paused.png")
         process.client.post(f"/finetune/{job}/cancel")
-        browser.until("document.getElementById('state').textContent === 'ready'", 60)
+        browser.until("document.getElementById('state').textContent === 'ready'")
         browser.until("document.getElementById('page-note').textContent === ''")
         assert all("503" in entry["message"] for entry in browser.complaints())  # the browser's own note on health
 

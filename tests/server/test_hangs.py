@@ -15,6 +15,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.models import HOPELESS, Source
 from fp8serve.server.pulse import Deadlines, Pulse
 from fp8serve.server.settings import Settings
+from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -38,7 +39,7 @@ class Hanging(Launcher):
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -179,7 +180,7 @@ def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.Mon
             return True
 
         def step(self) -> list[Any]:
-            assert leave.wait(60)
+            assert leave.wait(PATIENCE)
             return []
 
         def abort_all(self) -> list[Any]:
@@ -204,7 +205,7 @@ def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.Mon
     runs = threading.Thread(target=worker.run)
     runs.start()
     try:
-        assert enough.wait(60)
+        assert enough.wait(PATIENCE)
         assert beats == sorted(beats)
         assert worker.step_seconds > 0
     finally:

@@ -4,7 +4,6 @@ import concurrent.futures
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from huggingface_hub import InferenceClient, errors
 
 from tests.engine.tiny import write_model
+from tests.patience import PATIENCE, until
 from tests.server.process import Process, serving
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
@@ -119,10 +119,8 @@ def test_fine_tune_activate_and_ask_again(server: Process, client: openai.OpenAI
     hyper: Any = {"n_epochs": 4, "batch_size": 2, "learning_rate_multiplier": 100.0}
     method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyper}}
     job = client.fine_tuning.jobs.create(model="tiny", training_file=stored.id, suffix="demo", method=method)
-    end = time.monotonic() + 90
-    while (job := client.fine_tuning.jobs.retrieve(job.id)).status not in ("succeeded", "failed"):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: client.fine_tuning.jobs.retrieve(job.id).status in ("succeeded", "failed"), "the end of the job")
+    job = client.fine_tuning.jobs.retrieve(job.id)
     assert job.status == "succeeded", client.fine_tuning.jobs.list_events(job.id).data
     metrics = [e.data for e in client.fine_tuning.jobs.list_events(job.id, limit=100) if e.type == "metrics"]
     losses = [m["train_loss"] for m in metrics if isinstance(m, dict)][::-1]
@@ -132,7 +130,7 @@ def test_fine_tune_activate_and_ask_again(server: Process, client: openai.OpenAI
     assert job.fine_tuned_model is not None
     with pytest.raises(openai.NotFoundError, match="activated"):
         client.completions.create(model=job.fine_tuned_model, prompt="x")
-    said = server.client.post(f"/finetune/{job.id}/activate", timeout=60)
+    said = server.client.post(f"/finetune/{job.id}/activate", timeout=PATIENCE)
     assert said.status_code == 200, said.text
     after = client.completions.create(
         model=job.fine_tuned_model, prompt="The capital of France is", max_tokens=8, temperature=0
@@ -141,7 +139,7 @@ def test_fine_tune_activate_and_ask_again(server: Process, client: openai.OpenAI
     assert [m.id for m in client.models.list()] == ["tiny", job.fine_tuned_model]
     layers = server.client.get("/scales").json()["layers"]
     assert all(layer["scale"] > 0 and layer["amax"] > 0 for layer in layers)
-    assert server.client.post("/models/tiny/activate", json={"source": "base"}, timeout=60).status_code == 200
+    assert server.client.post("/models/tiny/activate", json={"source": "base"}, timeout=PATIENCE).status_code == 200
 
 
 def test_hugging_faces_client(server: Process) -> None:
@@ -177,20 +175,17 @@ def engine_pid(server: Process) -> int:
     return max(engines)  # one that was replaced may still be closing
 
 
-def until_status(server: Process, path: str, status: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while server.client.get(path).status_code != status:
-        assert time.monotonic() < end, path
-        time.sleep(0.05)
+def until_status(server: Process, path: str, status: int) -> None:
+    until(lambda: server.client.get(path).status_code == status, f"{status} of {path}")
 
 
 def test_a_hung_engine_is_ended_and_started_again(server: Process) -> None:
     pid = engine_pid(server)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         os.kill(pid, signal.SIGSTOP)
-        asked = pool.submit(server.client.post, "/generate", json={"inputs": "x"}, timeout=60)
-        until_status(server, "/health/ready", 503, 60)
-        until_status(server, "/health/ready", 200, 60)
+        asked = pool.submit(server.client.post, "/generate", json={"inputs": "x"}, timeout=PATIENCE)
+        until_status(server, "/health/ready", 503)
+        until_status(server, "/health/ready", 200)
         answer = asked.result()
     assert not Path(f"/proc/{pid}").exists()
     assert answer.status_code == 503
@@ -201,7 +196,7 @@ def test_a_hung_engine_is_ended_and_started_again(server: Process) -> None:
 
 def test_a_killed_engine_fails_what_runs_and_comes_back(server: Process) -> None:
     os.kill(engine_pid(server), signal.SIGKILL)
-    until_status(server, "/health/ready", 503, 5)
+    until_status(server, "/health/ready", 503)
     assert server.client.get("/health/live").status_code == 200
-    until_status(server, "/health/ready", 200, 30)
+    until_status(server, "/health/ready", 200)
     assert server.client.post("/generate", json={"inputs": "x"}).status_code == 200

@@ -18,9 +18,10 @@ import httpx
 import pytest
 
 from fp8serve.model.tokenizer import Tokenizer
+from tests.patience import PATIENCE, until
 from tests.server.conftest import Start
 from tests.server.process import Process, serving
-from tests.server.test_process import options, until
+from tests.server.test_process import options
 
 MIB = 1 << 20
 TEXT = "spam and eggs " * (7 * MIB // 14)
@@ -72,14 +73,13 @@ def stopped(pids: list[int]) -> Iterator[None]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     path = tmp_path_factory.mktemp("server")
     with serving(path / "log", **options(path, limits={"queue": 2000})) as process:
-        process.client.timeout = httpx.Timeout(300)
         yield process
         assert process.stop() == 0, process.log.read_text()
         assert "Traceback" not in process.log.read_text()
 
 
 def ask(process: Process, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(process.url + path, json=body, timeout=300)
+    return httpx.post(process.url + path, json=body, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -89,7 +89,7 @@ def test_liveness_is_answered_before_a_long_request_is(server: Process, name: st
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with stopped(clerks(server.popen.pid)):
             asked = pool.submit(ask, server, path, body)
-            until(lambda: server.metric("fp8serve_reading_bytes") > MIB / 2, 300)
+            until(lambda: server.metric("fp8serve_reading_bytes") > MIB / 2)
             assert server.client.get("/health/live").status_code == 200
             assert server.client.post("/generate", json={"inputs": "hi"}).status_code == 200
             assert not asked.done()
@@ -105,7 +105,7 @@ def test_a_short_request_does_not_wait_for_a_long_one(server: Process) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         with stopped(clerks(server.popen.pid)[:1]):
             asked = [pool.submit(ask, server, "/tokenize", {"prompt": TEXT[:MIB]}) for _ in range(2)]
-            until(lambda: server.metric("fp8serve_reading_bytes") > 2 * MIB, 300)
+            until(lambda: server.metric("fp8serve_reading_bytes") > 2 * MIB)
             assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
             assert not any(future.done() for future in asked)
         assert [future.result().status_code for future in asked] == [200, 200]
@@ -117,7 +117,7 @@ def test_what_waits_to_be_read_is_bounded(tmp_path: Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             with stopped(clerks(process.popen.pid)):
                 asked = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[:MIB]})
-                until(lambda: process.metric("fp8serve_reading_bytes") > MIB, 300)
+                until(lambda: process.metric("fp8serve_reading_bytes") > MIB)
                 refused = ask(process, "/tokenize", {"prompt": TEXT[: 2 * MIB]})
                 assert (refused.status_code, refused.json()["code"]) == (429, "queue_full")
             assert asked.result().status_code == 200
@@ -131,7 +131,7 @@ def test_all_bodies_together_are_bounded(tmp_path: Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             with stopped(clerks(process.popen.pid)):
                 asked = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[: MIB - MIB // 4]})
-                until(lambda: process.metric("fp8serve_reading_bytes") > MIB / 2, 300)
+                until(lambda: process.metric("fp8serve_reading_bytes") > MIB / 2)
                 refused = ask(process, "/generate", {"inputs": TEXT[: MIB // 2]})
                 assert (refused.status_code, refused.json()["code"]) == (429, "queue_full")
                 assert ask(process, "/generate", {"inputs": "short"}).status_code == 200
@@ -148,14 +148,14 @@ def test_a_clerk_that_dies_is_replaced(tmp_path: Path, number: int, status: int)
             pids = clerks(process.popen.pid)
             with stopped(pids):
                 asked = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[:MIB]})
-                until(lambda: process.metric("fp8serve_reading_bytes") > MIB / 2, 300)
+                until(lambda: process.metric("fp8serve_reading_bytes") > MIB / 2)
                 for pid in pids:
                     os.kill(pid, number)
             assert asked.result().status_code == status
         assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
         for pid in clerks(process.popen.pid):  # and one that dies while it has nothing to do harms nobody
             os.kill(pid, signal.SIGKILL)
-        until(lambda: not clerks(process.popen.pid), 300)
+        until(lambda: not clerks(process.popen.pid))
         assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
         assert process.stop() == 0
 
@@ -167,8 +167,8 @@ def test_a_client_that_leaves_frees_the_clerk(tmp_path: Path) -> None:
         with stopped(pids):
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(process.url + "/tokenize", json={"prompt": TEXT[:MIB]}, timeout=httpx.Timeout(60, read=0.5))
-            until(lambda: process.metric("fp8serve_reading_bytes") == 0, 300)
-            until(lambda: not set(pids) & set(clerks(process.popen.pid)), 300)
+            until(lambda: process.metric("fp8serve_reading_bytes") == 0)
+            until(lambda: not set(pids) & set(clerks(process.popen.pid)))
             assert process.client.post("/tokenize", json={"prompt": TEXT[:MIB]}).status_code == 200
         assert process.stop() == 0
 
@@ -188,7 +188,7 @@ def test_a_template_that_runs_on_is_ended(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     with template(tmp_path, endless, template_seconds=0.2) as process:
         for _ in range(2):  # and another clerk is started
-            answer = process.client.post("/v1/chat/completions", json=chat, timeout=300)
+            answer = process.client.post("/v1/chat/completions", json=chat, timeout=PATIENCE)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "template_error")
         assert "more processor time" in answer.json()["error"]["message"]
         assert process.client.get("/health/ready").status_code == 200
@@ -196,7 +196,7 @@ def test_a_template_that_runs_on_is_ended(tmp_path: Path) -> None:
 
 def test_a_request_that_needs_too_much_memory_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path / "log", **options(tmp_path, limits={"reading_memory": 32 * MIB})) as process:
-        answer = process.client.post("/tokenize", json={"prompt": TEXT}, timeout=300)
+        answer = process.client.post("/tokenize", json={"prompt": TEXT}, timeout=PATIENCE)
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_parameter")
         assert "memory" in answer.json()["error"]
         assert process.client.post("/tokenize", json={"prompt": "hello"}).json()["count"] == 5

@@ -17,6 +17,7 @@ from fp8serve.model.files import save_tensors
 from fp8serve.train import checkpoint, identity, worker
 from fp8serve.train.lock import take_lock
 from fp8serve.train.trainer import Trainer
+from tests.patience import PATIENCE
 
 from .conftest import Configure
 from .test_trainer import after
@@ -99,7 +100,7 @@ def test_two_runs_do_not_share_a_directory(configure: Configure) -> None:
     other = process_context.Process(target=_hold, args=(out / "run.lock", ready, release))
     other.start()
     try:
-        assert ready.wait(120)
+        assert ready.wait(PATIENCE)
         with pytest.raises(JobError, match="Another run is at work in"):
             Trainer(config).run()
         assert sorted(p.name for p in out.iterdir()) == ["run.lock"]
