@@ -110,7 +110,7 @@ class LayerTally:
             return None
         return 10 * math.log10(self.signal / self.noise)
 
-    def report(self, name: str, kl: float | None) -> LayerReport:
+    def report(self, name: str, kl: float | None = None) -> LayerReport:
         of = max(self.elements, 1)
         fractions = (self.saturated / of, self.rounded_to_top / of, self.underflowed / of)
         return LayerReport(name, self.sqnr_db, *fractions, kl)

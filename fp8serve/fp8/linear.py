@@ -76,9 +76,9 @@ class Call:
         else:
             pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
-        self._show(name, lambda: x, pair)
         if name == "grad_output":
             pair = unhidden(pair, has_infinity(x) if amax is None else amax.isinf())
+        self._show(name, lambda: x, pair)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 
     def cast_fused(self, fused: Fused, values: Callable[[], Tensor], cols: bool) -> Pair:

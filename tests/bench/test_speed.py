@@ -118,6 +118,7 @@ def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None
             yield Entry(name, "1", ours, theirs, 1.0, goal=goal)
 
     monkeypatch.setattr(ops, "MAKERS", (maker,))
+    monkeypatch.setattr(ops, "measure_peaks", lambda seconds: ops.Peaks(1.0, 1.0))
     reached = {row["op"]: row["reached"] for row in ops.measure(0.01, ignore)["ops"]}
     assert reached == {"a": True, "b": False, "c": None}
     assert [row["op"] for row in ops.measure(0.01, ignore, goals=True)["ops"]] == ["a", "b"]

@@ -58,8 +58,8 @@ def test_shares_are_in_nats(measured: tuple[dict[str, float], dict[str, float]])
 
 def test_the_ranking_goes_by_the_share_and_not_by_the_power_of_the_noise() -> None:
     rows = [
-        LayerReport("loud", 10.0, 0.0, 1e-5),
-        LayerReport("harmful", 40.0, 0.0, 1e-3),
-        LayerReport("exact", None, 0),
+        LayerReport("loud", 10.0, 0.0, kl=1e-5),
+        LayerReport("harmful", 40.0, 0.0, kl=1e-3),
+        LayerReport("exact", None, 0.0),
     ]
     assert [row.name for row in worst_first(rows)] == ["harmful", "loud", "exact"]

@@ -18,7 +18,7 @@ def products(module: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]
     seen: list[torch.Tensor] = []
     for child in module.modules():
         if hasattr(child, "observer"):
-            child.observer = lambda name, q, scale_inv: seen.append(q)
+            child.observer = lambda name, values, q, scale_inv: seen.append(q)
     with autocast(recipe=Float8CurrentScaling()):
         y = module(*args, **kwargs)
     return [*seen, y]

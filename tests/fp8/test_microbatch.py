@@ -211,7 +211,7 @@ def test_loading_and_casting_a_module(name: str) -> None:
 def casts(layer: Linear) -> list[Tensor]:
     """The codes of the weight, whenever it is cast."""
     seen: list[Tensor] = []
-    layer.observer = lambda name, q, scale_inv: seen.append(q) if name == "weight" else None
+    layer.observer = lambda name, values, q, scale_inv: seen.append(q) if name == "weight" else None
     return seen
 
 

@@ -255,5 +255,5 @@ def test_states_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         restore_scaling(model, tmp_path / "base")
     layers(model)["model.layers.0.mlp.up_proj"].scaling["input"].scale.fill_(float("nan"))
     model.save_pretrained(tmp_path / "saved")
-    with pytest.raises(ScalesError, match=r"the scale of model.layers.0.mlp.up_proj.input is nan"):
+    with pytest.raises(ScalesError, match=r"model.layers.0.mlp.up_proj.input has the scale nan"):
         restore_scaling(model, tmp_path / "saved")

@@ -104,8 +104,8 @@ def test_shards_are_one_mapping(sharded: Path) -> None:
         ({"a": "..\\x.safetensors"}, "not a plain .safetensors file name"),
         ({"a": "config.json"}, "not a plain .safetensors file name"),
         ({"a": "x\0.safetensors"}, "not a plain .safetensors file name"),
-        ({"a": "absent.safetensors"}, "does not exist or is not a file"),
-        ({"z": "model-00001-of-00002.safetensors"}, "places z in model-00001-of-00002.safetensors, which does not"),
+        ({"a": "absent.safetensors"}, "does not exist or is not a regular file"),
+        ({"z": "model-00001-of-00002.safetensors"}, "places 'z' in model-00001-of-00002.safetensors, which does not"),
         ({"a": 3}, "no weight_map"),
         ({}, "no weight_map"),
         ([], "no weight_map"),
@@ -137,7 +137,7 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / SINGLE)
-    with pytest.raises(ModelError, match="not a file"):
+    with pytest.raises(ModelError, match="not a regular file"):
         open_shards(tmp_path)
 
 

@@ -101,7 +101,7 @@ def test_template_in_tokenizer_config(tmp_path: Path) -> None:
         path.write_text(json.dumps(config | {"chat_template": value}))
         assert Tokenizer.from_dir(tmp_path).chat(CHATS[0]) == "Hi the inn!"
     path.write_text(json.dumps(config | {"chat_template": [{"name": "rag", "template": "x"}]}))
-    with pytest.raises(ModelError, match=r"several chat templates \(rag\) and no default"):
+    with pytest.raises(ModelError, match=r"several chat templates \(\['rag'\]\) and no default"):
         Tokenizer.from_dir(tmp_path)
 
 

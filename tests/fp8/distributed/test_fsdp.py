@@ -84,7 +84,7 @@ def seen_codes(model: nn.Module, x: Tensor) -> dict[str, Any]:
 
     hooks = []
     for name, layer in layers(model).items():
-        layer.observer = lambda tensor, *codes, name=name: keep(name, *codes) if tensor == "weight" else None
+        layer.observer = lambda tensor, values, *codes, name=name: keep(name, *codes) if tensor == "weight" else None
         hook = layer.register_forward_hook(lambda module, args, y, name=name: gathered(name, module.weight))
         hooks.append(hook)
     model(x)
