@@ -44,7 +44,12 @@ SUBMISSION = (
     Code.MODEL_NOT_FOUND, Code.FILE_NOT_FOUND, Code.TRAINING_REFUSED, Code.QUEUE_FULL, Code.DRAINING, Code.DISK_FULL,
 )  # fmt: skip
 SWAP = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.ALIAS_BUSY, Code.ACTIVATION_FAILED, Code.ENGINE_DOWN, Code.DISK_FULL)
+RESUMPTION = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
 JOBS = "/v1/fine_tuning/jobs"
+
+TAKES_BODY = (
+    Code.INVALID_JSON, Code.INVALID_PARAMETER, Code.UNKNOWN_PARAMETER, Code.UNSUPPORTED_PARAMETER, Code.QUEUE_FULL,
+)  # fmt: skip
 
 ROUTES: dict[tuple[str, str], Route] = {
     ("get", "/"): Route(None, media=("text/html",)),
@@ -72,6 +77,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", "/finetune/{job_id}/checkpoints"): Route(a.Checkpoints, JOB),
     ("get", "/finetune/{job_id}/metrics"): Route(a.Series, JOB),
     ("post", "/finetune/{job_id}/cancel"): Route(a.JobView, (*JOB, Code.JOB_STATE)),
+    ("post", "/finetune/{job_id}/resume"): Route(a.JobView, RESUMPTION),
     ("post", "/finetune/{job_id}/activate"): Route(a.Swapped, SWAP),
     ("get", "/models"): Route(a.Models),
     ("post", "/models/{name}/activate"): Route(a.Swapped, SWAP),
@@ -88,6 +94,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", JOBS + "/{job_id}/events"): Route(a.OpenAIEventPage, JOB),
     ("get", JOBS + "/{job_id}/checkpoints"): Route(a.OpenAICheckpointPage, JOB),
     ("post", JOBS + "/{job_id}/cancel"): Route(a.OpenAIJob, (*JOB, Code.JOB_STATE)),
+    ("post", JOBS + "/{job_id}/resume"): Route(a.OpenAIJob, RESUMPTION),
 }
 """A route that is not here fails a test."""
 
@@ -165,9 +172,8 @@ def _responses(path: str, operation: JsonObject, route: Route) -> JsonObject:
 def _common(operation: JsonObject) -> tuple[Code, ...]:
     """Ways to fail that follow from what a route takes."""
     always = (Code.INVALID_API_KEY, Code.FORBIDDEN, Code.REQUEST_TIMEOUT, Code.BODY_TOO_LARGE, Code.INTERNAL)
-    takes_body = (Code.INVALID_JSON, Code.INVALID_PARAMETER, Code.UNKNOWN_PARAMETER, Code.UNSUPPORTED_PARAMETER)
     if "requestBody" in operation:
-        return always + takes_body
+        return always + TAKES_BODY
     return (*always, Code.INVALID_PARAMETER) if "parameters" in operation else always
 
 

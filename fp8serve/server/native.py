@@ -26,11 +26,9 @@ from fp8serve.server.house import House, HouseDep
 from fp8serve.server.logprobs import finite
 from fp8serve.server.models import Served
 from fp8serve.server.protocol import (
-    DetokenizeAnswer,
     DetokenizeBody,
     GenerateBody,
     GenerateParameters,
-    TokenizeAnswer,
     TokenizeBody,
 )
 from fp8serve.server.reading import BoundedRoute, plain
@@ -271,7 +269,7 @@ def timing_headers(job: Answer) -> dict[str, str]:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/tokenize", summary="Text or messages to token ids", response_model=TokenizeAnswer)
+@router.post("/tokenize", summary="Text or messages to token ids", response_model=None)
 async def tokenize(body: TokenizeBody, request: Request, house: HouseDep) -> Response:
     """The ids that generation would see for the same text."""
     served = house.models.resolve(body.model)
@@ -281,7 +279,7 @@ async def tokenize(body: TokenizeBody, request: Request, house: HouseDep) -> Res
     return await _rendered(house, request, served, head, text)
 
 
-@router.post("/detokenize", summary="Token ids to text", response_model=DetokenizeAnswer)
+@router.post("/detokenize", summary="Token ids to text", response_model=None)
 async def detokenize(body: DetokenizeBody, request: Request, house: HouseDep) -> Response:
     served = house.models.resolve(body.model)
     house.reading.sizes(served.engine.limits.max_model_len).check(body)

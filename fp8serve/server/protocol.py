@@ -196,18 +196,3 @@ class ActivateJobBody(Body):
     """`POST /finetune/{id}/activate`: nothing, or the step that the job's result must be of."""
 
     step: Annotated[int, Field(ge=1, le=10**9)] | None = None
-
-
-class TokenizeAnswer(BaseModel):
-    """What /tokenize answers."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeAnswer(BaseModel):
-    """What /detokenize answers."""
-
-    prompt: str

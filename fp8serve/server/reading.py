@@ -12,7 +12,8 @@ import secrets
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -147,12 +148,18 @@ def _context(house: "House") -> int:
     return house.settings.limits.body_bytes if served is None else served.engine.limits.max_model_len
 
 
+def _model(hint: Any) -> type[Any] | None:
+    """The class of a route's body, which may be left out: of `Body`, of `Body | None`, of nothing."""
+    classes = (kind for kind in get_args(hint) or (hint,) if isinstance(kind, type) and kind is not NoneType)
+    return next(classes, None)
+
+
 class BoundedRoute(APIRoute):
     """A route whose long bodies are checked by a clerk; where they held rows, `scope["rows"]` names their folder."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        model = get_type_hints(self.endpoint).get("body")
+        model = _model(get_type_hints(self.endpoint).get("body"))
         if model is None:
             return handle
 

@@ -52,7 +52,7 @@ async def test_the_engine_is_told_who_asks_and_what_belongs_together(start: Star
         engine.asked.clear()
         for host in ("10.0.0.1", "10.0.0.2"):
             transport = httpx.ASGITransport(server.app, client=(host, 1))
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "user": "me"}
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
                 ask = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
@@ -72,7 +72,7 @@ async def test_a_key_is_the_tenant(start: Start) -> None:
         for host in ("10.0.0.1", "10.0.0.2"):
             transport = httpx.ASGITransport(server.app, client=(host, 1))
             headers = {"authorization": "Bearer k"}
-            async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
                 ask = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
                 assert (await client.post("/generate", json=ask)).status_code == 200
         assert len({request.tenant for request in engine.asked}) == 1
