@@ -79,7 +79,7 @@ def calibrate(
     scales_only: bool = False,
     progress: Progress | None = None,
 ) -> CalibrationReport:
-    """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (SPEC 5.2).
+    """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (docs/formats.md).
 
     data: .txt, .md or .jsonl files; None for the passages that ship with fp8serve. `samples` sequences of at most
     `seq_len` tokens (and of the model's context) are observed. holdout: files to measure quality on, an eighth as many

@@ -1,5 +1,5 @@
-// The two FP8 formats and their casts, bit for bit as SPEC 2.1: round to nearest, ties to even; finite
-// values and infinities beyond the maximum saturate to +-max; NaN stays NaN with its sign.
+// The two FP8 formats and their casts, bit for bit as docs/numerics.md: round to nearest, ties to even;
+// finite values and infinities beyond the maximum saturate to +-max; NaN stays NaN with its sign.
 //
 // Everything is branch-free integer and float arithmetic on one value, so that a loop over it vectorises at
 // every instruction set: the scalar line below *is* the AVX-512 kernel.
@@ -89,8 +89,8 @@ struct DecodeTable {
 template <class F>
 inline constexpr DecodeTable<F> kDecode{};
 
-// The scale that maps `amax` to the format's maximum (SPEC 2.3): 1 for an amax that is zero or not finite,
-// the largest finite FP32 where the quotient overflows, rounded down to a power of two on request.
+// The scale that maps `amax` to the format's maximum (docs/numerics.md): 1 for an amax that is zero or not
+// finite, the largest finite FP32 where the quotient overflows, rounded down to a power of two on request.
 FP8_INLINE float scale_for(float amax, float fp8_max, bool power_2) {
   const int32_t bits = std::bit_cast<int32_t>(amax);
   if (bits <= 0 || bits >= kInfinity) return 1.0f;

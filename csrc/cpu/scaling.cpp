@@ -1,4 +1,5 @@
-// delayed_update: the delayed-scaling step of any number of tensors in one call (SPEC 2.4, steps 3 to 6).
+// delayed_update: the delayed-scaling step of any number of tensors in one call (docs/numerics.md, "Delayed
+// scaling").
 //
 // State per tensor: scale FP32 [], amax_history FP32 [N] (0 staging, 1 oldest, N-1 newest), nonfinite and
 // steps int64 []. All in place. A thousand states of 1024 entries are 4 MiB: one thread's work of about a
@@ -18,13 +19,13 @@ namespace {
 
 using Tensors = std::vector<Tensor>;
 
-// SPEC 2.4 step 3; an amax that is zero or not finite leaves the scale alone.
+// Step 3 of docs/numerics.md; an amax that is zero or not finite leaves the scale alone.
 void rescale(float* scale, float amax, float limit) {
   if (!(amax > 0.0f) || !std::isfinite(amax)) return;
   *scale = std::min(limit / amax, std::bit_cast<float>(kInfinity - 1));
 }
 
-// SPEC 2.4 step 4: new[0] = 0, new[N-1] = old[0], the rest one place older.
+// Step 4: new[0] = 0, new[N-1] = old[0], the rest one place older.
 void rotate(float* history, int64_t n) {
   const float staged = history[0];
   if (n > 1) {

@@ -1,4 +1,5 @@
-// delayed_update: the delayed-scaling step of any number of tensors in one launch (SPEC 2.4, steps 3 to 6).
+// delayed_update: the delayed-scaling step of any number of tensors in one launch (docs/numerics.md, "Delayed
+// scaling").
 //
 // State per tensor: scale FP32 [], amax_history FP32 [N] (0 staging, 1 oldest, N-1 newest), nonfinite and
 // steps int64 []. A block takes a state. The states are scattered over memory; their addresses travel as

@@ -78,7 +78,7 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """One scale per tensor from the amax history of earlier steps (SPEC 2.4): one read of the tensor per quantization.
+    """One scale per tensor from the amax history of earlier steps, with one read of the tensor (docs/numerics.md).
 
     `scale = (fp8_max / 2^margin) / amax`; `amax_compute_algo` reduces the history ("max", "most_recent" or a callable
     `history [N] -> amax []`); `scaling_factor_compute_algo` replaces the formula by `(amax, old_scale, fp8_max, recipe)

@@ -188,7 +188,7 @@ def scaled_mm_quantize(
 def _updated(
     scale: Tensor, history: Tensor, limit: Tensor, due: Tensor, algo: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """SPEC 2.4 steps 3 to 6 for S states at once: history [S, N] -> (scale, history, ran, nonfinite)."""
+    """Steps 3 to 6 of docs/numerics.md for S states at once: history [S, N] -> (scale, history, ran, nonfinite)."""
     staged = history[:, 0]
     dropped = ~staged.isfinite()
     ran = (staged > 0) & ~dropped
@@ -211,7 +211,7 @@ def delayed_update(
     interval: int,
     algo: str,
 ) -> None:
-    """The delayed-scaling update of any number of states, in place (SPEC 2.4).
+    """The delayed-scaling update of any number of states, in place (docs/numerics.md).
 
     Per state: scale FP32 [], amax_history FP32 [N], nonfinite int64 [], steps int64 []. `steps` counts recorded steps;
     the scale is recomputed when it is a multiple of `interval` before counting, so the first step always counts.

@@ -1,4 +1,4 @@
-"""Delayed scaling: the state of one quantized tensor, and the update of many states together (SPEC 2.4).
+"""Delayed scaling: the state of one quantized tensor, and the update of many states together (docs/numerics.md).
 
     index            0        1      ...     N-1
     amax_history   staging  oldest   ...   newest
@@ -98,7 +98,7 @@ class Entry:
 
 
 def update(entries: Sequence[Entry], recipe: DelayedScaling) -> None:
-    """End the step of these states: new scales, rotated histories (SPEC 2.4 steps 3 to 6), in one op per device."""
+    """End the step of these states: new scales, rotated histories, in one op per device."""
     for device in {e.state.scale.device for e in entries}:
         _update_together([e for e in entries if e.state.scale.device == device], recipe)
 

@@ -103,7 +103,7 @@ def classify(key: str) -> ScaleKey | None:
 def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantization | None:
     """From config.json's `quantization_config`, or ModelOpt's hf_quant_config.json; None for a plain checkpoint.
 
-    ModelError: a method, format or number of bits that is not one of SPEC 5.3.
+    ModelError: a method, format or number of bits that is not read here.
     """
     config, side_car = raw_config.get("quantization_config"), model_dir / "hf_quant_config.json"
     if config is None and present(side_car):

@@ -35,7 +35,7 @@ _METADATA = frozenset({"format", "version", "recipe", "model", "observations", "
 
 @dataclass(frozen=True)
 class TensorScale:
-    """scale: FP32 [], multiplies to quantize. amax_history: FP32 [N] as SPEC 2.4, or None where none is kept."""
+    """scale: FP32 [], multiplies to quantize. amax_history: FP32 [N] (docs/numerics.md), None where none is kept."""
 
     scale: Tensor
     amax_history: Tensor | None = None

@@ -1,6 +1,6 @@
 """AdamW on FP32 master weights, the learning-rate curve, and gradient clipping.
 
-Two places for the masters (SPEC 2.5):
+Two places for the masters:
 * "model": the model's own parameters are FP32 and are the masters; every use casts them on the fly. 16 bytes a
   parameter (weight, gradient, two moments), nothing is copied.
 * "optimizer": the model holds BF16 and the optimizer an FP32 copy; gradients leave BF16 for an FP32 accumulator after

@@ -1,4 +1,4 @@
-"""delayed_update in C++ equals the reference bit for bit, over random histories and every edge case of SPEC 2.4."""
+"""delayed_update in C++ equals the reference bit for bit, over random histories and the edge cases of docs/numerics.md."""
 
 import copy
 

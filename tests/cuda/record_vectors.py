@@ -2,7 +2,7 @@
 
 vectors.safetensors holds inputs and what the CPU kernels made of them. Both sides are tested against it: a GPU must
 give the codes and scales that some CPU gave once, not those of the reference that happens to run beside it, and a later
-CPU kernel must give them too. Written anew only when the numerics of SPEC section 2 change.
+CPU kernel must give them too. Written anew only when docs/numerics.md changes.
 """
 
 import json

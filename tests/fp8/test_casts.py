@@ -100,7 +100,7 @@ def test_amax_ignores_nan_and_keeps_infinity() -> None:
 
 
 def expected_scale(amax: float, fp8_max: float, power_2: bool) -> np.float32:
-    """The sentences of SPEC 2.4 on current scaling, in numpy FP32."""
+    """The sentences of docs/numerics.md on current scaling, in numpy FP32."""
     if not 0 < amax < np.inf:
         return np.float32(1)
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""Delayed scaling, bit for bit against a model of SPEC 2.4 written from its sentences; rows D of docs/numerics.md."""
+"""Delayed scaling, bit for bit against a model written from the sentences of docs/numerics.md; its rows D."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Model:
-    """One tensor's state as SPEC 2.4 words it, in Python numbers rounded to FP32 where it says FP32."""
+    """One tensor's state as docs/numerics.md words it, in Python numbers rounded to FP32 where it says FP32."""
 
     length: int
     fp8_max: float
