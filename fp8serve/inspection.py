@@ -1,7 +1,8 @@
 """Every scale in a checkpoint: what it scales, in which direction, its shape and values, and where it came from.
 
-Three kinds of place hold scales. A model directory stores dequantizing multipliers under the names of its format; `scales.safetensors` stores quantizing multipliers and the amax histories they were made from, and so
-do the `_extra_state` tensors of Transformer Engine. All are read and checked by the same code that serves or imports
+Three kinds of place hold scales. A model directory stores dequantizing multipliers under the names of its format;
+`scales.safetensors` stores quantizing multipliers and the amax histories they were made from, and so do the
+`_extra_state` tensors of Transformer Engine. All are read and checked by the same code that serves or imports
 them: what cannot be served is shown, and marked with the reason.
 """
 

@@ -1,4 +1,4 @@
-"""delayed_update in C++ equals the reference bit for bit, over random histories and the edge cases of docs/numerics.md."""
+"""delayed_update in C++ equals the reference bit for bit, over random histories and edge cases (docs/numerics.md)."""
 
 import copy
 
