@@ -93,13 +93,13 @@ class Tiny:
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_logits_are_close_to_the_cpus(device: str, recipe: str, cache: torch.dtype) -> None:
-    """Of the prompts, whose tokens are given; in dB, as layers are judged."""
+    """Of the prompts, whose tokens are given; in dB, as layers are judged. Where roundings differ, codes flip."""
     there, here = Tiny(device, recipe, cache), Tiny("cpu", recipe, cache)
     for engine in (there, here):
         engine.generate(1, temperature=0.0)
     for found, expected in zip(there.logits, here.logits, strict=True):
         noise = (found.double() - expected.double()).square().sum()
-        assert noise <= expected.double().square().sum() * 10**-2.5  # 25 dB
+        assert noise <= expected.double().square().sum() * 10**-2  # 20 dB
 
 
 def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_the_kernels_make_a_decoder(device: str, cache: torch.dtype, monkeypatch
     found.generate(2, temperature=0.0)
     assert [len(logits) for logits in found.logits] == [0, 2, 3, 1]
     for one, other in zip(found.logits, expected.logits, strict=True):
-        assert (one.double() - other.double()).square().sum() <= other.double().square().sum() * 10**-2.5
+        assert (one.double() - other.double()).square().sum() <= other.double().square().sum() * 10**-2  # 20 dB
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
