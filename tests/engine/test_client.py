@@ -18,6 +18,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request, RequestOutput, SamplingParams
 from fp8serve.errors import MachineError, ModelError, RequestError, ScalesError
+from tests.patience import PATIENCE
 
 T = TypeVar("T")
 OPTIONS = EngineOptions(recipe="bf16", max_num_seqs=4, num_blocks=40)
@@ -32,7 +33,7 @@ class Alive:
         self.client = self.run(EngineClient.start(model_dir, OPTIONS))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(asyncio.wait_for(work, 60))
+        return self.runner.run(asyncio.wait_for(work, PATIENCE))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 from fp8serve.server.app import create_app
 from fp8serve.server.house import House
 from fp8serve.server.settings import Settings
+from tests.patience import PATIENCE
 from tests.server.fakes import Launcher, model_dir
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_worker.py")))
@@ -28,7 +29,7 @@ class Server:
         self.house: House = app.state.house
 
     async def ready(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while not self.house.models.ready:
                 await asyncio.sleep(0.005)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fp8serve.errors import MachineError
 from fp8serve.server.settings import Limits
 from fp8serve.server.uploads import RowBounds
+from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -29,7 +30,7 @@ async def submit(server: Server, text: str = "hello", **more: Any) -> dict[str, 
 
 
 async def wait_for(server: Server, job_id: str, *states: str) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while True:
             job: dict[str, Any] = (await server.client.get(f"/finetune/{job_id}")).json()
             if job["status"] in states:
@@ -38,7 +39,7 @@ async def wait_for(server: Server, job_id: str, *states: str) -> dict[str, Any]:
 
 
 async def wait_for_step(server: Server, job_id: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while not (await server.client.get(f"/finetune/{job_id}")).json()["progress"]:
             await asyncio.sleep(0.02)
 
@@ -280,7 +281,7 @@ def test_pause_lets_what_runs_finish_and_refuses_the_rest(start: Start) -> None:
             before = asyncio.create_task(server.client.post("/generate", json=ask))
             await asyncio.sleep(0.05)
             job = await submit(server, "slow")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 while not server.house.paused:
                     await asyncio.sleep(0.01)
             refused = await server.client.post("/v1/completions", json={"prompt": "x"})
@@ -329,7 +330,7 @@ def test_activation_fails_no_request_and_each_answer_names_its_weights(start: St
             stop.set()
             assert min(await asyncio.gather(*users)) > 2
             assert len(seen) == 2
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(PATIENCE):
                 while not all(engine.closed for engine in server.launcher.engines[:-1]):
                     await asyncio.sleep(0.01)
             assert not server.launcher.engine.closed

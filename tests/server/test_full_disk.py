@@ -18,6 +18,7 @@ from fp8serve.server.faults import Fault
 from fp8serve.server.jobs import JobStore
 from fp8serve.server.records import NewJob
 from fp8serve.server.settings import lock_data_dir
+from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
 from tests.server.test_finetune import submit, wait_for
 
@@ -155,7 +156,7 @@ async def test_jobs_run_again_after_the_table_could_not_be_read(start: Start, mo
         with monkeypatch.context() as broken:
             broken.setattr(server.house.jobs, "unfinished", unreadable)
             job = await submit(server, "fine")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 while not failures:
                     await asyncio.sleep(0.01)
         assert (await wait_for(server, job["id"], "succeeded"))["status"] == "succeeded"
