@@ -3,7 +3,7 @@
 An entry (`entries.py`) says what an op must move and compute at least: the bytes of its inputs and outputs, each once,
 and two operations per multiplication and addition. Divided by the time that gives GB/s and GFLOP/s, and the larger of
 their shares of this machine's measured peaks is the op's `share_of_peak`: how near the roofline it is. The peaks are a
-read of a matrix far larger than the caches and torch's best BF16 matrix product, so that a kernel which works from the
+read of a matrix far larger than the caches and torch's best matrix product, so that a kernel which works from the
 caches can exceed the first, and one that is better than torch's the second.
 """
 
@@ -15,6 +15,7 @@ import torch
 
 from fp8serve.bench.clock import fastest
 from fp8serve.bench.entries import MAKERS, Entry
+from fp8serve.doctor import instruction_sets
 from fp8serve.fp8 import ops
 
 
@@ -27,8 +28,9 @@ class Peaks:
 
 
 def measure_peaks(seconds: float) -> Peaks:
-    """Reading 512 MB, and torch's BF16 product of 2048 x 2048 matrices."""
-    large, square = torch.ones(2**27), torch.randn(2048, 2048).to(torch.bfloat16)
+    """Reading 512 MB, and torch's product of 2048 x 2048 matrices: in BF16, or FP32 on a CPU without BF16 units."""
+    dtype = torch.bfloat16 if {*instruction_sets()} & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
+    large, square = torch.ones(2**27), torch.randn(2048, 2048).to(dtype)
     found = fastest({"read": large.sum, "product": lambda: square @ square}, seconds)
     return Peaks(large.nbytes / found["read"], 2 * 2048**3 / found["product"])
 

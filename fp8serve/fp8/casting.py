@@ -76,9 +76,15 @@ def cast_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_2: bool) -> 
     return Codes(q, scale.reciprocal())
 
 
-def has_infinity(x: Tensor) -> Tensor:
-    """Whether x holds an infinity, bool []; NaN beside it may hide it."""
-    if x.numel() == 0:
+def has_infinity(x: Tensor, pair: Pair) -> Tensor:
+    """Whether x, cast by its own content into `pair`, holds an infinity, bool []; NaN beside it may hide it.
+
+    An infinite amax makes the scale 1. So a CPU, which can look at a scale without waiting for it, reads x once more
+    only where some scale is 1.
+    """
+    codes = pair.rows or pair.cols
+    looks = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if codes is None or x.numel() == 0 or (looks and not (codes.scale_inv == 1).any()):
         return x.new_zeros((), dtype=torch.bool)
     low, high = x.aminmax()
     return low.isinf() | high.isinf()

@@ -53,8 +53,8 @@ class Rounding:
         dtype = DTYPES[fmt.backward if name in BACKWARD else fmt.forward]
         if self.rule is None:
             power_2 = not isinstance(self.recipe, DelayedScaling) and self.recipe.power_2_scale
-            q, scale_inv = torch.ops.fp8serve.quantize_current(x, dtype, power_2)
-            return self._values(Codes(q, scale_inv), name, has_infinity(x))
+            codes = Codes(*torch.ops.fp8serve.quantize_current(x, dtype, power_2))
+            return self._values(codes, name, has_infinity(x, Pair(codes, None)))
         if not self.enabled:
             self._stage(name, reference.amax(x))
             return x.float()

@@ -92,15 +92,22 @@ def _through(
 class NormLinear(nn.Module):
     """[..., in_features] -> [..., out_features]: a norm over the last dimension, then the Linear.
 
-    norm: any module with `weight` (and `bias`, `eps`): nn.LayerNorm centres, everything else is an RMSNorm. Its
-    parameters and those of `linear` are shared, not copied.
+    norm: any module with `weight` (and `bias`, `eps`): nn.LayerNorm centres, everything else is an RMSNorm. An eps of
+    None is FP32's, as in nn.RMSNorm. Its parameters and those of `linear` are shared, not copied. TypeError for a norm
+    without a weight.
     """
 
     def __init__(self, norm: nn.Module, linear: Linear) -> None:
         super().__init__()
         self.norm, self.linear = norm, linear
         self.center = isinstance(norm, nn.LayerNorm)
-        self.eps = float(cast(Any, norm).eps)
+        if not isinstance(getattr(norm, "weight", None), Tensor):
+            raise TypeError(
+                f"NormLinear multiplies by the weight of its norm, and this {type(norm).__name__} has none; "
+                "make it with elementwise_affine=True, or call it before a Linear."
+            )
+        eps = cast(Any, norm).eps
+        self.eps = torch.finfo(torch.float32).eps if eps is None else float(eps)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """linear(norm(x), is_first_microbatch)."""

@@ -77,7 +77,7 @@ class Call:
             pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
             self._stage(name, amax)
         if name == "grad_output":
-            pair = unhidden(pair, has_infinity(x) if amax is None else amax.isinf())
+            pair = unhidden(pair, has_infinity(x, pair) if amax is None else amax.isinf())
         self._show(name, lambda: x, pair)
         return Pair(pair.rows if rows else None, pair.cols if cols else None)
 

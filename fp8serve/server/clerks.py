@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ class Clerks:
             return await self._all[2].perform(head, body, allowance)
 
     @contextlib.contextmanager
-    def _waiting(self, size: int):  # type: ignore[no-untyped-def]
+    def _waiting(self, size: int) -> Iterator[None]:
         if self.bytes and self.bytes + size > self._most:
             raise Fault(
                 Code.QUEUE_FULL,

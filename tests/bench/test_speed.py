@@ -19,12 +19,6 @@ from fp8serve.errors import MachineError
 from tests.engine.tiny import write_model
 
 
-@pytest.fixture(autouse=True)
-def peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a small machine. torch's BF16 product of the real size takes half a minute without AVX-512."""
-    monkeypatch.setattr(ops, "measure_peaks", lambda seconds: ops.Peaks(1e10, 1e11))
-
-
 def ignore(what: str, done: int, total: int) -> None:
     """No progress to show."""
 

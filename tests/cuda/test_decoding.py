@@ -20,6 +20,7 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import convert
+from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder, linear_names
@@ -34,6 +35,9 @@ CONFIG = {
     "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **SIZES,
 }  # fmt: skip
 PROMPTS = [list(range(3, 40)), [7, 8, 9], [300] * 20]
+# Attention on a GPU multiplies BF16 weights. So does the CPU where it has BF16 units; elsewhere it keeps them in FP32,
+# and from there on other codes flip.
+MOST_NOISE = 10**-2.5 if "bf16" in backends()["paged_attention"] else 10**-2
 
 
 def model(dtype: torch.dtype = torch.bfloat16) -> Decoder:
@@ -98,12 +102,17 @@ def test_logits_are_close_to_the_cpus(device: str, recipe: str, cache: torch.dty
     for engine in (there, here):
         engine.generate(1, temperature=0.0)
     for found, expected in zip(there.logits, here.logits, strict=True):
-        noise = (found.double() - expected.double()).square().sum()
-        assert noise <= expected.double().square().sum() * 10**-2  # 20 dB
+        assert noise(found, expected) <= MOST_NOISE
 
 
-def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ops of a decoding step, taken by the CUDA kernels on the emulated GPU."""
+def noise(found: Tensor, expected: Tensor) -> float:
+    """Its power, as a share of the signal's."""
+    expected = expected.double()
+    return float((found.double() - expected).square().sum() / expected.square().sum().clamp(min=1e-300))
+
+
+def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
+    """The ops of a decoding step, `but` one, taken by the CUDA kernels on the emulated GPU."""
     if emulated.COMPILER is None:
         pytest.skip("no C++ compiler")
     kernels = emulated.ops()
@@ -113,7 +122,7 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         runner: ("rotary_write_kv rotary_write_kv", "paged_attention paged_attention"),
     }  # fmt: skip
     for module, names in taken.items():
-        for name, op in (pair.split() for pair in names):
+        for name, op in (pair.split() for pair in names if pair.split()[1] != but):
             monkeypatch.setattr(module, f"_{name}", getattr(kernels, op).default)
 
 
@@ -129,7 +138,7 @@ def test_the_kernels_make_a_decoder(device: str, cache: torch.dtype, monkeypatch
     found.generate(2, temperature=0.0)
     assert [len(logits) for logits in found.logits] == [0, 2, 3, 1]
     for one, other in zip(found.logits, expected.logits, strict=True):
-        assert (one.double() - other.double()).square().sum() <= other.double().square().sum() * 10**-2  # 20 dB
+        assert noise(one, other) <= MOST_NOISE
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

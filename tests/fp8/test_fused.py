@@ -79,6 +79,18 @@ def test_norm_linear(recipe: Recipe | None, kind: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_without_eps_has_that_of_torch(dtype: torch.dtype) -> None:
+    norm, x = nn.RMSNorm(40).to(dtype), (torch.randn(3, 40) * 1e-4).to(dtype)  # so small that eps decides
+    found = NormLinear(norm, Linear(40, 24).to(dtype))
+    torch.testing.assert_close(found(x), found.linear(norm(x)))
+
+
+def test_a_norm_without_weight_is_refused() -> None:
+    with pytest.raises(TypeError, match="this RMSNorm has none"):
+        NormLinear(nn.RMSNorm(40, elementwise_affine=False), Linear(40, 24))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_silu_mul_linear(recipe: Recipe | None, dtype: torch.dtype) -> None:
     fused = SiluMulLinear(Linear(40, 24)).to(dtype)

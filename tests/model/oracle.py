@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, linear_names, load_trainable
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.decoder import Attend, Decoder
@@ -22,6 +22,8 @@ SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hid
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = "model.layers.0.mlp.up_proj"
+IDS = list(range(3, 40))
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -132,8 +134,10 @@ def write_tokenizer(
     return loaded
 
 
-def state_for(model_dir: Path) -> ScalingCheckpoint:
+def state_for(model_dir: Path, recipe: str = "delayed") -> ScalingCheckpoint:
     """A scaling state as a calibration would leave it: every input within 20, every weight at its own amax."""
+    if recipe != "delayed":
+        return ScalingCheckpoint(from_name(recipe), {})
     model = load_trainable(model_dir)
     tensors = {}
     for i, name in enumerate(linear_names(model)):

@@ -28,15 +28,9 @@ from fp8serve.model.checkpoint import (
 )
 from fp8serve.model.decoder import linear_names
 from fp8serve.model.shards import read_header
-from tests.model.oracle import all_logits, state_for
+from tests.model.oracle import IDS, LINEAR, all_logits, state_for
 
 ModelDir = Callable[[str], Path]
-LINEAR = "model.layers.0.mlp.up_proj"
-IDS = list(range(3, 40))
-
-
-def state(source: Path, recipe: str) -> ScalingCheckpoint:
-    return state_for(source) if recipe == "delayed" else ScalingCheckpoint(from_name(recipe), {})
 
 
 def with_kv(state: ScalingCheckpoint) -> ScalingCheckpoint:
@@ -69,7 +63,7 @@ def test_tensors_have_the_formats_names_types_and_shapes(
     format_: str, recipe: str, model_dir: ModelDir, tmp_path: Path
 ) -> None:
     name, shape, input_shape = LAYOUTS[format_, recipe]
-    write_calibrated(tmp_path / "out", model_dir("llama"), state(model_dir("llama"), recipe), format=format_)
+    write_calibrated(tmp_path / "out", model_dir("llama"), state_for(model_dir("llama"), recipe), format=format_)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors[f"{LINEAR}.weight"].dtype is torch.float8_e4m3fn
     assert (tensors[f"{LINEAR}.{name}"].dtype, tensors[f"{LINEAR}.{name}"].shape) == (torch.float32, shape)
@@ -85,7 +79,7 @@ def test_stored_directory_serves_what_the_recipe_gives_on_the_fly(
     format_: str, recipe: str, model_dir: ModelDir, tmp_path: Path
 ) -> None:
     source = model_dir("llama")
-    write_calibrated(tmp_path / "out", source, state(source, recipe), format=format_)
+    write_calibrated(tmp_path / "out", source, state_for(source, recipe), format=format_)
     scales = tmp_path / "out" / "scales.safetensors" if recipe == "delayed" else None
     with torch.no_grad():
         stored = all_logits(load_servable(tmp_path / "out"), IDS)
@@ -133,11 +127,11 @@ def test_compressed_tensors_config_layout(model_dir: ModelDir, tmp_path: Path) -
 
 
 def test_fp8_config_layout(model_dir: ModelDir, tmp_path: Path) -> None:
-    write_calibrated(tmp_path / "a", model_dir("llama"), state(model_dir("llama"), "delayed"), format="fp8")
+    write_calibrated(tmp_path / "a", model_dir("llama"), state_for(model_dir("llama"), "delayed"), format="fp8")
     assert config_of(tmp_path / "a") == {
         "quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]
     }  # fmt: skip
-    write_calibrated(tmp_path / "b", model_dir("llama"), state(model_dir("llama"), "block"), format="fp8")
+    write_calibrated(tmp_path / "b", model_dir("llama"), state_for(model_dir("llama"), "block"), format="fp8")
     assert config_of(tmp_path / "b") == {
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
         "ignored_layers": ["lm_head"],
@@ -170,7 +164,7 @@ def test_what_a_format_cannot_say_is_refused_before_writing(
     format_: str, recipe: str, message: str, model_dir: ModelDir, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        write_calibrated(tmp_path / "out", model_dir("llama"), state(model_dir("llama"), recipe), format=format_)
+        write_calibrated(tmp_path / "out", model_dir("llama"), state_for(model_dir("llama"), recipe), format=format_)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -210,7 +204,7 @@ def test_weights_are_aligned_and_files_are_valid(model_dir: ModelDir, tmp_path: 
 
 
 def test_every_file_is_as_readable_as_the_others(model_dir: ModelDir, tmp_path: Path) -> None:
-    write_calibrated(tmp_path / "out", model_dir("llama"), state(model_dir("llama"), "delayed"))
+    write_calibrated(tmp_path / "out", model_dir("llama"), state_for(model_dir("llama"), "delayed"))
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
     assert {"scales.safetensors", "model.safetensors", "config.json"} <= modes.keys()
     assert len(set(modes.values())) == 1, modes
@@ -226,7 +220,7 @@ def test_the_architecture_is_read_a_few_times_not_once_a_parameter(
         return linear_names(model)
 
     monkeypatch.setattr(export, "linear_names", counted)
-    write_calibrated(tmp_path / "out", model_dir("llama"), state(model_dir("llama"), "delayed"))
+    write_calibrated(tmp_path / "out", model_dir("llama"), state_for(model_dir("llama"), "delayed"))
     assert len(calls) == 1
 
 

@@ -17,10 +17,8 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from safetensors import safe_open
 from torch import Tensor
 
-from fp8serve.fp8.recipe import from_name
 from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import (
-    ScalingCheckpoint,
     TensorScale,
     load_servable,
     load_trainable,
@@ -30,13 +28,11 @@ from fp8serve.model.checkpoint import (
 )
 from fp8serve.model.readers import MODELOPT, SPELLING, reader_notes
 from fp8serve.model.shards import open_shards
-from tests.model.oracle import all_logits, make_model, state_for
+from tests.model.oracle import IDS, LINEAR, all_logits, make_model, state_for
 from tests.model.readers import tensors_taken
 
 ModelDir = Callable[[str], Path]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
-LINEAR = "model.layers.0.mlp.up_proj"
-IDS = list(range(3, 40))
 ALIGNED = {"hidden_size": 256, "intermediate_size": 384}  # every side a multiple of 128
 
 # (format, recipe): does transformers read it? compressed-tensors, the library, reads what is in its own format
@@ -56,10 +52,6 @@ UNREAD = [pair for pair, reads in READERS.items() if reads == "no"]
 COMPRESSED = [recipe for format_, recipe in READERS if format_ == "compressed-tensors"]
 
 
-def state(source: Path, recipe: str) -> ScalingCheckpoint:
-    return state_for(source) if recipe == "delayed" else ScalingCheckpoint(from_name(recipe), {})
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with biases, so that a reader that loses one shows it."""
@@ -69,7 +61,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(source: Path, out: Path, format_: str, recipe: str) -> Path:
-    write_calibrated(out, source, state(source, recipe), format=format_)
+    write_calibrated(out, source, state_for(source, recipe), format=format_)
     return out
 
 
@@ -231,7 +223,7 @@ def test_a_reader_of_every_safetensors_takes_the_weights_only(
     format_: str, recipe: str, max_shard_bytes: int, model_dir: ModelDir, tmp_path: Path
 ) -> None:
     source, out = model_dir("llama"), tmp_path / "out"
-    write_calibrated(out, source, state(source, recipe), format=format_, max_shard_bytes=max_shard_bytes)
+    write_calibrated(out, source, state_for(source, recipe), format=format_, max_shard_bytes=max_shard_bytes)
     assert tensors_taken(out) == sorted(open_shards(out))
 
 
