@@ -31,10 +31,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.compiling import constant_in_graphs
 from fp8serve.fp8.distributed import Attendance, default_group, header, reduce_staged, several
 from fp8serve.fp8.loops import LoopWatch
 from fp8serve.fp8.microbatch import checked
@@ -42,6 +40,7 @@ from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.reference import FP8_MAX
 from fp8serve.fp8.scaling import Direction, Entry, Scaled, update
+from fp8serve.fp8.torch_private import backward_pass, constant_in_graphs, when_backward_ends
 
 
 @dataclass(frozen=True)
@@ -288,14 +287,15 @@ def _record(history: Tensor, amax: Tensor, module: int, rule: int, direction: st
 
 def _backward_session() -> Session:
     """The session of the running backward pass; the engine finishes it when the pass ends."""
-    task = torch._C._current_graph_task_id()
+    task = backward_pass()
+    assert task is not None, "gradients are staged in a backward pass"
     session = _BACKWARD.get(task)
     if session is None:
         session = _BACKWARD[task] = Session("backward")
         # The engine keeps the bound method, and with it the session, until this backward pass ends or fails: a session
         # that goes without having finished has failed.
         weakref.finalize(session, _discard, "backward", session.ran).atexit = False
-        Variable._execution_engine.queue_callback(session.finish)
+        when_backward_ends(session.finish)
     return session
 
 

@@ -15,6 +15,7 @@ import torch
 
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops
+from fp8serve.fp8.torch_private import cuda_driver_version
 
 _FACTS = re.compile(rb"fp8serve-cuda-(architectures|runtime)=([\w.+]{1,200});")
 _JIT = 89  # whose code is there in a form that younger chips compile
@@ -78,8 +79,7 @@ def slowness(built: Built, gpu: str, capability: int) -> str | None:
 
 def driver_version() -> tuple[int, int] | None:
     """The CUDA version that the driver is for; None without a driver, or without a torch that asks it."""
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
-    found = ask() if ask is not None else 0
+    found = cuda_driver_version()
     return (found // 1000, found % 1000 // 10) if found else None
 
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fp8serve.fp8.compiling import constant_in_graphs
+from fp8serve.fp8.torch_private import constant_in_graphs
 
 Layout = Literal["tn", "any"]
 

@@ -14,7 +14,7 @@ a place that all ranks pass. A scale that is found later is no other scale: the 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,7 @@ from torch import Tensor
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.scaling import Direction, Scaled
-
-if TYPE_CHECKING:
-    from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.torch_private import copy_each
 
 MIN_PLACES = 1024
 WIDTH = 4  # tensors that a module stages in one pass, at most; and places of a header
@@ -100,7 +98,7 @@ def reduce_staged(
             module.prepare(recipe.amax_history_len)
     present = [m for m in modules if m.scaling]
     if present:
-        torch._foreach_copy_(_slots(present, direction), list(rows[_places(present, direction)].unbind()))
+        copy_each(_slots(present, direction), rows[_places(present, direction)].unbind())
     return present, heard
 
 
@@ -147,15 +145,14 @@ def several(group: Any) -> bool:
     return group is not None and dist.get_world_size(group) > 1
 
 
-def one_scale(context: "autocast", members: Any, user: str) -> None:
-    """Raise RecipeError unless a tensor that lies in parts on the ranks of `members` has one scale in `context`.
+def one_scale(recipe: Recipe, group: Any, members: Any, user: str) -> None:
+    """Raise RecipeError unless a tensor that lies in parts on the ranks of `members` has one scale under `recipe`.
 
-    Delayed scales are equal on ranks that reduce their amaxes together; current ones can be found together; a scale for
-    each row or block cannot be shared by both directions.
+    group: the one over which amaxes are reduced. Delayed scales are equal on ranks that reduce their amaxes together;
+    current ones can be found together; a scale for each row or block cannot be shared by both directions.
     """
-    recipe = context.recipe
     if isinstance(recipe, DelayedScaling):
-        if not (recipe.reduce_amax and spans(context.group, members)):
+        if not (recipe.reduce_amax and spans(group, members)):
             raise RecipeError(
                 f"{user} needs equal delayed scales on its ranks: give autocast an amax_reduction_group that spans "
                 "them, and leave reduce_amax on."

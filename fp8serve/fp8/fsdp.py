@@ -36,10 +36,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8 import autocast as contexts
@@ -50,6 +48,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.microbatch import Kept
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.torch_private import backward_pass, map_tensors, plain_torch_function, preserving_version, wrapper
 
 # What FSDP2, DTensor and `nn.Module` do to a parameter while they shard, move and load it: the result is a shard again.
 _KEEP = {
@@ -121,27 +120,27 @@ class ShardedWeight(torch.Tensor):
     def __new__(cls, hp: Tensor, peers: Peers) -> "ShardedWeight":
         place = {"strides": hp.stride(), "storage_offset": hp.storage_offset()}
         kind = {"dtype": hp.dtype, "device": hp.device, "requires_grad": hp.requires_grad}
-        return cast(Any, torch.Tensor._make_wrapper_subclass)(cls, hp.size(), **place, **kind)  # type: ignore[no-any-return]
+        return wrapper(cls, hp.size(), **place, **kind)  # type: ignore[no-any-return]
 
     def __init__(self, hp: Tensor, peers: Peers) -> None:
         self.hp, self.peers = hp, peers
         self.whole = self.sent = None
         self.kept = Kept()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Compute on `hp`; what only reshapes, moves or copies the shard is a shard again."""
-        out = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
+        out = func(*map_tensors(_plain, args), **map_tensors(_plain, kwargs or {}))
         first = args[0] if args else None
         if not isinstance(first, ShardedWeight):
             return out
         if out is first.hp:  # in place
             return first
-        return tree_map(lambda t: ShardedWeight(t, first.peers), out) if func in _KEEP else out
+        return map_tensors(lambda t: ShardedWeight(t, first.peers), out) if func in _KEEP else out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.hp!r})"
@@ -150,7 +149,7 @@ class ShardedWeight(torch.Tensor):
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast]]:
         """Codes of this rank's rows as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass."""
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = backward_pass() is not None
         sent = self.sent
         if sent is None or not in_backward:
             sent = self._codes(mesh, cast(Linear, module))
@@ -198,14 +197,14 @@ class GatheredWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: Cast, dtype: torch.dtype) -> "GatheredWeight":
-        return torch.Tensor._make_wrapper_subclass(cls, codes.q.size(), dtype=dtype, device=codes.q.device)
+        return wrapper(cls, codes.q.size(), dtype=dtype, device=codes.q.device)  # type: ignore[no-any-return]
 
     def __init__(self, codes: Cast, dtype: torch.dtype) -> None:
         self.codes = codes
 
     def renew(self, sent: Cast) -> None:
         """Take the scale of codes that FSDP has just gathered; unseen by autograd, like FSDP's refilling of `q`."""
-        with _unsafe_preserve_version_counter(self.codes.scale_inv):
+        with preserving_version(self.codes.scale_inv):
             self.codes.scale_inv.copy_(sent.scale_inv)
         self.codes = self.codes._replace(amax=sent.amax)
 
@@ -216,7 +215,7 @@ class GatheredWeight(torch.Tensor):
             self.codes = self.codes._replace(amax=None)
         return Pair(Codes(q, scale_inv), Codes(q.t(), scale_inv)), amax
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -254,7 +253,7 @@ def _usable(mesh: DeviceMesh) -> contexts.autocast:
             f"override_linear_precision={recipe.override_linear_precision} needs high-precision weights for fprop or "
             "dgrad, but gather_in_fp8 gathers FP8 codes; leave one of them out."
         )
-    one_scale(context, mesh.get_group(), "gather_in_fp8")
+    one_scale(recipe, context.group, mesh.get_group(), "gather_in_fp8")
     return context
 
 

@@ -21,6 +21,7 @@ import fp8serve
 from fp8serve.errors import RecipeError
 from fp8serve.fp8 import reference, reference_fused, reference_packed, reference_sampling
 from fp8serve.fp8.reference import BLOCK
+from fp8serve.fp8.torch_private import has_kernel
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 GranularityName = Literal["tensor", "row", "block1x128", "block128x128"]
@@ -318,7 +319,7 @@ LIBRARIES = {"cpu": _load("fp8serve_cpu"), "cuda": _load("fp8serve_cuda") if tor
 
 
 def _has_kernel(op: str, key: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", key))
+    return has_kernel(f"fp8serve::{op}", key)
 
 
 def cpu_isa() -> str | None:

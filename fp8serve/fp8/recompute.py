@@ -19,7 +19,8 @@ from typing import Any, Protocol, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.utils.checkpoint import _CheckpointFrame
+
+from fp8serve.fp8.torch_private import backward_pass, is_checkpoint_frame, saved_tensor_hooks, saves_with_hooks
 
 
 @dataclass(frozen=True)
@@ -40,29 +41,16 @@ def _region(hook: Callable[..., Any]) -> Region | None:
     for cell in inner.__closure__ or ():
         found = cell.cell_contents
         frame = found() if isinstance(found, ref) else found
-        if isinstance(frame, _CheckpointFrame):
+        if is_checkpoint_frame(frame):
             return Region(frame, hook if inner.__qualname__.startswith("_recomputation_hook") else None)
     return None
 
 
-def _regions() -> list[Region]:
-    """The regions that are running, innermost first. Looking below the top hook means taking hooks off and back on."""
-    autograd: Any = torch._C._autograd
-    taken = []
-    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        taken.append(hooks)
-        autograd._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(taken):
-        autograd._push_saved_tensors_default_hooks(pack, unpack)
-    return [region for pack, _ in taken if (region := _region(pack)) is not None]
-
-
 def regions() -> list[Region]:
     """The checkpointed regions that are running, innermost first; cheap where there is none."""
-    autograd: Any = torch._C._autograd
-    if torch.compiler.is_compiling() or autograd._top_saved_tensors_default_hooks(True) is None:
+    if torch.compiler.is_compiling() or not saves_with_hooks():
         return []
-    return _regions()
+    return [region for pack, _ in saved_tensor_hooks() if (region := _region(pack)) is not None]
 
 
 class Repeatable(Protocol):
@@ -109,7 +97,7 @@ def recall(running: list[Region], layer: int) -> tuple[bool, Any]:
 
 def refuse_reentrant(ran_frozen: bool) -> None:
     """Raise if a layer that last ran in FP8 without gradients is now asked for them inside a backward pass."""
-    if ran_frozen and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+    if ran_frozen and torch.is_grad_enabled() and backward_pass() is not None:
         raise RuntimeError(
             "A checkpointed region cannot be recomputed with its FP8 scales in the reentrant variant;"
             " call torch.utils.checkpoint.checkpoint with use_reentrant=False."

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
+from fp8serve.fp8.torch_private import copy_each
+
 BLOCK = 128
 FLT_MAX = torch.finfo(torch.float32).max
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -223,7 +225,7 @@ def delayed_update(
         limit = torch.tensor([fp8_maxes[i] / 2.0**margin for i in chosen], dtype=torch.float32, device=scale.device)
         scale, history, ran, dropped = _updated(scale, history, limit, step % interval == 0, algo)
         for column, values in zip(picked, (scale, history, bad + dropped, step + ran), strict=True):
-            torch._foreach_copy_(column, list(values.unbind()))
+            copy_each(column, values.unbind())
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int, scale_inv: Tensor | None) -> Tensor:

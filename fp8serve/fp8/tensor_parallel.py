@@ -70,7 +70,7 @@ class ParallelLinear(Linear):
 
     def _call(self, context: autocast) -> Call:
         if self.sequence_parallel and one_per_tensor(context.recipe):
-            one_scale(context, self.group, "Sequence parallelism")
+            one_scale(context.recipe, context.group, self.group, "Sequence parallelism")
         return replace(super()._call(context), sharers=self.group)
 
     def _gathers_codes(self, plan: Plan) -> bool:
