@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
-from fp8serve.fp8.torch_private import copy_each
-
 BLOCK = 128
 FLT_MAX = torch.finfo(torch.float32).max
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -225,7 +223,8 @@ def delayed_update(
         limit = torch.tensor([fp8_maxes[i] / 2.0**margin for i in chosen], dtype=torch.float32, device=scale.device)
         scale, history, ran, dropped = _updated(scale, history, limit, step % interval == 0, algo)
         for column, values in zip(picked, (scale, history, bad + dropped, step + ran), strict=True):
-            copy_each(column, values.unbind())
+            for target, value in zip(column, values, strict=True):
+                target.copy_(value)
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int, scale_inv: Tensor | None) -> Tensor:
