@@ -88,7 +88,7 @@ import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"fastapi", "starlette", "pydantic", "uvicorn", "safetensors", "tokenizers",
-            "transformers", "jinja2", "typer", "rich", "hypothesis", "httpx", "yaml", "plotly", "llguidance"}:
+            "transformers", "jinja2", "typer", "rich", "hypothesis", "httpx", "yaml", "llguidance"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 sys.argv = ["pytest", *sys.argv[1:]]
