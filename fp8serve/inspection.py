@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fp8serve.errors import ModelError
+from fp8serve.errors import ModelError, ScalesError
 from fp8serve.model import transformer_engine
 from fp8serve.model.agreement import contradictions
 from fp8serve.model.readers import reader_notes
-from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, problems, read_scales
+from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_belongs, problems, read_scales
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
 HISTORY_SHOWN = 32
@@ -40,9 +40,11 @@ class Scale:
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """{"path", "holds", "scales": [Scale as a dict, ...], "notes"} of a model directory, of a scales.safetensors, or of
-    a .safetensors file with the `_extra_state` tensors of Transformer Engine. `notes` are sentences on what the model
-    loses here and on who else cannot read it.
+    """{"path", "holds", "scales": [Scale as a dict, ...], "notes", "problem"} of a model directory, of a
+    scales.safetensors, or of a .safetensors file with the `_extra_state` tensors of Transformer Engine.
+
+    `notes` are sentences on what the model loses here and on who else cannot read it; `problem` says why nothing in it
+    can be served, or is None.
 
     ModelError, ScalesError: there is nothing to inspect, or it is damaged.
     """
@@ -56,6 +58,7 @@ def inspect(path: Path) -> dict[str, Any]:
     found: list[Scale] = []
     holds, checkpoint = "scales", None
     notes: list[str] = []
+    problem: str | None = None
     if (path / "config.json").is_file():
         checkpoint = open_checkpoint(path)
         found += _from_checkpoint(checkpoint)
@@ -67,11 +70,24 @@ def inspect(path: Path) -> dict[str, Any]:
         state = read_scales(path / FILE_NAME)
         wrong = {} if checkpoint is None else dict(contradictions(checkpoint, state))
         found += _from_scales(state, FILE_NAME, wrong)
-    return _report(path, holds, found, notes)
+        problem = None if checkpoint is None else _stranger(checkpoint, state)
+    return _report(path, holds, found, notes, problem)
 
 
-def _report(path: Path, holds: str, scales: list[Scale], notes: Sequence[str] = ()) -> dict[str, Any]:
-    return {"path": str(path), "holds": holds, "scales": [asdict(s) for s in scales], "notes": list(notes)}
+def _stranger(checkpoint: Checkpoint, state: ScalingCheckpoint) -> str | None:
+    """Why the sidecar as a whole is not the one of the files beside it."""
+    try:
+        check_belongs(state, checkpoint.path, FILE_NAME)
+    except ScalesError:
+        return f"{FILE_NAME} belongs to another model than the weights beside it"
+    return None
+
+
+def _report(
+    path: Path, holds: str, scales: list[Scale], notes: Sequence[str] = (), problem: str | None = None
+) -> dict[str, Any]:
+    found = [asdict(s) for s in scales]
+    return {"path": str(path), "holds": holds, "scales": found, "notes": list(notes), "problem": problem}
 
 
 def _describe(checkpoint: Checkpoint) -> str:

@@ -34,6 +34,8 @@ def command(
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ScalesError(f"{path} cannot be served: {wrong[0]['tensor']}{more} {wrong[0]['problem']}.")
+    if report["problem"]:
+        raise ScalesError(f"{path} cannot be served: {report['problem']}.")
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -257,6 +257,8 @@ class Linear(Stateful, nn.Linear):
                 self._ran_frozen = not self._ran_frozen
         if context is None:
             return None
+        if x.device != self.weight.device:
+            raise ValueError(f"The input is on {x.device} and the weight on {self.weight.device}; move one of them.")
         call = self._call(context)
         fprop_hp, dgrad_hp, wgrad_hp = call.hp
         rows, cols = not fprop_hp, graph and x.requires_grad and not dgrad_hp

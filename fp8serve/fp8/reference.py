@@ -137,8 +137,19 @@ def _is_block(scale_inv: Tensor, rows: int, cols: int) -> bool:
     return scale_inv.dim() == 2 and tuple(scale_inv.shape) not in {(rows, 1), (1, 1)}
 
 
-def _padded(a: Tensor) -> Tensor:
-    return F.pad(a, (0, 0, 0, -a.shape[0] % 8))
+TILE = 32  # rows
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [N, K]^T in FP32. On a CPU no row depends on those beside it.
+
+    A BLAS chooses the order of its sums by the shape of the product, so a CPU multiplies TILE rows at a time, the last
+    of them filled up with zeros: one shape for all.
+    """
+    if a.device.type != "cpu":
+        return a @ b.t()
+    tiles = torch.split(F.pad(a, (0, 0, 0, -a.shape[0] % TILE)), TILE)
+    return torch.cat([tile @ b.t() for tile in tiles])[: a.shape[0]] if len(a) else a @ b.t()
 
 
 def _scaled_by(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -158,15 +169,13 @@ def scaled_mm(
     """[M, K] x [N, K] -> [M, N], accumulated in FP32; the scales multiply the FP32 sums, bias is added before rounding.
 
     With block scales the operands are dequantized first, one FP32 rounding per element: as accurate as scaling the
-    partial sum of every block, and one matmul instead of K/128. Rows are padded to a multiple of 8, because a BLAS adds
-    in another order for few rows: so a row's result does not depend on the rows beside it.
+    partial sum of every block, and one matmul instead of K/128.
     """
-    rows = a.shape[0]
     with torch.autocast(a.device.type, enabled=False):  # a surrounding torch.autocast would make the matmul BF16
         if _is_block(a_scale_inv, *a.shape) or _is_block(b_scale_inv, *b.shape):
-            out = (_padded(dequantize(a, a_scale_inv)) @ dequantize(b, b_scale_inv).t())[:rows]
+            out = product(dequantize(a, a_scale_inv), dequantize(b, b_scale_inv))
         else:
-            out = _scaled_by((_padded(a.float()) @ b.float().t())[:rows], a_scale_inv, b_scale_inv.t())
+            out = _scaled_by(product(a.float(), b.float()), a_scale_inv, b_scale_inv.t())
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

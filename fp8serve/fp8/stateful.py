@@ -5,8 +5,9 @@ They live outside of parameters and buffers: `.to(bfloat16)` must not round them
 `P.weight.amax_history`, ...), and a state dict without them still loads.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -65,11 +66,11 @@ class Stateful(nn.Module):
                 destination[f"{prefix}{name}.{field}"] = getattr(state, field)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in self.state_names():
-            found = {field: state_dict.pop(f"{prefix}{name}.{field}", None) for field in FIELDS}
-            if any(value is not None for value in found.values()):
-                self.scaling[name] = restored(found, f"{prefix}{name}", self.state_device())
+        found = {n: {f: state_dict.pop(f"{prefix}{n}.{f}", None) for f in FIELDS} for n in self.state_names()}
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, fields in found.items():  # after the parameters, which assign=True may bring to another device
+            if any(value is not None for value in fields.values()):
+                self.scaling[name] = restored(fields, f"{prefix}{name}", self.state_device())
 
 
 def state_key(name: str) -> tuple[str, str] | None:
@@ -80,11 +81,24 @@ def state_key(name: str) -> tuple[str, str] | None:
 
 
 def restored(found: Mapping[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
-    """A state from a state dict; counters that a scaling checkpoint does not carry start at 0."""
+    """A state from a state dict, in FP32 whatever it was stored in; counters that are not there start at 0.
+
+    ScalesError: a part is missing, or is none that training could go on with.
+    """
     scale, history = found.get("scale"), found.get("amax_history")
     if scale is None or history is None:
         raise ScalesError(f"The state dict holds a part of {name} only; it needs {name}.scale and {name}.amax_history.")
+    if scale.numel() != 1 or history.dim() != 1 or len(history) == 0:
+        raise ScalesError(
+            f"{name}.scale must be one number and {name}.amax_history a list of at least one; "
+            f"found shapes {list(scale.shape)} and {list(history.shape)}."
+        )
+    if not scale.is_meta and not 0 < float(scale) < math.inf:  # NaN fails both
+        raise ScalesError(f"{name}.scale must be positive and finite, found {float(scale)}.")
+    if not history.is_meta and not (history >= 0).all():
+        raise ScalesError(f"{name}.amax_history holds NaN or negative numbers, which no tensor's amax can be.")
     zero = torch.zeros((), dtype=torch.int64)
-    counters = [zero if found.get(field) is None else found[field] for field in ("nonfinite", "steps")]
+    counters = [zero if (value := found.get(field)) is None else value.long() for field in ("nonfinite", "steps")]
     with torch.no_grad():
-        return ScalingState(*(cast(Tensor, t).detach().to(device).clone() for t in (scale, history, *counters)))
+        kept = (scale.reshape(()).float(), history.float(), *counters)
+        return ScalingState(*(t.detach().to(device).clone() for t in kept))

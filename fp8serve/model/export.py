@@ -217,6 +217,8 @@ def _weight(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) ->
     tensor = weights[name].detach()
     if tuple(tensor.shape) != shape:
         raise ModelError(f"The weight {name} has the shape {list(tensor.shape)}; the configuration makes it {shape}.")
+    if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # NaN is either
+        raise ModelError(f"The weight {name} holds NaN or an infinity; a model that diverged is not written.")
     return tensor
 
 

@@ -296,6 +296,59 @@ def test_half_a_state_is_refused() -> None:
         trained().load_state_dict(state)
 
 
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_model_on_meta_takes_the_states_with_the_weights(place: str) -> None:
+    """The usual way to load with little memory: modules without memory, and `assign=True`."""
+    source = trained()
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+        empty = convert(empty) if place == "before" else empty
+    if place == "after":
+        empty = convert(empty)
+    empty.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
+    assert not any(t.is_meta for t in empty.state_dict().values())
+    for a, b in zip(next_step(empty), next_step(source), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_module_on_another_device_is_one_sentence(recipe: str) -> None:
+    with (
+        autocast(recipe=RECIPES[recipe]),
+        pytest.raises(ValueError, match="input is on cpu and the weight on meta; move one"),
+    ):
+        Linear(8, 8, device="meta")(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("scale", 0.0, "0.input.scale must be positive and finite, found 0.0"),
+        ("scale", -1.0, "must be positive and finite, found -1.0"),
+        ("scale", torch.nan, "must be positive and finite, found nan"),
+        ("scale", [1.0, 2.0], r"must be one number .* found shapes \[2\] and"),
+        ("amax_history", [], r"found shapes \[\] and \[0\]"),
+        ("amax_history", [[1.0]], r"found shapes \[\] and \[1, 1\]"),
+        ("amax_history", [0.0, -1.0], "0.input.amax_history holds NaN or negative numbers"),
+        ("amax_history", [0.0, torch.nan], "0.input.amax_history holds NaN or negative numbers"),
+    ],
+)
+def test_a_state_that_training_cannot_go_on_with(name: str, value: Any, match: str) -> None:
+    state = trained().state_dict() | {f"0.input.{name}": torch.tensor(value)}
+    with pytest.raises(ScalesError, match=match):
+        trained().load_state_dict(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_states_stay_fp32_whatever_they_were_stored_in(dtype: torch.dtype) -> None:
+    model = trained()
+    model.load_state_dict({k: v.to(dtype) for k, v in model.state_dict().items()})
+    state = scaling_state(model[0])["input"]  # type: ignore[arg-type]
+    assert (state.scale.dtype, state.amax_history.dtype) == (torch.float32, torch.float32)
+    assert state.steps.dtype == torch.int64
+    next_step(model)
+
+
 def test_changing_the_history_length_after_a_load_keeps_the_newest() -> None:
     model = trained()
     newest = scaling_state(model[0])["input"].amax_history[-1].item()  # type: ignore[arg-type]

@@ -71,6 +71,16 @@ def test_what_was_trained_is_what_is_served(kind: str, tmp_path: Path) -> None:
     assert (here - there).norm() < 0.05 * here.norm()
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "model.embed_tokens"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_that_diverged_is_not_written(name: str, value: float, tmp_path: Path) -> None:
+    model = trained(tmp_path)
+    model.get_parameter(f"{name}.weight").data[0, 0] = value
+    with pytest.raises(ModelError, match=rf"The weight {name}.weight holds NaN or an infinity; a model that diverged"):
+        fp8serve.export(model, tmp_path / "out", recipe=RECIPE)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_histories_of_training_go_with_the_model(tmp_path: Path) -> None:
     model = trained(tmp_path)
     fp8serve.export(model, tmp_path / "out", recipe=RECIPE)
