@@ -1,0 +1,304 @@
+"""Runs fine-tune jobs, one at a time, each in its own process: `python -m fp8serve.train.worker JOB_DIR`.
+
+The directory is the truth (`job.json` in, `events.jsonl` and `result.json` out, `worker.lock` held while a worker
+lives) and the job table is its index, so nothing is lost whichever process dies. A worker outlives a front that was
+killed: the next front finds the lock held and follows it instead of starting a second one. A worker that dies
+without a word is started again and resumes from its last checkpoint; after MAX_CRASHES deaths without a finished
+step the job fails. When the server stops, the job is asked to stop at a checkpoint and is queued again.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fp8serve.server.faults import safe_text
+from fp8serve.server.finetuning.job_records import Job
+from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.tasks import cancel
+
+log = logging.getLogger("fp8serve.server")
+
+# -P: a file in the current directory must not become a module of the worker
+WORKER = (sys.executable, "-P", "-m", "fp8serve.train.worker")
+POLL_SECONDS = 0.1
+CANCEL_SECONDS = 60.0
+ERROR_SECONDS = 5.0
+MAX_CRASHES = 3
+NICE = 10
+EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 3
+
+
+class JobRunner:
+    """Takes jobs from the table and sees them through. `wait_idle` is awaited before a job starts.
+
+    `command` is the worker's, to which the job's directory is added.
+    """
+
+    def __init__(
+        self, store: JobStore, data_dir: Path, wait_idle: Callable[[], Awaitable[None]], command: Sequence[str] = WORKER
+    ) -> None:
+        self.store = store
+        self.command = tuple(command)
+        self.root = data_dir / "jobs"
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        self.busy = False
+        self.closing = False
+        self.closed = True
+        self.changed = asyncio.Condition()
+        self._wait_idle = wait_idle
+        self._wake = asyncio.Event()
+        self._worker: Worker | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def dir_of(self, job_id: str) -> Path:
+        """Where a job's process works; `job_id` is one that the table holds."""
+        return self.root / job_id
+
+    def result_dir(self, job: Job) -> Path:
+        return self.dir_of(job.id) / "out" / "model"
+
+    def discard(self, job_id: str) -> None:
+        """Removes a directory made for a job that was not accepted."""
+        shutil.rmtree(self.dir_of(job_id), ignore_errors=True)
+
+    def look_again(self) -> None:
+        """A job was added or its cancellation asked for: look at the table now."""
+        self._wake.set()
+
+    def start(self) -> None:
+        """Begins to take jobs."""
+        self.closed = False
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while not self.closing:
+            try:
+                if waiting := await asyncio.to_thread(self.store.unfinished):
+                    await self._run_one(waiting[0])
+                    continue
+                await self._wake.wait()
+                self._wake.clear()
+            except Exception:
+                log.exception("jobs cannot be run now")
+                await asyncio.sleep(ERROR_SECONDS)
+
+    async def _run_one(self, job: Job) -> None:
+        self.busy = True
+        try:
+            await self._wait_idle()
+            await self._see_through(job)
+        finally:
+            self.busy = False
+            await self._tell()
+
+    async def close(self, seconds: float) -> None:
+        """Asks the running worker to stop at a checkpoint, and queues its job for the next server. Kills it after
+        `seconds`.
+        """
+        self.closing = True
+        self._wake.set()
+        if self._worker is not None:
+            await self._worker.stop(seconds)
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=1.0)
+            await cancel(self._task)
+        self.closed = True
+
+    # -- one job -------------------------------------------------------------------------------------------------------
+
+    async def _see_through(self, job: Job) -> None:
+        if job.status == "queued" and not await asyncio.to_thread(self._enter, job):
+            return
+        if self.closing:
+            return
+        self._worker = worker = await Worker.start(job.id, self.dir_of(job.id), self.command)
+        await self._follow(worker)
+        self._worker = None
+        await asyncio.to_thread(self._settle, worker)
+        await self._tell()
+
+    def _enter(self, job: Job) -> bool:
+        again = job.started_at is not None
+        return self.store.move(
+            job.id, "running", "The job goes on from its last checkpoint." if again else "The job is running."
+        )
+
+    async def _follow(self, worker: "Worker") -> None:
+        """Until the worker has ended: its events into the table, and a wish to cancel to the worker."""
+        while True:
+            ended = worker.ended()
+            if await asyncio.to_thread(self._take_in, worker):
+                await self._tell()
+            if ended:
+                return
+            if (await asyncio.to_thread(self.store.get, worker.job_id)).cancel_requested:
+                await worker.stop(CANCEL_SECONDS)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    def _take_in(self, worker: "Worker") -> bool:
+        events = worker.new_events()
+        if events:
+            self.store.take_in(worker.job_id, events)
+        return bool(events)
+
+    def _settle(self, worker: "Worker") -> None:
+        """Decides what the end of a worker means for its job."""
+        if worker.code == EXIT_FAILED and lock_is_held(worker.directory / "worker.lock"):
+            return  # another worker, started by a front that died, was quicker: the next turn follows that one
+        job = self.store.get(worker.job_id)
+        if (worker.directory / "result.json").exists():
+            self.store.move(job.id, "succeeded", "The job succeeded; its result can be activated.")
+        elif job.cancel_requested:
+            self.store.move(job.id, "cancelled", "The job was cancelled.")
+        elif (reason := worker.failure()) is not None:
+            self.store.move(
+                job.id, "failed", "The job failed.", level="error", code="training_failed", error=safe_text(reason)
+            )
+        elif self.closing or worker.code == EXIT_STOPPED:
+            self.store.move(
+                job.id, "queued", "The job stopped at a checkpoint and will go on from there.", code="stopped"
+            )
+        else:
+            self._crashed(job, worker)
+
+    def _crashed(self, job: Job, worker: "Worker") -> None:
+        deaths = self.store.count_crash(job.id)
+        how = f"The training process died ({describe_exit(worker.code)})"
+        if deaths >= MAX_CRASHES:
+            reason = f"{how} {deaths} times without progress."
+            self.store.move(job.id, "failed", "The job failed.", level="error", code="worker_died", error=reason)
+        else:
+            self.store.add_event(job.id, "warn", f"{how}; it starts again from the last checkpoint.", code="restarted")
+
+    async def _tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+def describe_exit(code: int | None) -> str:
+    """A process's end in words."""
+    if code is None:
+        return "its exit status is unknown"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit status {code}"
+
+
+class Worker:
+    """A job's process: one we started, or one that outlived an earlier front and is only followed."""
+
+    def __init__(self, job_id: str, directory: Path, process: asyncio.subprocess.Process | None) -> None:
+        self.job_id = job_id
+        self.directory = directory
+        self.code: int | None = None
+        self._process = process
+        self._offset = 0
+        self._last: dict[str, Any] = {}
+
+    @classmethod
+    async def start(cls, job_id: str, directory: Path, command: Sequence[str]) -> "Worker":
+        """Starts the process, in a session of its own so that a Ctrl-C meant for the server does not reach it."""
+        if lock_is_held(directory / "worker.lock"):
+            log.info("job %s is still running from before; following it", job_id)
+            return cls(job_id, directory, None)
+        with (directory / "worker.log").open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                str(directory),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        with contextlib.suppress(OSError):  # serving comes first where they share a CPU
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        return cls(job_id, directory, process)
+
+    def ended(self) -> bool:
+        if self._process is None:
+            return not lock_is_held(self.directory / "worker.lock")
+        self.code = self._process.returncode
+        return self.code is not None
+
+    def new_events(self) -> list[dict[str, Any]]:
+        """Whole lines that were added to events.jsonl since the last call."""
+        try:
+            with (self.directory / "events.jsonl").open("rb") as file:
+                file.seek(self._offset)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        events = [json.loads(line) for line in whole.splitlines()]
+        self._last = events[-1] if events else self._last
+        return events
+
+    def failure(self) -> str | None:
+        """The worker's own sentence when it gave up; None when it did not. One that was killed says nothing: its last
+        event may be of an earlier try.
+        """
+        if self._last.get("code") == "error" and self.code in (None, EXIT_FAILED):
+            return str(self._last["message"])
+        if self.code in (EXIT_FAILED, EXIT_USAGE):
+            return last_line(self.directory / "worker.log") or "The training process failed without saying why."
+        return None
+
+    async def stop(self, seconds: float) -> None:
+        """SIGTERM, which writes a checkpoint; SIGKILL after `seconds`, which loses the steps since the last one."""
+        for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
+            self._signal(number)
+            if await self._gone(patience):
+                return
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._process is not None:
+                self._process.send_signal(number)
+            elif (pid := lock_holder(self.directory / "worker.lock")) is not None:
+                os.kill(pid, number)
+
+    async def _gone(self, seconds: float) -> bool:
+        for _ in range(max(1, int(seconds / POLL_SECONDS))):
+            if self.ended():
+                return True
+            await asyncio.sleep(POLL_SECONDS)
+        return self.ended()
+
+
+def lock_is_held(path: Path) -> bool:
+    """Whether a live process holds the file lock."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def lock_holder(path: Path) -> int | None:
+    """The process id that the holder wrote into its lock file, while it holds it."""
+    if not lock_is_held(path):
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+def last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1] if lines else ""
