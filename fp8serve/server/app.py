@@ -26,7 +26,7 @@ from fp8serve.server.http.access_log import AccessLog
 from fp8serve.server.http.body_limits import BodyLimits
 from fp8serve.server.http.error_handlers import add_error_handlers
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.models import Launch
+from fp8serve.server.serving.served import Launch
 from fp8serve.server.settings import Settings
 
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."

@@ -25,7 +25,7 @@ from fp8serve.errors import MachineError, RequestError
 from fp8serve.server.app import create_app
 from fp8serve.server.http.connections import timed_protocol
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.models import Launch
+from fp8serve.server.serving.served import Launch
 from fp8serve.server.settings import Settings
 
 log = logging.getLogger("fp8serve.server")

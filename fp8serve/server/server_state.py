@@ -24,7 +24,8 @@ from fp8serve.server.metrics import Metrics
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.admission import Admission, Places
 from fp8serve.server.serving.generation import Generation, build_requests
-from fp8serve.server.serving.models import BASE, Launch, Models, Served, Source, launch
+from fp8serve.server.serving.models import BASE, ServedModels
+from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
 
 log = logging.getLogger("fp8serve.server")
@@ -39,7 +40,7 @@ class ServerState:
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
-        self.models = Models(settings.model_name, start_engine or launch, self.metrics, settings.deadlines)
+        self.models = ServedModels(settings.model_name, start_engine or launch, self.metrics, settings.deadlines)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
         )

@@ -24,7 +24,7 @@ from fp8serve.server.schemas.bodies import Message
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Places
 from fp8serve.server.serving.generation import Generation
-from fp8serve.server.serving.models import Served
+from fp8serve.server.serving.served import Served
 
 JsonObject = dict[str, Any]
 

@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from fp8serve.server.faults import KINDS, Code, is_openai
 from fp8serve.server.http.requests import OPEN_PATHS
 from fp8serve.server.metrics import CONTENT_TYPE
+from fp8serve.server.schemas import finetune_responses as f
 from fp8serve.server.schemas import responses as a
 
 JsonObject = dict[str, Any]
@@ -69,32 +70,32 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/v1/chat/completions"): Route(a.ChatCompletion, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
     ("get", "/v1/models"): Route(a.ModelList),
     ("get", "/v1/models/{model}"): Route(a.Model, (Code.MODEL_NOT_FOUND,)),
-    ("post", "/finetune"): Route(a.JobView, (*SUBMISSION, Code.IDEMPOTENCY_MISMATCH), 202, names="job_id"),
-    ("post", "/finetune/validate"): Route(a.DryRun, SUBMISSION),
-    ("get", "/finetune"): Route(a.JobPage, JOB),
-    ("get", "/finetune/{job_id}"): Route(a.JobView, JOB),
-    ("get", "/finetune/{job_id}/events"): Route(a.EventPage, (*JOB, Code.QUEUE_FULL), media=(EVENTS,)),
-    ("get", "/finetune/{job_id}/checkpoints"): Route(a.Checkpoints, JOB),
-    ("get", "/finetune/{job_id}/metrics"): Route(a.Series, JOB),
-    ("post", "/finetune/{job_id}/cancel"): Route(a.JobView, (*JOB, Code.JOB_STATE)),
-    ("post", "/finetune/{job_id}/resume"): Route(a.JobView, RESUMPTION),
-    ("post", "/finetune/{job_id}/activate"): Route(a.Swapped, SWAP),
-    ("get", "/models"): Route(a.Models),
-    ("post", "/models/{name}/activate"): Route(a.Swapped, SWAP),
+    ("post", "/finetune"): Route(f.JobView, (*SUBMISSION, Code.IDEMPOTENCY_MISMATCH), 202, names="job_id"),
+    ("post", "/finetune/validate"): Route(f.DryRun, SUBMISSION),
+    ("get", "/finetune"): Route(f.JobPage, JOB),
+    ("get", "/finetune/{job_id}"): Route(f.JobView, JOB),
+    ("get", "/finetune/{job_id}/events"): Route(f.EventPage, (*JOB, Code.QUEUE_FULL), media=(EVENTS,)),
+    ("get", "/finetune/{job_id}/checkpoints"): Route(f.Checkpoints, JOB),
+    ("get", "/finetune/{job_id}/metrics"): Route(f.Series, JOB),
+    ("post", "/finetune/{job_id}/cancel"): Route(f.JobView, (*JOB, Code.JOB_STATE)),
+    ("post", "/finetune/{job_id}/resume"): Route(f.JobView, RESUMPTION),
+    ("post", "/finetune/{job_id}/activate"): Route(f.Swapped, SWAP),
+    ("get", "/models"): Route(f.Models),
+    ("post", "/models/{name}/activate"): Route(f.Swapped, SWAP),
     ("post", "/v1/files"): Route(
-        a.FileObject, (Code.INVALID_PARAMETER, Code.UNSUPPORTED_MEDIA_TYPE, Code.DISK_FULL), names="file_id"
+        f.FileObject, (Code.INVALID_PARAMETER, Code.UNSUPPORTED_MEDIA_TYPE, Code.DISK_FULL), names="file_id"
     ),
-    ("get", "/v1/files"): Route(a.FilePage, (Code.FILE_NOT_FOUND,)),
-    ("get", "/v1/files/{file_id}"): Route(a.FileObject, (Code.FILE_NOT_FOUND,)),
-    ("delete", "/v1/files/{file_id}"): Route(a.DeletedFile, (Code.FILE_NOT_FOUND,)),
+    ("get", "/v1/files"): Route(f.FilePage, (Code.FILE_NOT_FOUND,)),
+    ("get", "/v1/files/{file_id}"): Route(f.FileObject, (Code.FILE_NOT_FOUND,)),
+    ("delete", "/v1/files/{file_id}"): Route(f.DeletedFile, (Code.FILE_NOT_FOUND,)),
     ("get", "/v1/files/{file_id}/content"): Route(None, (Code.FILE_NOT_FOUND,), media=("application/octet-stream",)),
-    ("post", JOBS): Route(a.OpenAIJob, (*SUBMISSION, Code.IDEMPOTENCY_MISMATCH), names="job_id"),
-    ("get", JOBS): Route(a.OpenAIJobPage, JOB),
-    ("get", JOBS + "/{job_id}"): Route(a.OpenAIJob, JOB),
-    ("get", JOBS + "/{job_id}/events"): Route(a.OpenAIEventPage, JOB),
-    ("get", JOBS + "/{job_id}/checkpoints"): Route(a.OpenAICheckpointPage, JOB),
-    ("post", JOBS + "/{job_id}/cancel"): Route(a.OpenAIJob, (*JOB, Code.JOB_STATE)),
-    ("post", JOBS + "/{job_id}/resume"): Route(a.OpenAIJob, RESUMPTION),
+    ("post", JOBS): Route(f.OpenAIJob, (*SUBMISSION, Code.IDEMPOTENCY_MISMATCH), names="job_id"),
+    ("get", JOBS): Route(f.OpenAIJobPage, JOB),
+    ("get", JOBS + "/{job_id}"): Route(f.OpenAIJob, JOB),
+    ("get", JOBS + "/{job_id}/events"): Route(f.OpenAIEventPage, JOB),
+    ("get", JOBS + "/{job_id}/checkpoints"): Route(f.OpenAICheckpointPage, JOB),
+    ("post", JOBS + "/{job_id}/cancel"): Route(f.OpenAIJob, (*JOB, Code.JOB_STATE)),
+    ("post", JOBS + "/{job_id}/resume"): Route(f.OpenAIJob, RESUMPTION),
 }
 """A route that is not here fails a test."""
 

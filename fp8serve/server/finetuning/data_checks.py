@@ -14,7 +14,7 @@ from fp8serve.model.examples import read_examples
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.parsing.parser_pool import SHORT
 from fp8serve.server.parsing.request_parser import RequestParser
-from fp8serve.server.schemas.finetune import FinetuneBody
+from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.validate import validate
 

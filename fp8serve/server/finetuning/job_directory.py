@@ -21,8 +21,8 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.parsing.rows import write_rows
 from fp8serve.server.schemas.bodies import Body
-from fp8serve.server.schemas.finetune import FinetuneBody, Rows
-from fp8serve.server.serving.models import Source
+from fp8serve.server.schemas.finetune_bodies import FinetuneBody, Rows
+from fp8serve.server.serving.served import Source
 from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length

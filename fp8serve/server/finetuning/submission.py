@@ -19,8 +19,9 @@ from fp8serve.server.finetuning.job_records import Job, NewJob, new_job_id
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.parsing.request_parser import RequestParser
-from fp8serve.server.schemas.finetune import FinetuneBody
-from fp8serve.server.serving.models import BASE, Models, Source
+from fp8serve.server.schemas.finetune_bodies import FinetuneBody
+from fp8serve.server.serving.models import BASE, ServedModels
+from fp8serve.server.serving.served import Source
 from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 
@@ -35,7 +36,7 @@ class Submissions:
     data_dir: Path
     store: JobStore
     runner: JobRunner
-    models: Models
+    models: ServedModels
     parser: RequestParser
     source: Callable[[str], Source]
     draining: asyncio.Event

@@ -17,7 +17,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
 from fp8serve.server.schemas.bodies import Message
-from fp8serve.server.serving.models import Served
+from fp8serve.server.serving.served import Served
 from fp8serve.server.settings import Limits
 
 Ids = tuple[int, ...]

@@ -9,10 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 JsonObject = dict[str, Any]
-JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 
-class Answer(BaseModel):
+class ResponseShape(BaseModel):
     """The base of all shapes."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -21,7 +20,7 @@ class Answer(BaseModel):
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-class NativeError(Answer):
+class NativeError(ResponseShape):
     error: str
     error_type: str
     code: str
@@ -30,36 +29,36 @@ class NativeError(Answer):
     request_id: str = ""
 
 
-class OpenAIErrorBody(Answer):
+class OpenAIErrorBody(ResponseShape):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class OpenAIError(Answer):
+class OpenAIError(ResponseShape):
     error: OpenAIErrorBody
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-class Health(Answer):
+class Health(ResponseShape):
     ok: bool
     state: str
 
 
-class Version(Answer):
+class Version(ResponseShape):
     version: str
 
 
-class ServedView(Answer):
+class ServedView(ResponseShape):
     source: str
     model: str
     weight_version: str
 
 
-class Info(Answer):
+class Info(ResponseShape):
     model_id: str
     model_sha: str
     model_pipeline_tag: str
@@ -88,7 +87,7 @@ class LayerScale(BaseModel):
     name: str
 
 
-class Scales(Answer):
+class Scales(ResponseShape):
     weight_version: str
     layers: list[LayerScale]
 
@@ -96,14 +95,14 @@ class Scales(Answer):
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-class Token(Answer):
+class Token(ResponseShape):
     id: int
     text: str
     logprob: float | None
     special: bool
 
 
-class Details(Answer):
+class Details(ResponseShape):
     finish_reason: Literal["length", "eos_token", "stop_sequence"]
     generated_tokens: int
     seed: int | None
@@ -114,7 +113,7 @@ class Details(Answer):
     top_tokens: list[list[Token]] = []
 
 
-class Generated(Answer):
+class Generated(ResponseShape):
     generated_text: str
     details: Details | None = None
     model: str
@@ -122,25 +121,25 @@ class Generated(Answer):
     request_id: str
 
 
-class Tokenized(Answer):
+class Tokenized(ResponseShape):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(Answer):
+class Detokenized(ResponseShape):
     prompt: str
 
 
-class TextLogprobs(Answer):
+class TextLogprobs(ResponseShape):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class TextChoice(Answer):
+class TextChoice(ResponseShape):
     index: int
     text: str
     logprobs: TextLogprobs | None
@@ -148,13 +147,13 @@ class TextChoice(Answer):
     stop_reason: str | int | None
 
 
-class Usage(Answer):
+class Usage(ResponseShape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class Completion(Answer):
+class Completion(ResponseShape):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -164,7 +163,7 @@ class Completion(Answer):
     usage: Usage
 
 
-class TopLogprob(Answer):
+class TopLogprob(ResponseShape):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -174,25 +173,25 @@ class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(ResponseShape):
     content: list[ChatLogprob]
     refusal: None
 
 
-class ChatMessage(Answer):
+class ChatMessage(ResponseShape):
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
-class ChatChoice(Answer):
+class ChatChoice(ResponseShape):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(ResponseShape):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -202,7 +201,7 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
-class Model(Answer):
+class Model(ResponseShape):
     id: str
     object: Literal["model"]
     created: int
@@ -212,193 +211,6 @@ class Model(Answer):
     max_model_len: int | None
 
 
-class ModelList(Answer):
+class ModelList(ResponseShape):
     object: Literal["list"]
     data: list[Model]
-
-
-# -- fine-tuning -------------------------------------------------------------------------------------------------------
-
-
-class JobView(Answer):
-    id: str
-    status: JobStatus
-    base_model: str
-    fine_tuned_model: str | None
-    active: bool
-    created_at: int
-    started_at: int | None
-    finished_at: int | None
-    cancel_requested: bool
-    progress: JsonObject
-    config: JsonObject
-    training_file: str | None
-    validation_file: str | None
-    metadata: dict[str, str]
-    error: JsonObject | None
-
-
-class JobPage(Answer):
-    jobs: list[JobView]
-    has_more: bool
-
-
-class EventView(Answer):
-    id: int
-    created_at: int
-    level: str
-    type: str
-    message: str
-    data: JsonObject
-
-
-class EventPage(Answer):
-    events: list[EventView]
-    has_more: bool
-
-
-class CheckpointView(Answer):
-    step: int
-    created_at: int
-    metrics: JsonObject
-
-
-class Checkpoints(Answer):
-    checkpoints: list[CheckpointView]
-
-
-class Series(Answer):
-    metrics: list[JsonObject]
-
-
-class DataCounts(BaseModel):
-    """The trainer names further counts."""
-
-    model_config = ConfigDict(extra="allow")
-
-    rows: int
-    tokens: int
-
-
-class DryRun(Answer):
-    ok: bool
-    bad_lines: list[JsonObject]
-    bad_line_count: int
-    data: DataCounts
-    trainable_fraction: float
-    steps: int
-    steps_per_epoch: int
-    longest_row: int
-    microbatch_tokens: int
-    memory_bytes: dict[str, int]
-    sample: list[tuple[str, bool]]
-
-
-class Available(Answer):
-    source: str
-    model: str
-
-
-class Activating(Answer):
-    model: str
-    seconds: float
-
-
-class Models(Answer):
-    alias: str
-    state: str
-    served: ServedView | None
-    activating: Activating | None
-    available: list[Available]
-
-
-class Swapped(Answer):
-    model: str
-    served: ServedView
-    previous: ServedView | None
-
-
-# -- OpenAI's view of the same -----------------------------------------------------------------------------------------
-
-
-class FileObject(Answer):
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    filename: str
-    purpose: str
-    status: str
-    expires_at: None
-    status_details: None
-
-
-class DeletedFile(Answer):
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
-class Page(Answer):
-    object: Literal["list"]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-
-
-class FilePage(Page):
-    data: list[FileObject]
-
-
-class OpenAIJob(Answer):
-    id: str
-    object: Literal["fine_tuning.job"]
-    model: str
-    fine_tuned_model: str | None
-    organization_id: str
-    status: JobStatus
-    training_file: str
-    validation_file: str | None
-    result_files: list[str]
-    trained_tokens: int | None
-    error: JsonObject | None
-    seed: int
-    hyperparameters: JsonObject
-    method: JsonObject
-    integrations: list[JsonObject]
-    metadata: dict[str, str] | None
-    created_at: int
-    finished_at: int | None
-    estimated_finish: int | None
-
-
-class OpenAIJobPage(Page):
-    data: list[OpenAIJob]
-
-
-class OpenAIEvent(Answer):
-    object: Literal["fine_tuning.job.event"]
-    id: str
-    created_at: int
-    level: str
-    message: str
-    type: Literal["metrics", "message"]
-    data: JsonObject
-
-
-class OpenAIEventPage(Page):
-    data: list[OpenAIEvent]
-
-
-class OpenAICheckpoint(Answer):
-    id: str
-    object: Literal["fine_tuning.job.checkpoint"]
-    created_at: int
-    fine_tuned_model_checkpoint: str
-    step_number: int
-    fine_tuning_job_id: str
-    metrics: JsonObject
-
-
-class OpenAICheckpointPage(Page):
-    data: list[OpenAICheckpoint]

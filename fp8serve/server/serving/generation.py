@@ -18,7 +18,7 @@ from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.serving.admission import Outcome, Places, Ticket
-from fp8serve.server.serving.models import Served
+from fp8serve.server.serving.served import Served
 
 Item = tuple[int, RequestOutput] | Fault
 

@@ -8,7 +8,7 @@ and is never more than the age of the last sign of life.
 MOST_PER_TURN = 1.0
 
 
-class Pulse:
+class HeartbeatMonitor:
     """Of one engine; `turn` is called regularly."""
 
     def __init__(self) -> None:

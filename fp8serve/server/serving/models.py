@@ -1,6 +1,6 @@
 """Which weights answer: one alias, the engine process behind it, and the swap to another.
 
-`Models.current` is the only place that says what is served; replacing it is one assignment on the event loop, so
+`ServedModels.current` is the only place that says what is served; replacing it is one assignment on the event loop, so
 every request sees either the old weights or the new, whole. A request holds a lease on the weights it started with;
 an engine that was replaced is closed when its last lease ends. A new engine must be ready and produce a token before
 it is put in place; when it cannot, or not before a deadline, the old one keeps serving. An engine process that dies is
@@ -12,25 +12,17 @@ Names come from a table here; nothing a client sends is ever joined to a path.
 """
 
 import asyncio
-import contextlib
-import hashlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from fp8serve.engine.client import EngineClient
-from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import Limits, Request, RequestOutput, SamplingParams
+from fp8serve.engine.request import Request, SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
-from fp8serve.model.config import read_config
-from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
-from fp8serve.server.serving.heartbeat import Pulse
+from fp8serve.server.serving.served import EngineHandle, Launch, Served, Source, weight_version
 from fp8serve.server.settings import Deadlines
 
 log = logging.getLogger("fp8serve.server")
@@ -46,75 +38,7 @@ HOPELESS = 3
 """Restarts in a row that failed, after which somebody else should try."""
 
 
-class Engine(Protocol):
-    """What we use of `fp8serve.engine.client.EngineClient`."""
-
-    limits: Limits
-    info: dict[str, Any]
-
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def heartbeat_age(self) -> float: ...
-    @property
-    def step_seconds(self) -> float: ...
-    def check(self, request: Request) -> None: ...
-    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]: ...
-    async def abort(self, request_id: str) -> None: ...
-    async def stats(self) -> dict[str, Any]: ...
-    async def scales(self) -> list[dict[str, Any]]: ...
-    async def drain(self, deadline: float) -> None: ...
-    async def close(self) -> None: ...
-    async def kill(self, why: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Source:
-    """Weights that can be served: `key` is "base" or a job id, `model_id` the name for exactly these."""
-
-    key: str
-    model_id: str
-    directory: Path
-    options: EngineOptions
-
-
-Launch = Callable[[Source], Awaitable[tuple[Engine, Tokenizer]]]
-
-
-@dataclass(eq=False)
-class Served:
-    """Weights that answer requests. `weight_version` names their bytes."""
-
-    source: Source
-    engine: Engine
-    tokenizer: Tokenizer
-    weight_version: str
-    pulse: Pulse = field(default_factory=Pulse)
-    proven: bool = False  # it has answered since it serves
-    leases: int = 0
-    free: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @contextlib.contextmanager
-    def lease(self) -> Iterator["Served"]:
-        """While it is held the engine behind these weights is not closed by a swap."""
-        self.leases += 1
-        self.free.clear()
-        try:
-            yield self
-        finally:
-            self.leases -= 1
-            if self.leases == 0:
-                self.free.set()
-
-
-async def launch(source: Source) -> tuple[Engine, Tokenizer]:
-    """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either cannot be."""
-    await asyncio.to_thread(read_config, source.directory)  # the clearest word on a directory that is no model
-    tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
-    return await EngineClient.start(source.directory, source.options), tokenizer
-
-
-class Models:
+class ServedModels:
     """The alias `name` and what it points at."""
 
     def __init__(self, name: str, start_engine: Launch, metrics: Metrics, deadlines: Deadlines | None = None) -> None:
@@ -175,7 +99,7 @@ class Models:
 
     def _hang(self, served: Served) -> str | None:
         """Why the engine counts as hung; None when it does not."""
-        if served.pulse.silence >= self.deadlines.heartbeat:
+        if served.heartbeat.silence >= self.deadlines.heartbeat:
             return f"The engine gave no sign of life for {self.deadlines.heartbeat:g} seconds and was ended."
         if served.engine.step_seconds >= self.deadlines.step:
             return f"The engine did not finish a step within {self.deadlines.step:g} seconds and was ended."
@@ -252,7 +176,7 @@ class Models:
             log.warning("%s", note)
         return Served(source, engine, tokenizer, f"{source.key}-{version}")
 
-    async def _canary(self, engine: Engine) -> None:
+    async def _canary(self, engine: EngineHandle) -> None:
         """One greedy token: an engine that loads but cannot compute is not put in place."""
         request = Request(
             f"canary-{next(self._canaries)}", (0,), SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
@@ -292,7 +216,7 @@ class Models:
             await asyncio.sleep(WATCH_SECONDS)
             now, served = time.monotonic(), self.current
             if served is not None:
-                served.pulse.turn(served.engine.heartbeat_age, now - last)
+                served.heartbeat.turn(served.engine.heartbeat_age, now - last)
                 await self._look_after(served)
             last = now
 
@@ -342,26 +266,3 @@ class Models:
         self.state = "closed"
         if self.current is not None:
             await self.current.engine.close()
-
-
-SAMPLE_BYTES = 1 << 16
-
-
-def weight_version(directory: Path) -> str:
-    """12 hex digits from the config and from size, head, middle and tail of every weight file: cheap, and tells results
-    apart.
-    """
-    digest = hashlib.sha256()
-    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
-        if path.is_file():
-            digest.update(f"{path.name}:{path.stat().st_size}".encode())
-            _sample(path, digest)
-    return digest.hexdigest()[:12]
-
-
-def _sample(path: Path, digest: "hashlib._Hash") -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
-            file.seek(offset)
-            digest.update(file.read(SAMPLE_BYTES))

@@ -12,8 +12,9 @@ import pytest
 from fp8serve.engine.worker import Heart, Worker
 from fp8serve.errors import RequestError
 from fp8serve.model.tokenizer import Tokenizer
-from fp8serve.server.serving.heartbeat import Pulse
-from fp8serve.server.serving.models import HOPELESS, Source
+from fp8serve.server.serving.heartbeat import HeartbeatMonitor
+from fp8serve.server.serving.models import HOPELESS
+from fp8serve.server.serving.served import Source
 from fp8serve.server.settings import Deadlines, Settings
 from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
@@ -161,14 +162,14 @@ async def test_an_answer_has_a_deadline_where_one_is_set(start: Start) -> None:
 
 
 def test_silence_counts_only_while_the_front_runs() -> None:
-    pulse = Pulse()
-    pulse.turn(age=500.0, since_last_turn=500.0)  # the front itself was stopped: heartbeats lie unread
-    assert pulse.silence == 1.0
-    pulse.turn(age=0.1, since_last_turn=0.2)
-    assert pulse.silence == 0.1
+    heartbeat = HeartbeatMonitor()
+    heartbeat.turn(age=500.0, since_last_turn=500.0)  # the front itself was stopped: heartbeats lie unread
+    assert heartbeat.silence == 1.0
+    heartbeat.turn(age=0.1, since_last_turn=0.2)
+    assert heartbeat.silence == 0.1
     for _ in range(10):
-        pulse.turn(age=30.0, since_last_turn=0.5)
-    assert pulse.silence == pytest.approx(5.1)
+        heartbeat.turn(age=30.0, since_last_turn=0.5)
+    assert heartbeat.silence == pytest.approx(5.1)
 
 
 def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.MonkeyPatch) -> None:

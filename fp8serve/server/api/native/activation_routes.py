@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.schemas.finetune import ActivateBody
+from fp8serve.server.schemas.finetune_bodies import ActivateBody
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.models import Served
+from fp8serve.server.serving.served import Served
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
 

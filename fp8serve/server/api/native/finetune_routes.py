@@ -20,7 +20,7 @@ from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, written_c
 from fp8serve.server.finetuning.job_records import Event, Job
 from fp8serve.server.finetuning.job_store import FINAL
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
-from fp8serve.server.schemas.finetune import ActivateJobBody, FinetuneBody
+from fp8serve.server.schemas.finetune_bodies import ActivateJobBody, FinetuneBody
 from fp8serve.server.server_state import ServerState
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)

@@ -15,7 +15,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
 from fp8serve.server.api.wire import finite
 from fp8serve.server.faults import Fault
-from fp8serve.server.schemas.native import GenerateBody
+from fp8serve.server.schemas.generation_bodies import GenerateBody
 from fp8serve.server.serving.generation import Generation
 
 

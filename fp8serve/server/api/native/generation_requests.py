@@ -4,7 +4,7 @@ import secrets
 
 from fp8serve.engine.request import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
-from fp8serve.server.schemas.native import GenerateBody, GenerateParameters
+from fp8serve.server.schemas.generation_bodies import GenerateBody, GenerateParameters
 
 DEFAULT_NEW_TOKENS = 16
 

@@ -9,7 +9,7 @@ from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.generation_renderer import ListRenderer, NativeRenderer
 from fp8serve.server.api.native.generation_requests import parse
 from fp8serve.server.api.wire import STREAM_RESPONSE
-from fp8serve.server.schemas.native import GenerateBody
+from fp8serve.server.schemas.generation_bodies import GenerateBody
 
 router = APIRouter(tags=["generation"], route_class=BoundedRoute)
 

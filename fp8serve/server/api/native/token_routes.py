@@ -10,9 +10,9 @@ from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import plain
-from fp8serve.server.schemas.native import DetokenizeBody, TokenizeBody
+from fp8serve.server.schemas.generation_bodies import DetokenizeBody, TokenizeBody
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.models import Served
+from fp8serve.server.serving.served import Served
 
 router = APIRouter(tags=["generation"], route_class=BoundedRoute)
 

@@ -16,7 +16,7 @@ from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
 from fp8serve.server.api.openai.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import DONE
-from fp8serve.server.schemas.openai import Sampled
+from fp8serve.server.schemas.openai_bodies import SampledBody
 from fp8serve.server.serving.generation import Generation
 
 
@@ -50,7 +50,7 @@ class CompletionRenderer(Renderer[list[Placed]]):
     OBJECT: ClassVar[str]
     CHUNK: ClassVar[str]
 
-    def __init__(self, body: Sampled, generation: Generation, request_id: str) -> None:
+    def __init__(self, body: SampledBody, generation: Generation, request_id: str) -> None:
         super().__init__(generation)
         self.asked = body
         self.created = int(time.time())

@@ -2,7 +2,7 @@
 
 from fp8serve.engine.request import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
-from fp8serve.server.schemas.openai import ChatBody, CompletionBody
+from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 
 COMPLETION_TOKENS = 16
 

@@ -9,7 +9,7 @@ from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.openai.completion_renderers import ChatRenderer, TextRenderer
 from fp8serve.server.api.openai.completion_requests import parse_chat, parse_completion
 from fp8serve.server.api.wire import STREAM_RESPONSE
-from fp8serve.server.schemas.openai import ChatBody, CompletionBody
+from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)
 

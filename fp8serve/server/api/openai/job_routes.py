@@ -14,7 +14,7 @@ from fp8serve.server.api.openai.pages import page
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, written_checkpoints
 from fp8serve.server.finetuning.job_records import Event, Job
-from fp8serve.server.schemas.openai_finetune import LEARNING_RATE, JobBody
+from fp8serve.server.schemas.openai_finetune_bodies import LEARNING_RATE, JobBody
 from fp8serve.server.server_state import ServerState
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI"], route_class=BoundedRoute)

@@ -41,7 +41,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Sampled(Body):
+class SampledBody(Body):
     """What both routes share."""
 
     model: str | None = None
@@ -93,10 +93,10 @@ class Sampled(Body):
         return {k: v for k, v in given.items() if v is not None} | {"stop": stop} | top_k | greedy
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SampledBody):
     """`POST /v1/completions`. `prompt`: a text, some texts, token ids, or some lists of ids."""
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = Sampled.COMMON | {
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = SampledBody.COMMON | {
         "best_of": (None, 1),
         "echo": (None, False),
         "suffix": (None, ""),
@@ -121,10 +121,10 @@ class CompletionBody(Sampled):
         return SamplingParams(max_new_tokens=max_tokens, logprobs=self.logprobs, **self.sampling_values())
 
 
-class ChatBody(Sampled):
+class ChatBody(SampledBody):
     """`POST /v1/chat/completions`. Without `max_tokens` or `max_completion_tokens` the answer may fill the context."""
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = Sampled.COMMON | {
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = SampledBody.COMMON | {
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
         "functions": (None, []),

@@ -17,7 +17,7 @@ Suffix = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
 class FinetuneBody(Body):
     """`POST /finetune`: rows in `data`, or an uploaded `file_id`; every other field has the trainer's own default.
 
-    `seq_len` left out is `submission.SEQ_LEN`, or the model's whole context where that is shorter.
+    `seq_len` left out is SEQ_LEN, or the model's whole context where that is shorter.
     """
 
     data: Rows | None = None

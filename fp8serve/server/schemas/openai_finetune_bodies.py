@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
-from fp8serve.server.schemas.finetune import FileId, FinetuneBody, Suffix
+from fp8serve.server.schemas.finetune_bodies import FileId, FinetuneBody, Suffix
 
 LEARNING_RATE = 2e-5
 
