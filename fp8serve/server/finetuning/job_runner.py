@@ -9,32 +9,32 @@ step the job fails. When the server stops, the job is asked to stop at a checkpo
 
 import asyncio
 import contextlib
-import fcntl
-import json
 import logging
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from fp8serve.server.faults import safe_text
 from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.training_process import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    POLL_SECONDS,
+    TrainingProcess,
+    describe_exit,
+    lock_is_held,
+)
 from fp8serve.server.tasks import cancel
 
 log = logging.getLogger("fp8serve.server")
 
 # -P: a file in the current directory must not become a module of the worker
 WORKER = (sys.executable, "-P", "-m", "fp8serve.train.worker")
-POLL_SECONDS = 0.1
 CANCEL_SECONDS = 60.0
 ERROR_SECONDS = 5.0
 MAX_CRASHES = 3
-NICE = 10
-EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 3
 
 
 class JobRunner:
@@ -56,7 +56,7 @@ class JobRunner:
         self.changed = asyncio.Condition()
         self._wait_idle = wait_idle
         self._wake = asyncio.Event()
-        self._worker: Worker | None = None
+        self._worker: TrainingProcess | None = None
         self._task: asyncio.Task[None] | None = None
 
     def dir_of(self, job_id: str) -> Path:
@@ -120,7 +120,7 @@ class JobRunner:
             return
         if self.closing:
             return
-        self._worker = worker = await Worker.start(job.id, self.dir_of(job.id), self.command)
+        self._worker = worker = await TrainingProcess.start(job.id, self.dir_of(job.id), self.command)
         await self._follow(worker)
         self._worker = None
         await asyncio.to_thread(self._settle, worker)
@@ -132,7 +132,7 @@ class JobRunner:
             job.id, "running", "The job goes on from its last checkpoint." if again else "The job is running."
         )
 
-    async def _follow(self, worker: "Worker") -> None:
+    async def _follow(self, worker: "TrainingProcess") -> None:
         """Until the worker has ended: its events into the table, and a wish to cancel to the worker."""
         while True:
             ended = worker.ended()
@@ -148,13 +148,13 @@ class JobRunner:
                     await self._wake.wait()
             self._wake.clear()
 
-    def _take_in(self, worker: "Worker") -> bool:
+    def _take_in(self, worker: "TrainingProcess") -> bool:
         events = worker.new_events()
         if events:
             self.store.take_in(worker.job_id, events)
         return bool(events)
 
-    def _settle(self, worker: "Worker") -> None:
+    def _settle(self, worker: "TrainingProcess") -> None:
         """Decides what the end of a worker means for its job."""
         if worker.code == EXIT_FAILED and lock_is_held(worker.directory / "worker.lock"):
             return  # another worker, started by a front that died, was quicker: the next turn follows that one
@@ -174,7 +174,7 @@ class JobRunner:
         else:
             self._crashed(job, worker)
 
-    def _crashed(self, job: Job, worker: "Worker") -> None:
+    def _crashed(self, job: Job, worker: "TrainingProcess") -> None:
         deaths = self.store.count_crash(job.id)
         how = f"The training process died ({describe_exit(worker.code)})"
         if deaths >= MAX_CRASHES:
@@ -186,119 +186,3 @@ class JobRunner:
     async def _tell(self) -> None:
         async with self.changed:
             self.changed.notify_all()
-
-
-def describe_exit(code: int | None) -> str:
-    """A process's end in words."""
-    if code is None:
-        return "its exit status is unknown"
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit status {code}"
-
-
-class Worker:
-    """A job's process: one we started, or one that outlived an earlier front and is only followed."""
-
-    def __init__(self, job_id: str, directory: Path, process: asyncio.subprocess.Process | None) -> None:
-        self.job_id = job_id
-        self.directory = directory
-        self.code: int | None = None
-        self._process = process
-        self._offset = 0
-        self._last: dict[str, Any] = {}
-
-    @classmethod
-    async def start(cls, job_id: str, directory: Path, command: Sequence[str]) -> "Worker":
-        """Starts the process, in a session of its own so that a Ctrl-C meant for the server does not reach it."""
-        if lock_is_held(directory / "worker.lock"):
-            log.info("job %s is still running from before; following it", job_id)
-            return cls(job_id, directory, None)
-        with (directory / "worker.log").open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                str(directory),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        with contextlib.suppress(OSError):  # serving comes first where they share a CPU
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
-        return cls(job_id, directory, process)
-
-    def ended(self) -> bool:
-        if self._process is None:
-            return not lock_is_held(self.directory / "worker.lock")
-        self.code = self._process.returncode
-        return self.code is not None
-
-    def new_events(self) -> list[dict[str, Any]]:
-        """Whole lines that were added to events.jsonl since the last call."""
-        try:
-            with (self.directory / "events.jsonl").open("rb") as file:
-                file.seek(self._offset)
-                added = file.read()
-        except FileNotFoundError:
-            return []
-        whole = added[: added.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        events = [json.loads(line) for line in whole.splitlines()]
-        self._last = events[-1] if events else self._last
-        return events
-
-    def failure(self) -> str | None:
-        """The worker's own sentence when it gave up; None when it did not. One that was killed says nothing: its last
-        event may be of an earlier try.
-        """
-        if self._last.get("code") == "error" and self.code in (None, EXIT_FAILED):
-            return str(self._last["message"])
-        if self.code in (EXIT_FAILED, EXIT_USAGE):
-            return last_line(self.directory / "worker.log") or "The training process failed without saying why."
-        return None
-
-    async def stop(self, seconds: float) -> None:
-        """SIGTERM, which writes a checkpoint; SIGKILL after `seconds`, which loses the steps since the last one."""
-        for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
-            self._signal(number)
-            if await self._gone(patience):
-                return
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self._process is not None:
-                self._process.send_signal(number)
-            elif (pid := lock_holder(self.directory / "worker.lock")) is not None:
-                os.kill(pid, number)
-
-    async def _gone(self, seconds: float) -> bool:
-        for _ in range(max(1, int(seconds / POLL_SECONDS))):
-            if self.ended():
-                return True
-            await asyncio.sleep(POLL_SECONDS)
-        return self.ended()
-
-
-def lock_is_held(path: Path) -> bool:
-    """Whether a live process holds the file lock."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
-
-
-def lock_holder(path: Path) -> int | None:
-    """The process id that the holder wrote into its lock file, while it holds it."""
-    if not lock_is_held(path):
-        return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
-
-
-def last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-    return lines[-1] if lines else ""

@@ -1,25 +1,22 @@
 """The tables that survive a restart: fine-tune jobs, their events, uploaded files, and which weights were activated.
 
-SQLite, one connection behind a lock, WAL with `synchronous=FULL`: a commit that returned is on the disk. Every
-method is one transaction and blocks for its fsync, so handlers call them in a thread. A job moves only along
-`MOVES`; a move that is not there is refused by the same UPDATE that would make it, so two callers cannot both win.
-WAL needs shared memory: a network file system is refused with a sentence (MachineError) instead of corrupting later.
+Every method is one transaction and blocks until it is on the disk (`database.py`), so handlers call them in a thread.
+A job moves only along `MOVES`; a move that is not there is refused by the same UPDATE that would make it, so two
+callers cannot both win.
 
 Events are numbered by `seq`, rising over all jobs: the id of a server-sent event and the place where a reader
 resumes. `origin` is the number the worker gave an event; taking the same file in twice adds nothing.
 """
 
-import contextlib
 import json
 import sqlite3
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8serve.errors import MachineError
-from fp8serve.server.faults import Code, Fault, disk_fault, safe_text
+from fp8serve.server.faults import Code, Fault, safe_text
+from fp8serve.server.finetuning.database import Database, Transaction
 from fp8serve.server.finetuning.job_records import Event, Job, NewJob, Status, StoredFile, as_event, as_job
 
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
@@ -33,65 +30,24 @@ MOVES: dict[str, tuple[Status, ...]] = {
 """State -> the states it may be entered from."""
 
 IDEMPOTENCY_SECONDS = 24 * 3600
-SCHEMA_VERSION = 1
 NOT_DATA = frozenset({"id", "created_at", "level", "type", "message", "path"})
 """Fields of a worker's event that have a column, and places on our disk, which no client is told."""
-SCHEMA = """
-CREATE TABLE jobs (
-    id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, started_at INTEGER, finished_at INTEGER,
-    status TEXT NOT NULL, base TEXT NOT NULL, source TEXT NOT NULL, suffix TEXT NOT NULL, config TEXT NOT NULL,
-    training_file TEXT, validation_file TEXT, metadata TEXT NOT NULL, progress TEXT NOT NULL, error TEXT,
-    cancel_requested INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE events (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL REFERENCES jobs(id), origin INTEGER,
-    created_at INTEGER NOT NULL, level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL,
-    UNIQUE (job, origin));
-CREATE INDEX events_of_job ON events (job, seq);
-CREATE TABLE files (
-    id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, filename TEXT NOT NULL,
-    bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, purpose TEXT NOT NULL);
-CREATE TABLE idempotency (key TEXT PRIMARY KEY, created_at INTEGER NOT NULL, request TEXT NOT NULL, job TEXT NOT NULL);
-CREATE TABLE activated (base TEXT PRIMARY KEY, source TEXT NOT NULL, at INTEGER NOT NULL);
-"""
 
 
 class JobStore:
     """See the module. Safe to use from several threads."""
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.Lock()
-        try:
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._db.row_factory = sqlite3.Row
-            self._prepare()
-        except sqlite3.Error as error:
-            raise MachineError(
-                f"The job table {path} cannot be used ({error}); put the data directory on a local disk with "
-                "--data-dir."
-            ) from None
-        path.chmod(0o600)
-
-    def _prepare(self) -> None:
-        if self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
-            raise sqlite3.OperationalError("this file system has no shared memory for a write-ahead log")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute("PRAGMA foreign_keys=ON")
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        elif version != SCHEMA_VERSION:
-            raise sqlite3.OperationalError(f"it was written by another version of fp8serve, layout {version}")
+        self._database = Database(path)
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        self._database.close()
 
-    def _write(self) -> "_Transaction":
-        return _Transaction(self._db, self._lock)
+    def _write(self) -> Transaction:
+        return self._database.transaction()
 
     def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        with self._lock, _disk_faults():
-            return self._db.execute(query, values).fetchall()
+        return self._database.rows(query, *values)
 
     def ids(self, table: Literal["jobs", "files"]) -> set[str]:
         """Of every row."""
@@ -293,49 +249,6 @@ class JobStore:
     def set_activated(self, base: str, source: str) -> None:
         with self._write() as db:
             db.execute("INSERT OR REPLACE INTO activated VALUES (?, ?, ?)", (base, source, int(time.time())))
-
-
-class _Transaction:
-    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the block raises. A full disk becomes a Fault."""
-
-    def __init__(self, db: sqlite3.Connection, lock: threading.Lock) -> None:
-        self._db, self._lock = db, lock
-
-    def __enter__(self) -> sqlite3.Connection:
-        self._lock.acquire()
-        try:
-            with _disk_faults():
-                self._db.execute("BEGIN IMMEDIATE")
-        except BaseException:
-            self._lock.release()
-            raise
-        return self._db
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            with _disk_faults():
-                if error is None:
-                    self._db.execute("COMMIT")
-                elif isinstance(error, sqlite3.Error):
-                    raise error
-        finally:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            self._lock.release()
-
-
-UNWRITABLE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
-
-
-@contextlib.contextmanager
-def _disk_faults() -> Iterator[None]:
-    """What SQLite says of a disk, as a Fault. A commit that it could not write has not happened."""
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF in UNWRITABLE:  # the other bits say where in SQLite
-            raise disk_fault(str(error)) from None
-        raise
 
 
 _ENDED = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}
