@@ -26,6 +26,7 @@ from fp8serve.server.serving.admission import Admission, Places
 from fp8serve.server.serving.generation import Generation, build_requests
 from fp8serve.server.serving.models import BASE, ServedModels
 from fp8serve.server.serving.served import Launch, Served, Source, launch
+from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
 
 log = logging.getLogger("fp8serve.server")
@@ -41,6 +42,7 @@ class ServerState:
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
         self.models = ServedModels(settings.model_name, start_engine or launch, self.metrics, settings.deadlines)
+        self.supervisor = EngineSupervisor(self.models, self.metrics)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
         )
@@ -70,7 +72,7 @@ class ServerState:
 
     async def open(self) -> None:
         await asyncio.to_thread(self._sweep)
-        self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self.models.watch())]
+        self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self.supervisor.watch())]
 
     async def _load(self) -> None:
         try:

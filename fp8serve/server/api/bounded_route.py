@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from fp8serve.server.api.dependencies import state_of
-from fp8serve.server.http.requests import replay
+from fp8serve.server.http.scope import replay
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.parser_pool import SHORT
 from fp8serve.server.server_state import ServerState

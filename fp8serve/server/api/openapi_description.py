@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from fp8serve.server.faults import KINDS, Code, is_openai
-from fp8serve.server.http.requests import OPEN_PATHS
+from fp8serve.server.http.scope import OPEN_PATHS
 from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas import finetune_responses as f
 from fp8serve.server.schemas import responses as a

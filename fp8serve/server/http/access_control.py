@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.hosts import Hosts
-from fp8serve.server.http.requests import OPEN_PATHS, header, refuse
+from fp8serve.server.http.scope import OPEN_PATHS, header, refuse
 from fp8serve.server.http.tenants import tenant_of
 from fp8serve.server.settings import Settings
 

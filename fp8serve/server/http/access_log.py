@@ -12,7 +12,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.http.requests import METHODS, OPEN_PATHS, header, refuse
+from fp8serve.server.http.scope import METHODS, OPEN_PATHS, header, refuse
 from fp8serve.server.metrics import Metrics
 
 log = logging.getLogger("fp8serve.server.access")

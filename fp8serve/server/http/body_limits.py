@@ -9,7 +9,7 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.http.requests import header, refuse, replay
+from fp8serve.server.http.scope import header, refuse, replay
 
 STREAMED_UPLOADS = frozenset({"/v1/files"})
 SHORT_BODY = 64 << 10

@@ -3,7 +3,7 @@
 `header_seconds`: from the moment a connection is open, or the first byte of a further request, until the request's
 last header has come; then 408. `send_seconds`: that a client takes none of an answer that waits for it; then
 the connection is reset, which ends the generation behind it. uvicorn itself closes a connection that is idle between
-two requests; `guard.Intake` and `uploads` give bodies their time.
+two requests; `body_limits.py` and `uploads.py` give bodies their time.
 """
 
 import asyncio

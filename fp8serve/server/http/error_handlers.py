@@ -11,7 +11,7 @@ from starlette.routing import Match
 
 from fp8serve.errors import DataError, Fp8ServeError, MachineError
 from fp8serve.server.faults import STORAGE_ERRORS, Code, Fault, disk_fault
-from fp8serve.server.http.requests import METHODS
+from fp8serve.server.http.scope import METHODS
 from fp8serve.server.http.streams import ClientGoneError
 
 CLIENT_CLOSED = 499

@@ -1,9 +1,9 @@
-"""From a checked request body to a stream of engine outputs, the same for every route.
+"""From prompts as token ids to a stream of engine outputs.
 
-`prepare` does everything that can be refused: it takes a lease on the weights, checks each request against the
-engine's limits and takes admission tickets. Only then does a handler send a header. `Generation.outputs()` yields
-`(index, RequestOutput)` of all its requests as they come; leaving it early (a disconnect, a cancelled task) aborts
-what still runs and frees its blocks. An engine that fails, a drain deadline and an abort all arrive as one `Fault`.
+`build_requests` checks each request against the engine's limits; a `Generation` takes their admission tickets and a
+lease on the weights. Only then does a handler send a header. `Generation.outputs()` yields `(index, RequestOutput)` of
+all its requests as they come; leaving it early (a disconnect, a cancelled task) aborts what still runs and frees its
+blocks. An engine that fails, a drain deadline and an abort all arrive as one `Fault`.
 """
 
 import asyncio

@@ -3,10 +3,7 @@
 `ServedModels.current` is the only place that says what is served; replacing it is one assignment on the event loop, so
 every request sees either the old weights or the new, whole. A request holds a lease on the weights it started with;
 an engine that was replaced is closed when its last lease ends. A new engine must be ready and produce a token before
-it is put in place; when it cannot, or not before a deadline, the old one keeps serving. An engine process that dies is
-started again, with growing pauses, and readiness is false meanwhile; one that hangs, silent or in one step for too
-long, is ended and started again in the same way, also while another is being loaded. The front stays alive through all
-of it. If that does not help, liveness is false, and who watches this process must start it again.
+it is put in place; when it cannot, or not before a deadline, the old one keeps serving.
 
 Names come from a table here; nothing a client sends is ever joined to a path.
 """
@@ -28,13 +25,10 @@ from fp8serve.server.settings import Deadlines
 log = logging.getLogger("fp8serve.server")
 
 BASE = "base"
-WATCH_SECONDS = 0.2
-BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-STATS_SECONDS = 5.0
 PLACEHOLDERS = frozenset({"dummy", "tgi"})
 """Names by which official clients say "the model you serve": huggingface_hub's InferenceClient, given an address, and
 what text-generation-inference tells users of OpenAI's client to send."""
-HOPELESS = 3
+MAX_FAILED_RESTARTS = 3
 """Restarts in a row that failed, after which somebody else should try."""
 
 
@@ -48,13 +42,11 @@ class ServedModels:
         self.current: Served | None = None
         self.state = "loading"
         self.problem: Fp8ServeError | None = None
-        self._stats: tuple[Served | None, dict[str, Any]] = (None, {})
-        self.busy_since: float | None = time.monotonic()
+        self.reported: tuple[Served | None, dict[str, Any]] = (None, {})  # what an engine said last about itself
         self._launch = start_engine
         self._metrics = metrics
-        self.activating: tuple[str, float] | None = (
-            None  # what a swap is loading, and since when on the monotonic clock
-        )
+        # what a swap is loading, and since when on the monotonic clock
+        self.activating: tuple[str, float] | None = None
         self._swap = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._canaries = itertools.count()
@@ -81,12 +73,12 @@ class ServedModels:
     @property
     def ready(self) -> bool:
         served = self.current
-        return self.state == "ready" and served is not None and served.engine.alive and self._hang(served) is None
+        return self.state == "ready" and served is not None and served.engine.alive and self.hang(served) is None
 
     @property
     def stats(self) -> dict[str, Any]:
         """What the present engine said last about itself; empty when it is dead, or has said nothing yet."""
-        of, stats = self._stats
+        of, stats = self.reported
         return stats if of is self.current and self.ready else {}
 
     @property
@@ -94,10 +86,10 @@ class ServedModels:
         """Whether the engine gives signs of life, or is being loaded; not when it could not be started again."""
         served = self.current
         if served is None or not served.engine.alive:
-            return self.failed_restarts < HOPELESS
-        return self._hang(served) is None
+            return self.failed_restarts < MAX_FAILED_RESTARTS
+        return self.hang(served) is None
 
-    def _hang(self, served: Served) -> str | None:
+    def hang(self, served: Served) -> str | None:
         """Why the engine counts as hung; None when it does not."""
         if served.heartbeat.silence >= self.deadlines.heartbeat:
             return f"The engine gave no sign of life for {self.deadlines.heartbeat:g} seconds and was ended."
@@ -110,7 +102,7 @@ class ServedModels:
     async def start(self, source: Source) -> Served:
         """The first load. Raises what the engine says when it cannot."""
         async with self._swap:
-            self.current = await self._ready_engine(source)
+            self.current = await self.ready_engine(source)
             self.state = "ready"
             return self.current
 
@@ -140,7 +132,7 @@ class ServedModels:
     async def _recorded(self, source: Source, record: Callable[[], Awaitable[None]]) -> Served:
         """`source`, ready to serve and written down as what is served."""
         try:
-            new = await self._ready_engine(source)
+            new = await self.ready_engine(source)
         except Fp8ServeError as error:
             self._metrics.swaps.labels("failed").inc()
             raise Fault(
@@ -157,7 +149,7 @@ class ServedModels:
         """Whether other weights are being loaded."""
         return self._swap.locked()
 
-    async def _ready_engine(self, source: Source) -> Served:
+    async def ready_engine(self, source: Source) -> Served:
         """Loaded and tried. Raises Fp8ServeError, also when it takes too long; nothing is then left running."""
         try:
             async with asyncio.timeout(self.deadlines.load):
@@ -195,69 +187,12 @@ class ServedModels:
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
-    # -- watching it ---------------------------------------------------------------------------------------------------
-
-    async def watch(self) -> None:
-        """Runs for ever: reads statistics for /metrics, and starts a dead engine again."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_alive())
-            tasks.create_task(self._keep_informed())
-
-    async def _keep_informed(self) -> None:
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            if self.current is not None and self.current.engine.alive:
-                self.current.proven |= await self._read_stats(self.current)
-
-    async def _keep_alive(self) -> None:
-        """Restarts are made here alone, one after the other; a swap meanwhile wins."""
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            now, served = time.monotonic(), self.current
-            if served is not None:
-                served.heartbeat.turn(served.engine.heartbeat_age, now - last)
-                await self._look_after(served)
-            last = now
-
-    async def _look_after(self, served: Served) -> None:
-        if served.engine.alive and (hang := self._hang(served)) is not None:
-            log.error("the engine process of %s hangs", served.source.model_id)
-            await served.engine.kill(hang)
-        if served.engine.alive:
-            self.failed_restarts = 0 if served.proven else self.failed_restarts
-            return
-        self.state = "restarting"
-        if self.failed_restarts:
-            await asyncio.sleep(BACKOFF_SECONDS[min(self.failed_restarts, len(BACKOFF_SECONDS)) - 1])
-        self.failed_restarts += 1
-        if self.current is served:
-            await self._restart(served)
-
-    async def _read_stats(self, served: Served) -> bool:
-        try:
-            async with asyncio.timeout(STATS_SECONDS):
-                self._stats = (served, await served.engine.stats())
-        except (Fp8ServeError, OSError, TimeoutError):
+    def put_back(self, dead: Served, new: Served) -> bool:
+        """Serves `new` in place of `dead`; False, and nothing, when other weights were put in its place meanwhile."""
+        if self.current is not dead:
             return False
+        self.current, self.state = new, "ready"
         return True
-
-    async def _restart(self, dead: Served) -> None:
-        log.error("the engine process of %s died; starting it again", dead.source.model_id)
-        self._metrics.engine_restarts.inc()
-        try:
-            await dead.engine.close()
-            new = await self._ready_engine(dead.source)
-        except Fp8ServeError as error:
-            log.error("the engine could not be started again: %s", error)
-            return
-        except Exception:
-            log.exception("the engine could not be started again")
-            return
-        if self.current is dead:
-            self.current, self.state = new, "ready"
-        else:  # other weights were put in its place meanwhile
-            await new.engine.close()
 
     async def close(self) -> None:
         """Ends every engine process."""

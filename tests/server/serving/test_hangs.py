@@ -13,7 +13,7 @@ from fp8serve.engine.worker import Heart, Worker
 from fp8serve.errors import RequestError
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
-from fp8serve.server.serving.models import HOPELESS
+from fp8serve.server.serving.models import MAX_FAILED_RESTARTS
 from fp8serve.server.serving.served import Source
 from fp8serve.server.settings import Deadlines, Settings
 from tests.patience import PATIENCE
@@ -143,7 +143,7 @@ async def test_liveness_ends_when_an_engine_cannot_be_started_again(start: Start
         server.launcher.engine.alive = False
         await until(lambda: server.state.models.failed_restarts == 1)
         assert (await server.client.get("/health/live")).status_code == 200
-        await until(lambda: server.state.models.failed_restarts == HOPELESS)
+        await until(lambda: server.state.models.failed_restarts == MAX_FAILED_RESTARTS)
         assert (await server.client.get("/health/live")).status_code == 503
         server.launcher.problem = None
         await until(lambda: server.state.models.ready)

@@ -1,4 +1,4 @@
-"""What every layer in front of the handlers needs of a request: its headers, its body again, and a way to refuse it."""
+"""What every middleware needs of an ASGI request: its headers, its body again, and a way to refuse it."""
 
 from starlette.types import Message, Receive, Scope, Send
 
