@@ -45,9 +45,11 @@ def routes() -> set[str]:
     """Paths of the routes that the application includes for what a server says about itself."""
     from fastapi.routing import APIRoute
 
-    from fp8serve.server.status import router
+    from fp8serve.server.api import page_routes
+    from fp8serve.server.api.native import status_routes
 
-    return {route.path for route in router.routes if isinstance(route, APIRoute)}
+    found = [*status_routes.router.routes, *page_routes.router.routes]
+    return {route.path for route in found if isinstance(route, APIRoute)}
 
 
 def serve_options() -> set[str]:

@@ -18,6 +18,20 @@ ALLOWED = {
     "train": {"train", "model", "fp8", "errors", "ending"},
     "server": {"server", "engine", "train", "model", "fp8", "errors"},
 }
+FOUNDATION = {"faults", "settings", "metrics", "tasks"}
+ALLOWED_IN_SERVER = {
+    **dict.fromkeys(FOUNDATION, FOUNDATION),
+    "schemas": {"schemas"},
+    "http": {"http"} | FOUNDATION,
+    "serving": {"serving"} | FOUNDATION,
+    "parsing": {"parsing", "serving", "schemas"} | FOUNDATION,
+    "finetuning": {"finetuning", "parsing", "serving", "schemas"} | FOUNDATION,
+    "server_state": {"finetuning", "parsing", "serving"} | FOUNDATION,
+    "api": {"api", "server_state", "finetuning", "parsing", "serving", "schemas", "http"} | FOUNDATION,
+    "app": {"api", "server_state", "finetuning", "serving", "http"} | FOUNDATION,
+    "launch": {"app", "server_state", "serving", "http"} | FOUNDATION,
+}
+API_FAMILIES = ("native", "openai")
 NOTHING_OF_OURS = {
     "fp8serve.fp8.recipe",
     "fp8serve.fp8.reference",
@@ -59,6 +73,26 @@ def room(name: str) -> str:
 def test_arrows_point_one_way(module: str) -> None:
     wrong = {i for i in imports(module, sources()[module]) if room(i) and room(i) not in ALLOWED[room(module)]}
     assert not wrong, f"{module} may import only {sorted(ALLOWED[room(module)])}, not {sorted(wrong)}"
+
+
+def server_room(name: str) -> str:
+    """The part of the server that a name lies in."""
+    return name.removeprefix("fp8serve.server.").split(".")[0] if name.startswith("fp8serve.server.") else ""
+
+
+@pytest.mark.parametrize("module", sorted(m for m in sources() if server_room(m)))
+def test_arrows_in_the_server_point_one_way(module: str) -> None:
+    allowed = ALLOWED_IN_SERVER[server_room(module)]
+    wrong = {i for i in imports(module, sources()[module]) if server_room(i) and server_room(i) not in allowed}
+    assert not wrong, f"{module} may import only {sorted(allowed)} of the server, not {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("family", API_FAMILIES)
+def test_neither_family_of_routes_knows_the_other(family: str) -> None:
+    others = tuple(f"fp8serve.server.api.{other}." for other in API_FAMILIES if other != family)
+    for module, path in sources().items():
+        if module.startswith(f"fp8serve.server.api.{family}."):
+            assert not {i for i in imports(module, path) if i.startswith(others)}, module
 
 
 @pytest.mark.parametrize("module", sorted(sources()))

@@ -23,9 +23,9 @@ import uvicorn
 
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.server.app import create_app
-from fp8serve.server.connections import timed_protocol
-from fp8serve.server.house import House
-from fp8serve.server.models import Launch
+from fp8serve.server.http.connections import timed_protocol
+from fp8serve.server.server_state import ServerState
+from fp8serve.server.serving.served import Launch
 from fp8serve.server.settings import Settings
 
 log = logging.getLogger("fp8serve.server")
@@ -40,7 +40,7 @@ def run(settings: Settings, start_engine: Launch | None = None, listener: socket
     listener = listener or bind(settings.host, settings.port)
     with contextlib.closing(listener):
         app = create_app(settings, start_engine)
-        house: House = app.state.house
+        state: ServerState = app.state.server
         config = uvicorn.Config(
             app,
             http=timed_protocol(settings.limits),
@@ -54,10 +54,10 @@ def run(settings: Settings, start_engine: Launch | None = None, listener: socket
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         _configure_logging()
-        house.address = address(listener)
-        DrainingServer(config, house).run([listener])
-    if house.models.problem is not None and house.failed.is_set():
-        raise house.models.problem
+        state.address = address(listener)
+        DrainingServer(config, state).run([listener])
+    if state.models.problem is not None and state.failed.is_set():
+        raise state.models.problem
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -108,9 +108,9 @@ def _why_not(host: str, port: int, error: OSError) -> str:
 class DrainingServer(uvicorn.Server):
     """uvicorn, with a drain before its shutdown and a clean exit status after it."""
 
-    def __init__(self, config: uvicorn.Config, house: House) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
-        self.house = house
+        self.state = state
         self._signals = 0
 
     @contextlib.contextmanager
@@ -128,10 +128,10 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
-        if self._signals and not self.house.draining.is_set():
+        if self._signals and not self.state.draining.is_set():
             log.info("asked to stop: draining")
-            self.house.begin_drain()
-        if self.house.failed.is_set() or self._signals > 1 or (self._signals and self.house.drained):
+            self.state.begin_drain()
+        if self.state.failed.is_set() or self._signals > 1 or (self._signals and self.state.drained):
             self.should_exit = True
         return await super().on_tick(counter)
 

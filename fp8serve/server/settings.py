@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import IO, Literal
 
 from fp8serve.errors import MachineError, RequestError
-from fp8serve.server.pulse import Deadlines
 
 TrainOn = Literal["refuse", "share", "pause"]
 
@@ -28,6 +27,15 @@ def default_data_dir(model: Path) -> Path:
     path = model.resolve()
     mark = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     return data_home() / f"{path.name}-{mark}"
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds: for a heartbeat to come, for a step to end, for weights to load and give a first token."""
+
+    heartbeat: float = 30.0
+    step: float = 600.0
+    load: float = 1800.0
 
 
 @dataclass(frozen=True)

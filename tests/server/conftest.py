@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from fp8serve.server.app import create_app
-from fp8serve.server.house import House
+from fp8serve.server.server_state import ServerState
 from fp8serve.server.settings import Settings
 from tests.patience import PATIENCE
 from tests.server.fakes import Launcher, model_dir
@@ -22,15 +22,15 @@ STUB = (sys.executable, str(Path(__file__).with_name("stub_worker.py")))
 
 
 class Server:
-    """What a test holds: the client, the house behind it and the launcher of its engines."""
+    """What a test holds: the client, the state behind it and the launcher of its engines."""
 
     def __init__(self, app: Any, client: httpx.AsyncClient, launcher: Launcher) -> None:
         self.app, self.client, self.launcher = app, client, launcher
-        self.house: House = app.state.house
+        self.state: ServerState = app.state.server
 
     async def ready(self) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not self.house.models.ready:
+            while not self.state.models.ready:
                 await asyncio.sleep(0.005)
 
 

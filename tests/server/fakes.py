@@ -17,7 +17,7 @@ from fp8serve.engine.request import FinishReason, Limits, Request, RequestOutput
 from fp8serve.errors import MachineError, ModelError, RequestError
 from fp8serve.model.chat import ChatTemplate
 from fp8serve.model.tokenizer import Tokenizer
-from fp8serve.server.models import Source
+from fp8serve.server.serving.served import Source
 
 EOS = 256
 TEMPLATE = (

@@ -181,7 +181,7 @@ def test_unknown_fields_are_refused_by_name_at_every_depth(start: Start) -> None
 def test_a_body_too_large_is_refused_unread(start: Start) -> None:
     async def ask() -> None:
         async with start() as server:
-            limit = server.house.settings.limits.body_bytes
+            limit = server.state.settings.limits.body_bytes
             answer = await server.client.post("/v1/completions", content=b"x" * (limit + 1))
             assert answer.status_code == 413
             assert check("/v1/x", 413, answer.content)["error"]["code"] == "body_too_large"

@@ -1,0 +1,1 @@
+"""The routes, in two families that share one pipeline."""

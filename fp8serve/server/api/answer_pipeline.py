@@ -1,0 +1,194 @@
+"""From a checked body to an answer, the same for every route that generates.
+
+    body -> ParsedRequest -> prompts as token ids -> Generation -> outputs -> events -> one answer, or a stream of them
+
+A family of routes adds two things: a function that says what its body asks for (`Parse`), and a `Renderer` that writes
+what comes of it. Everything that can be refused is refused before the 200, in a stream too; a failure after it is the
+stream's last event.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from fp8serve.engine.request import RequestOutput, SamplingParams
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.http.streams import EventStream, event, until_disconnect
+from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
+from fp8serve.server.schemas.bodies import Message
+from fp8serve.server.server_state import ServerState
+from fp8serve.server.serving.admission import Places
+from fp8serve.server.serving.generation import Generation
+from fp8serve.server.serving.served import Served
+
+JsonObject = dict[str, Any]
+
+
+class GenerationBody(Protocol):
+    """What the pipeline itself reads of a body."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What a body asks for. Either `prompts` (texts or token ids) or `conversation` is given.
+
+    `sampling` makes the parameters from the number of tokens for which the longest prompt leaves room. `truncate`: of
+    each prompt, only the last so many tokens. `choices`: answers for each prompt.
+    """
+
+    sampling: Callable[[int], SamplingParams]
+    prompts: Sequence[Prompt] = ()
+    conversation: list[Message] | None = None
+    truncate: int | None = None
+    choices: int = 1
+
+    @property
+    def sequences(self) -> int:
+        """How many the engine is to generate."""
+        return self.choices * (len(self.prompts) if self.conversation is None else 1)
+
+
+New = TypeVar("New")
+Body = TypeVar("Body", bound=GenerationBody)
+Parse = Callable[[Body], ParsedRequest]
+
+
+class Renderer(ABC, Generic[New]):
+    """Writes the outputs of one generation in the shapes of one family.
+
+    Outputs come in through `add`, which returns what they bring; `events` shows that as it comes, `whole` shows
+    everything at the end.
+    """
+
+    END: ClassVar[bytes] = b""
+    """The last bytes of a stream, also of one that failed."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+    @abstractmethod
+    def add(self, index: int, output: RequestOutput) -> New:
+        """Takes in an output of the sequence `index`."""
+
+    @abstractmethod
+    def events(self, index: int, output: RequestOutput, new: New) -> Iterable[JsonObject]:
+        """The events of a stream that show `new`, which `add` returned for the same output."""
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """The answer that is not streamed, as JSON."""
+
+    @abstractmethod
+    def failure(self, fault: Fault) -> JsonObject:
+        """The event of a stream that cannot go on."""
+
+    def opening(self) -> Iterable[JsonObject]:
+        """Events before the first output."""
+        return ()
+
+    def closing(self) -> Iterable[JsonObject]:
+        """Events after the last output."""
+        return ()
+
+    def headers(self) -> dict[str, str]:
+        """Further headers of an answer that is not streamed."""
+        return {}
+
+
+Render = Callable[[Body, Generation, str], Renderer[Any]]
+"""A renderer for a body, its generation and the request's id."""
+
+
+async def respond(
+    body: Body, parse: Parse[Body], render: Render[Body], request: Request, state: ServerState, stream: bool
+) -> Response:
+    """The answer to `body`, as a stream of events or as a whole. Raises Fault and ClientGoneError."""
+    generation = await _admit(body, parse, request, state)
+    renderer = render(body, generation, request.scope["request_id"])
+    if stream:
+        return _stream(renderer, state)
+    return JSONResponse(await until_disconnect(request, _collect(renderer)), headers=renderer.headers())
+
+
+# -- from a body to a generation ---------------------------------------------------------------------------------------
+
+
+async def _admit(body: Body, parse: Parse[Body], request: Request, state: ServerState) -> Generation:
+    """Everything that can be refused happens here. The places are reserved before a prompt is read."""
+    served = state.served(body.model)
+    context = served.engine.limits.max_model_len
+    state.parser.sizes(context).check(body)
+    asked = parse(body)
+    with served.lease(), _reserve(asked, state) as places:
+        prompts = await until_disconnect(request, _read(asked, served, state.parser))
+        params = asked.sampling(context - max(map(len, prompts)))
+        return state.generation(served, prompts, params, places, asked.choices, request.scope["tenant"])
+
+
+def _reserve(asked: ParsedRequest, state: ServerState) -> Places:
+    limit = state.settings.limits.n
+    if asked.choices > limit:
+        message = f"n is {asked.choices}, more than this server's limit of {limit}."
+        raise Fault(Code.INVALID_PARAMETER, message, param="n")
+    return state.admission.reserve(asked.sequences)
+
+
+async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> list[Ids]:
+    if asked.conversation is not None:
+        return [await parser.conversation(served, asked.conversation)]
+    return await parser.prompts(served, asked.prompts, asked.truncate)
+
+
+# -- from a generation to an answer ------------------------------------------------------------------------------------
+
+
+async def _collect(renderer: Renderer[Any]) -> Any:
+    async with contextlib.aclosing(renderer.generation.outputs()) as outputs:
+        async for index, output in outputs:
+            renderer.add(index, output)
+    return renderer.whole()
+
+
+def _stream(renderer: Renderer[Any], state: ServerState) -> EventStream:
+    generation, admission = renderer.generation, state.admission
+    try:
+        admission.open_stream()
+    except Fault:
+        generation.discard()
+        raise
+
+    def close() -> None:
+        generation.discard()  # a client may leave before the first output is read
+        admission.close_stream()
+
+    return EventStream(_encoded(renderer), state.settings.limits.keep_alive_seconds, close)
+
+
+async def _encoded(renderer: Renderer[Any]) -> AsyncGenerator[bytes, None]:
+    try:
+        async with contextlib.aclosing(_events(renderer)) as events:
+            async for item in events:
+                yield event(item)
+    except Fault as fault:
+        yield event(renderer.failure(fault))
+    if renderer.END:
+        yield renderer.END
+
+
+async def _events(renderer: Renderer[Any]) -> AsyncGenerator[JsonObject, None]:
+    for item in renderer.opening():
+        yield item
+    async with contextlib.aclosing(renderer.generation.outputs()) as outputs:
+        async for index, output in outputs:
+            for item in renderer.events(index, output, renderer.add(index, output)):
+                yield item
+    for item in renderer.closing():
+        yield item

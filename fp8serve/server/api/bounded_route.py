@@ -1,0 +1,58 @@
+"""Routes whose long bodies are checked before FastAPI sees them, in a parser process.
+
+FastAPI gets what is left: the same request, valid and without rows of training data, which the process has written to
+a file.
+"""
+
+import secrets
+import shutil
+from collections.abc import Callable, Coroutine
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from fp8serve.server.api.dependencies import state_of
+from fp8serve.server.http.scope import replay
+from fp8serve.server.http.streams import until_disconnect
+from fp8serve.server.parsing.parser_pool import SHORT
+from fp8serve.server.server_state import ServerState
+
+
+def _context(state: ServerState) -> int:
+    """Of the weights that are served; before there are any, more than a body can hold."""
+    served = state.models.current
+    return state.settings.limits.body_bytes if served is None else served.engine.limits.max_model_len
+
+
+def _model(hint: Any) -> type[Any] | None:
+    """The class of a route's body, which may be left out: of `Body`, of `Body | None`, of nothing."""
+    classes = (kind for kind in get_args(hint) or (hint,) if isinstance(kind, type) and kind is not NoneType)
+    return next(classes, None)
+
+
+class BoundedRoute(APIRoute):
+    """Checks long bodies in a parser process; where they held rows, `scope["rows"]` names their folder."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        model = _model(get_type_hints(self.endpoint).get("body"))
+        if model is None:
+            return handle
+
+        async def bounded(request: Request) -> Response:
+            raw = await request.body()
+            if len(raw) <= SHORT:
+                return await handle(request)
+            state = state_of(request)
+            folder = state.runner.root / f"rows-{secrets.token_hex(8)}"
+            try:
+                checked = await until_disconnect(request, state.parser.body(model, raw, folder, _context(state)))
+                scope = {**request.scope, "rows": folder if folder.is_dir() else None}
+                return await handle(Request(scope, replay(checked, request.receive)))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        return bounded

@@ -1,0 +1,193 @@
+"""The native fine-tune routes: start, list, watch, cancel and activate jobs.
+
+Events come as a JSON list, or, for a client that accepts `text/event-stream`, as server-sent events that replay from
+`Last-Event-ID` and go on until the job has ended; ids are the event table's, so a reader that reconnects misses
+nothing.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from fp8serve.server.api.bounded_route import BoundedRoute
+from fp8serve.server.api.dependencies import IdempotencyKey, PageSize, StateDep
+from fp8serve.server.api.native.activation_routes import swap
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, written_checkpoints
+from fp8serve.server.finetuning.job_records import Event, Job
+from fp8serve.server.finetuning.job_store import FINAL
+from fp8serve.server.http.streams import EventStream, event, until_disconnect
+from fp8serve.server.schemas.finetune_bodies import ActivateJobBody, FinetuneBody
+from fp8serve.server.server_state import ServerState
+
+router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
+EVENTS_AT_ONCE = 500
+
+
+@router.post("/finetune", status_code=202, summary="Start a fine-tune job")
+async def start(
+    body: FinetuneBody, request: Request, state: StateDep, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Rows in `data` or an uploaded `file_id`. The same Idempotency-Key within a day gives the same job."""
+    job, _ = await state.submissions.submit(body, idempotency_key, request.scope.get("rows"))
+    return JSONResponse(job_view(state, job), 202, {"Location": f"/finetune/{job.id}"})
+
+
+@router.post("/finetune/validate", summary="What a job would do, without doing it")
+async def validate(body: FinetuneBody, request: Request, state: StateDep) -> dict[str, Any]:
+    """Bad rows by number, tokens per epoch, the share that is learnt, steps, memory, and one row with its mask."""
+    return await until_disconnect(request, state.submissions.dry_run(body, request.scope.get("rows")))
+
+
+@router.get("/finetune", summary="Jobs, newest first")
+async def list_jobs(state: StateDep, limit: PageSize = 20, after: str | None = None) -> dict[str, Any]:
+    jobs = await asyncio.to_thread(state.jobs.jobs, limit + 1, after)
+    return {"jobs": [job_view(state, job) for job in jobs[:limit]], "has_more": len(jobs) > limit}
+
+
+@router.get("/finetune/{job_id}", summary="One job")
+async def get_job(job_id: str, state: StateDep) -> dict[str, Any]:
+    return job_view(state, await asyncio.to_thread(state.jobs.get, job_id))
+
+
+@router.get(
+    "/finetune/{job_id}/events", summary="What happened to a job, as a list or as a stream", response_model=None
+)
+async def events(
+    job_id: str,
+    request: Request,
+    state: StateDep,
+    limit: PageSize = 1000,
+    after: Annotated[int, Query(ge=0)] = 0,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Response | dict[str, Any]:
+    """Oldest first, from behind `after` (or the `Last-Event-ID` header). `Accept: text/event-stream` follows the job to
+    its end.
+    """
+    job = await asyncio.to_thread(state.jobs.get, job_id)
+    start = (
+        int(last_event_id)
+        if last_event_id is not None and last_event_id.isascii() and last_event_id.isdigit()
+        else after
+    )
+    start = min(start, 2**62)
+    if "text/event-stream" in request.headers.get("accept", ""):
+        state.admission.open_stream()
+        return EventStream(
+            follow(state, job.id, start), state.settings.limits.keep_alive_seconds, state.admission.close_stream
+        )
+    found = await asyncio.to_thread(state.jobs.events, job_id, start, limit + 1)
+    return {"events": [event_view(e) for e in found[:limit]], "has_more": len(found) > limit}
+
+
+async def follow(state: ServerState, job_id: str, after: int) -> AsyncGenerator[bytes, None]:
+    """Every event behind `after`, as they come, until the job has ended or the server goes down; then `end`."""
+    while not state.draining.is_set():
+        ended = (await asyncio.to_thread(state.jobs.get, job_id)).status in FINAL
+        found = await asyncio.to_thread(state.jobs.events, job_id, after, EVENTS_AT_ONCE)
+        for item in found:
+            after = item.seq
+            yield event(event_view(item), name=item.type, id=item.seq)
+        if ended and not found:
+            job = await asyncio.to_thread(state.jobs.get, job_id)
+            yield event({"status": job.status}, name="end", id=after)
+            return
+        if not found:
+            await _until_changed(state)
+
+
+async def _until_changed(state: ServerState) -> None:
+    """Wakes at the trainer's word, and twice a second for changes that come from elsewhere."""
+    try:
+        async with asyncio.timeout(0.5), state.runner.changed:
+            await state.runner.changed.wait()
+    except TimeoutError:
+        pass
+
+
+@router.get("/finetune/{job_id}/checkpoints", summary="Checkpoints that are whole and on the disk, newest first")
+async def checkpoints(job_id: str, state: StateDep) -> dict[str, Any]:
+    job = await asyncio.to_thread(state.jobs.get, job_id)
+    found = await asyncio.to_thread(written_checkpoints, state.jobs, state.runner, job)
+    return {
+        "checkpoints": [
+            {"step": e.data["step"], "created_at": e.created_at, "metrics": checkpoint_metrics(e)} for e in found
+        ]
+    }
+
+
+@router.get("/finetune/{job_id}/metrics", summary="The series of a job's metrics, one object for each reported step")
+async def series(job_id: str, state: StateDep) -> dict[str, Any]:
+    await asyncio.to_thread(state.jobs.get, job_id)
+    found = await asyncio.to_thread(state.jobs.newest_events, job_id, 100_000, None, "metrics")
+    return {"metrics": [item.data for item in reversed(found)]}
+
+
+@router.post("/finetune/{job_id}/cancel", summary="End a job; what it wrote stays")
+async def cancel(job_id: str, state: StateDep) -> dict[str, Any]:
+    return job_view(state, await state.submissions.cancel(job_id))
+
+
+@router.post("/finetune/{job_id}/resume", summary="Go on with a job that failed, from its last checkpoint")
+async def resume(job_id: str, state: StateDep) -> dict[str, Any]:
+    """Also what met a full disk, once there is room. Takes the job's place in the queue."""
+    return job_view(state, await state.submissions.resume(job_id))
+
+
+@router.post("/finetune/{job_id}/activate", summary="Serve a job's result in place of the present weights")
+async def activate(job_id: str, state: StateDep, body: ActivateJobBody | None = None) -> dict[str, Any]:
+    """Answers when the new weights serve. No request in flight is touched; on failure nothing changes."""
+    job = await asyncio.to_thread(state.jobs.get, job_id)
+    if body is not None and body.step is not None:
+        await asyncio.to_thread(require_result_step, state, job, body.step)
+    return await swap(state, job_id)
+
+
+def require_result_step(state: ServerState, job: Job, step: int) -> None:
+    """Fault 409 unless the job's result is that of `step`: only a result is a model that can be served."""
+    last = max((int(e.data["step"]) for e in written_checkpoints(state.jobs, state.runner, job)), default=None)
+    if step != last:
+        found = "has none yet" if last is None else f"is of step {last}"
+        raise Fault(
+            Code.JOB_STATE,
+            f"Only a job's result can be served, and this job's {found}.",
+            param="step",
+            hint="Leave `step` out, or train a job of that many steps with max_steps.",
+        )
+
+
+def job_view(state: ServerState, job: Job) -> dict[str, Any]:
+    """A job as these routes show it."""
+    current = state.models.current
+    return {
+        "id": job.id,
+        "status": job.status,
+        "base_model": job.base,
+        "fine_tuned_model": job.model_id(state.models.name) if job.status == "succeeded" else None,
+        "active": current is not None and current.source.key == job.id,
+        "created_at": job.created_at,
+        "started_at": job.started_at,
+        "finished_at": job.finished_at,
+        "cancel_requested": job.cancel_requested,
+        "progress": job.progress,
+        "config": job.config,
+        "training_file": job.training_file,
+        "validation_file": job.validation_file,
+        "metadata": job.metadata,
+        "error": job.error,
+    }
+
+
+def event_view(item: Event) -> dict[str, Any]:
+    """An event as these routes show it."""
+    return {
+        "id": item.seq,
+        "created_at": item.created_at,
+        "level": item.level,
+        "type": item.type,
+        "message": item.message,
+        "data": item.data,
+    }

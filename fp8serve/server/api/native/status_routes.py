@@ -1,0 +1,98 @@
+"""What a server says about itself: health, facts, live scales, metrics.
+
+Liveness and readiness are different questions. Live: this process answers and the engine gave a sign of life lately,
+or is being loaded; a busy engine is live. Ready: weights are loaded, the server is neither draining nor paused, and
+the queue is not nearly full.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+import fp8serve
+from fp8serve.errors import Fp8ServeError
+from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.api.native.activation_routes import served_view
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.metrics import CONTENT_TYPE
+
+router = APIRouter(tags=["server"])
+NO_STORE = {"Cache-Control": "no-store"}
+
+
+@router.get("/health/live", summary="Whether the process should be left alone (200) or restarted (503)")
+async def live(state: StateDep) -> Response:
+    return _health(state.models.live, state.status)
+
+
+@router.get("/health/ready", summary="Whether to send requests here")
+async def ready(state: StateDep) -> Response:
+    return _health(state.ready, state.status)
+
+
+@router.get("/health", summary="As /health/ready")
+async def health(state: StateDep) -> Response:
+    return _health(state.ready, state.status)
+
+
+@router.get("/ping", include_in_schema=False)
+async def ping(state: StateDep) -> Response:
+    return _health(state.ready, state.status)
+
+
+def _health(good: bool, state: str) -> Response:
+    return JSONResponse(
+        {"ok": good, "state": state}, 200 if good else 503, NO_STORE | ({} if good else {"Retry-After": "2"})
+    )
+
+
+@router.get("/info", summary="The model, its numbers, and the limits in force")
+async def info(state: StateDep) -> dict[str, Any]:
+    settings, limits = state.settings, state.settings.limits
+    served = state.models.resolve(None)
+    longest = served.engine.limits.max_model_len
+    return {
+        "model_id": state.models.name,
+        "model_sha": served.weight_version,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": state.admission.capacity,
+        "max_best_of": 1,
+        "max_stop_sequences": 4,
+        "max_input_tokens": longest - 1,
+        "max_total_tokens": longest,
+        "max_client_batch_size": limits.prompts,
+        "router": "fp8serve",
+        "version": fp8serve.__version__,
+        "sha": None,
+        "docker_label": None,
+        "served": served_view(served),
+        "engine": public_facts(served.engine.info),
+        "train_on": settings.train_on,
+        "training_device": settings.training_device,
+        "limits": vars(limits),
+    }
+
+
+def public_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """The engine's own description, without places on our disk."""
+    return {k: v for k, v in facts.items() if not (isinstance(v, str) and v.startswith("/"))}
+
+
+@router.get("/version", summary="The version of this server")
+async def version() -> dict[str, str]:
+    return {"version": fp8serve.__version__}
+
+
+@router.get("/scales", summary="Live amax, scale, headroom and saturation of every FP8 layer")
+async def scales(state: StateDep) -> dict[str, Any]:
+    served = state.models.resolve(None)
+    try:
+        return {"weight_version": served.weight_version, "layers": await served.engine.scales()}
+    except (Fp8ServeError, OSError) as error:
+        raise Fault(Code.ENGINE_DOWN, f"The engine did not answer: {error}") from None
+
+
+@router.get("/metrics", summary="Prometheus metrics")
+async def metrics(state: StateDep) -> Response:
+    return Response(state.metrics.render(), media_type=CONTENT_TYPE)

@@ -1,0 +1,161 @@
+"""What comes of a completion, as OpenAI's two routes write it.
+
+Choices of one request run at the same time and their chunks interleave by `index`. A stream's failures after the 200
+arrive as `data: {"error": ...}` and then `data: [DONE]`, which OpenAI's own client raises as an APIError.
+`system_fingerprint` is the version of the weights that answered.
+"""
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fp8serve.engine.request import RequestOutput
+from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
+from fp8serve.server.api.openai.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
+from fp8serve.server.faults import Fault
+from fp8serve.server.http.streams import DONE
+from fp8serve.server.schemas.openai_bodies import SampledBody
+from fp8serve.server.serving.generation import Generation
+
+
+@dataclass
+class Choice:
+    """One choice as it grows. `logprobs`: None when they were not asked for."""
+
+    stream: LogprobStream
+    text: str = ""
+    logprobs: list[Placed] | None = None
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    tokens: int = 0
+
+    def take(self, output: RequestOutput) -> list[Placed]:
+        """Adds an output; returns its log-probabilities."""
+        self.text += output.text_delta
+        self.tokens = output.num_generated
+        self.finish, self.stop_reason = output.finish_reason, output.stop_reason
+        new = self.stream.take(output)
+        if output.logprobs is not None or new:
+            self.logprobs = (self.logprobs or []) + new
+        return new
+
+
+class CompletionRenderer(Renderer[list[Placed]]):
+    """What both routes share. The choices are prompt 0's n, then prompt 1's n, ..."""
+
+    END = DONE
+    PREFIX: ClassVar[str]
+    OBJECT: ClassVar[str]
+    CHUNK: ClassVar[str]
+
+    def __init__(self, body: SampledBody, generation: Generation, request_id: str) -> None:
+        super().__init__(generation)
+        self.asked = body
+        self.created = int(time.time())
+        self.tokenizer = generation.served.tokenizer
+        self.choices = [Choice(LogprobStream(self.tokenizer)) for _ in generation.requests]
+
+    @abstractmethod
+    def choice(self, index: int, choice: Choice) -> JsonObject:
+        """A choice that is complete."""
+
+    @abstractmethod
+    def delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
+        """What `output` adds to a choice."""
+
+    def add(self, index: int, output: RequestOutput) -> list[Placed]:
+        return self.choices[index].take(output)
+
+    def whole(self) -> JsonObject:
+        choices = [self.choice(i, choice) for i, choice in enumerate(self.choices)]
+        return self._frame(self.OBJECT, choices) | {"usage": self._usage()}
+
+    def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
+        if output.text_delta or new or output.finish_reason is not None:
+            yield self._chunk(self.delta(index, output, new))
+
+    def closing(self) -> Iterator[JsonObject]:
+        """The usage, if it was asked for."""
+        if self.asked.include_usage:
+            yield self._frame(self.CHUNK, []) | {"usage": self._usage()}
+
+    def failure(self, fault: Fault) -> JsonObject:
+        return fault.openai()
+
+    def _chunk(self, choice: JsonObject) -> JsonObject:
+        return self._frame(self.CHUNK, [choice]) | ({"usage": None} if self.asked.include_usage else {})
+
+    def _frame(self, kind: str, choices: list[JsonObject]) -> JsonObject:
+        served = self.generation.served
+        return {
+            "id": f"{self.PREFIX}-{self.generation.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.asked.model or served.source.model_id,
+            "choices": choices,
+            "system_fingerprint": served.weight_version,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        prompt, new = self.generation.prompt_tokens, sum(choice.tokens for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+class TextRenderer(CompletionRenderer):
+    """`text_completion` objects."""
+
+    PREFIX, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, index: int, choice: Choice) -> JsonObject:
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
+        return {
+            "index": index,
+            "text": output.text_delta,
+            "logprobs": self._logprobs(new or None),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def _logprobs(self, placed: list[Placed] | None) -> JsonObject | None:
+        return None if placed is None else text_logprobs(placed, self.tokenizer)
+
+
+class ChatRenderer(CompletionRenderer):
+    """`chat.completion` objects and their chunks."""
+
+    PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, choice: Choice) -> JsonObject:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish,
+        }
+
+    def opening(self) -> Iterator[JsonObject]:
+        """The role, once for each choice."""
+        for index in range(len(self.choices)):
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
+        return {
+            "index": index,
+            "delta": {"content": output.text_delta} if output.text_delta else {},
+            "logprobs": self._logprobs(new or None),
+            "finish_reason": output.finish_reason,
+        }
+
+    def _logprobs(self, placed: list[Placed] | None) -> JsonObject | None:
+        return None if placed is None else chat_logprobs(placed, self.tokenizer)

@@ -1,0 +1,22 @@
+"""What the bodies of `/v1/completions` and `/v1/chat/completions` ask for."""
+
+from fp8serve.engine.request import SamplingParams
+from fp8serve.server.api.answer_pipeline import ParsedRequest
+from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
+
+COMPLETION_TOKENS = 16
+
+
+def parse_completion(body: CompletionBody) -> ParsedRequest:
+    """Some prompts, `n` choices for each. Raises RequestError for parameters that contradict each other."""
+    params = body.params(body.max_tokens or COMPLETION_TOKENS)
+    return ParsedRequest(lambda _: params, body.prompts(), choices=body.choices)
+
+
+def parse_chat(body: ChatBody) -> ParsedRequest:
+    """A conversation; without a limit its answer may fill the context."""
+
+    def sampling(room: int) -> SamplingParams:
+        return body.params(body.token_limit or max(1, room))
+
+    return ParsedRequest(sampling, conversation=body.messages, choices=body.choices)

@@ -1,0 +1,114 @@
+"""Log-probabilities as OpenAI's two routes write them, laid along the text of the answer.
+
+`LogprobStream` gives each token its place in the returned text, in characters, and gives it out together with its
+text, streamed or not: what is held back because it may begin a stop string is held back here, and tokens that stand
+within the stop string that ended the text are no part of the answer.
+
+A token is written as the text of its bytes, or as `bytes:\\xe2\\x98` when it is part of a character, as OpenAI does.
+`bytes` of all tokens, joined, are the text's UTF-8 bytes; it is null for a token that has no text in the answer, such
+as end-of-text. `/v1/completions` has a map keyed by text: where two alternatives have the same, the less probable one
+is called `token_id:N`. Values are clamped (`wire.finite`), because JSON has no infinity.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from fp8serve.engine.request import RequestOutput, TokenLogprob
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.server.api.wire import finite
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A token and where it stands. `offset`: characters of the answer before it; `shown`: it has text in the answer;
+    `first`: no text is before it.
+    """
+
+    item: TokenLogprob
+    offset: int
+    shown: bool
+    first: bool
+
+
+class LogprobStream:
+    """The tokens of one answer, in order; see the module."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.stream()
+        self._settled = 0  # characters that the tokens seen so far make certain
+        self._sent = 0  # characters that were given out
+        self._begun = False
+        self._waiting: deque[Placed] = deque()
+
+    def take(self, output: RequestOutput) -> list[Placed]:
+        """The tokens whose text is out with this output."""
+        self._waiting += [self._place(item, output) for item in output.logprobs or ()]
+        self._sent += len(output.text_delta)
+        whole = output.finish_reason is not None and not isinstance(output.stop_reason, str)
+        due = []
+        while self._waiting and (whole or self._waiting[0].offset < self._sent):
+            due.append(self._waiting.popleft())
+        return due
+
+    def _place(self, item: TokenLogprob, output: RequestOutput) -> Placed:
+        placed = Placed(item, self._settled, self._has_text(item.token_id, output), not self._begun)
+        if placed.shown:
+            self._settled += len(self._decoder.push(item.token_id))
+            self._begun = True
+        return placed
+
+    def _has_text(self, token_id: int, output: RequestOutput) -> bool:
+        """Not of a special token, and not of the token that ended the text."""
+        if token_id in self._tokenizer.special_ids:
+            return False
+        ends = output.finish_reason == "stop" and output.token_ids[-1:] == (token_id,)
+        return not ends or (output.stop_reason != token_id and token_id not in self._tokenizer.eos_ids)
+
+
+def text_logprobs(placed: list[Placed], tokenizer: Tokenizer) -> JsonObject:
+    """The object of /v1/completions."""
+    return {
+        "tokens": [_name(tokenizer, p.item.token_id, p) for p in placed],
+        "token_logprobs": [finite(p.item.logprob) for p in placed],
+        "top_logprobs": [_by_text(p, tokenizer) for p in placed],
+        "text_offset": [p.offset for p in placed],
+    }
+
+
+def _by_text(placed: Placed, tokenizer: Tokenizer) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token_id, logprob in placed.item.top:  # by falling probability
+        name = _name(tokenizer, token_id, placed)
+        found[f"token_id:{token_id}" if name in found else name] = finite(logprob)
+    return found
+
+
+def chat_logprobs(placed: list[Placed], tokenizer: Tokenizer) -> JsonObject:
+    """The object of /v1/chat/completions."""
+    return {"content": [_entry(p, tokenizer) for p in placed], "refusal": None}
+
+
+def _entry(placed: Placed, tokenizer: Tokenizer) -> JsonObject:
+    item = placed.item
+    entry = _one(item.token_id, item.logprob, placed, tokenizer)
+    if not placed.shown:
+        entry["bytes"] = None
+    return entry | {"top_logprobs": [_one(i, logprob, placed, tokenizer) for i, logprob in item.top]}
+
+
+def _one(token_id: int, logprob: float, placed: Placed, tokenizer: Tokenizer) -> JsonObject:
+    shown = token_id not in tokenizer.special_ids
+    content = list(tokenizer.token_bytes(token_id, placed.first)) if shown else None
+    return {"token": _name(tokenizer, token_id, placed), "logprob": finite(logprob), "bytes": content}
+
+
+def _name(tokenizer: Tokenizer, token_id: int, placed: Placed) -> str:
+    content = tokenizer.token_bytes(token_id, placed.first)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)

@@ -1,0 +1,118 @@
+"""The SQLite file of the job table: its layout, transactions, and what a disk that takes no more means.
+
+One connection behind a lock, WAL with `synchronous=FULL`: a commit that returned is on the disk. WAL needs shared
+memory: a network file system is refused with a sentence (MachineError) instead of corrupting later.
+"""
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fp8serve.errors import MachineError
+from fp8serve.server.faults import disk_fault
+
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE jobs (
+    id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, started_at INTEGER, finished_at INTEGER,
+    status TEXT NOT NULL, base TEXT NOT NULL, source TEXT NOT NULL, suffix TEXT NOT NULL, config TEXT NOT NULL,
+    training_file TEXT, validation_file TEXT, metadata TEXT NOT NULL, progress TEXT NOT NULL, error TEXT,
+    cancel_requested INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL REFERENCES jobs(id), origin INTEGER,
+    created_at INTEGER NOT NULL, level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL,
+    UNIQUE (job, origin));
+CREATE INDEX events_of_job ON events (job, seq);
+CREATE TABLE files (
+    id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, filename TEXT NOT NULL,
+    bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, purpose TEXT NOT NULL);
+CREATE TABLE idempotency (key TEXT PRIMARY KEY, created_at INTEGER NOT NULL, request TEXT NOT NULL, job TEXT NOT NULL);
+CREATE TABLE activated (base TEXT PRIMARY KEY, source TEXT NOT NULL, at INTEGER NOT NULL);
+"""
+
+
+class Database:
+    """See the module. Safe to use from several threads; every call blocks. A full disk becomes a Fault."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._db.row_factory = sqlite3.Row
+            self._prepare()
+        except sqlite3.Error as error:
+            raise MachineError(
+                f"The job table {path} cannot be used ({error}); put the data directory on a local disk with "
+                "--data-dir."
+            ) from None
+        path.chmod(0o600)
+
+    def _prepare(self) -> None:
+        if self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
+            raise sqlite3.OperationalError("this file system has no shared memory for a write-ahead log")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute("PRAGMA foreign_keys=ON")
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise sqlite3.OperationalError(f"it was written by another version of fp8serve, layout {version}")
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def transaction(self) -> "Transaction":
+        """For what writes: commits at the end of a `with` block."""
+        return Transaction(self._db, self._lock)
+
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """What a query finds."""
+        with self._lock, _disk_faults():
+            return self._db.execute(query, values).fetchall()
+
+
+class Transaction:
+    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the block raises. A full disk becomes a Fault."""
+
+    def __init__(self, db: sqlite3.Connection, lock: threading.Lock) -> None:
+        self._db, self._lock = db, lock
+
+    def __enter__(self) -> sqlite3.Connection:
+        self._lock.acquire()
+        try:
+            with _disk_faults():
+                self._db.execute("BEGIN IMMEDIATE")
+        except BaseException:
+            self._lock.release()
+            raise
+        return self._db
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            with _disk_faults():
+                if error is None:
+                    self._db.execute("COMMIT")
+                elif isinstance(error, sqlite3.Error):
+                    raise error
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            self._lock.release()
+
+
+UNWRITABLE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
+
+
+@contextlib.contextmanager
+def _disk_faults() -> Iterator[None]:
+    """What SQLite says of a disk, as a Fault. A commit that it could not write has not happened."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF in UNWRITABLE:  # the other bits say where in SQLite
+            raise disk_fault(str(error)) from None
+        raise

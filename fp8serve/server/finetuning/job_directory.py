@@ -1,0 +1,129 @@
+"""A job's directory, as the training process wants it.
+
+JOB_DIR/data.jsonl | data.txt   the rows (a hard link where they were uploaded), validation.* likewise
+JOB_DIR/job.json                TrainConfig
+JOB_DIR/out/                    checkpoints and the result
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.model.config import read_config
+from fp8serve.model.files import fsync
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.parsing.rows import write_rows
+from fp8serve.server.schemas.bodies import Body
+from fp8serve.server.schemas.finetune_bodies import FinetuneBody, Rows
+from fp8serve.server.serving.served import Source
+from fp8serve.server.settings import Settings
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import check_length
+
+SEQ_LEN = 256
+
+
+@dataclass(frozen=True)
+class JobDirectories:
+    """Fills directories of jobs from requests and uploads. `data_dir` holds the uploads that `store` names."""
+
+    settings: Settings
+    data_dir: Path
+    store: JobStore
+
+    def fill(self, directory: Path, body: FinetuneBody, source: Source, rows: Path | None) -> TrainConfig:
+        """Makes `directory` with the data of a job; what the job is to do. Fault for data or numbers that are refused.
+
+        `rows` is the folder where the rows of a long request lie.
+        """
+        directory.mkdir(mode=0o700)
+        spooled = {} if rows is None else {path.stem: path for path in rows.iterdir()}
+        data = self._place(directory / "data", body.data, body.file_id, spooled.get("data"))
+        held_out = self._place(
+            directory / "validation", body.validation_data, body.validation_file_id, spooled.get("validation_data")
+        )
+        return self._config(directory, body, source, data, held_out)
+
+    def _place(self, stem: Path, rows: Rows | None, file_id: str | None, spooled: Path | None) -> list[Path]:
+        """Puts rows, the file they were `spooled` to, or an uploaded file beside the job. Nothing given: nothing
+        placed.
+        """
+        if file_id is not None:
+            source = file_path(self.data_dir, self.store.file(file_id).id)
+            path = stem.with_suffix(source.suffix)
+            _link(source, path)
+            return [path]
+        if rows is None:
+            return []
+        path = stem.with_suffix(".jsonl")
+        if spooled is not None:
+            spooled.rename(path)
+            return [path]
+        limits = self.settings.limits
+        try:
+            write_rows(path, rows, limits.rows, limits.row_bytes)
+        except RequestError as error:
+            raise Fault(Code.INVALID_PARAMETER, str(error), param=stem.name) from None
+        return [path]
+
+    def _config(
+        self, directory: Path, body: FinetuneBody, source: Source, data: Sequence[Path], held_out: Sequence[Path]
+    ) -> TrainConfig:
+        """Fault when the trainer would refuse the numbers."""
+        try:
+            model = read_config(source.directory)
+            seq_len = body.seq_len or min(SEQ_LEN, model.max_full_attention_len)
+            check_length(seq_len, model)
+            return TrainConfig.from_dict(
+                body.hyper_parameters()
+                | {"model": str(source.directory.resolve()), "out": str(directory / "out"), "seq_len": seq_len}
+                | {"data": [str(p) for p in data], "eval_data": [str(p) for p in held_out]}
+                | {"device": self.settings.training_device}
+            )
+        except Fp8ServeError as error:
+            raise Fault(Code.INVALID_PARAMETER, str(error)) from None
+
+
+def write_config(directory: Path, config: TrainConfig) -> None:
+    """`job.json`; the whole directory is on the disk when this returns."""
+    (directory / "job.json").write_text(config.to_json(), encoding="utf-8")
+    for path in (directory / "job.json", directory, directory.parent):
+        fsync(path)
+
+
+def public_config(config: TrainConfig) -> dict[str, Any]:
+    """What a job shows of its configuration: no place on our disk."""
+    shown = {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+    return shown | {"learning_rate": shown.pop("lr")}
+
+
+def request_hash(body: Body, rows: Path | None = None) -> str:
+    """Identifies a request, the rows that lie in a folder included, for its idempotency key."""
+    digest = hashlib.sha256(body.model_dump_json().encode())
+    for path in sorted(rows.iterdir()) if rows is not None else ():
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _link(source: Path, path: Path) -> None:
+    """Deleting the upload later must not pull the data from under a job."""
+    try:
+        os.link(source, path)
+    except OSError:
+        shutil.copyfile(source, path)
+        fsync(path)
+
+
+def file_path(data_dir: Path, file_id: str) -> Path:
+    """Where an upload lies. `file_id` is one that the file table holds. Fault 404 when its bytes are gone."""
+    for suffix in (".jsonl", ".txt"):
+        if (path := data_dir / "files" / (file_id + suffix)).exists():
+            return path
+    raise Fault(Code.FILE_NOT_FOUND, "The file of that id is no longer there.", param="file_id")

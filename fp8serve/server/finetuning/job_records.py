@@ -1,0 +1,96 @@
+"""The rows of the job table as frozen records: what the store gives out and everything else passes around."""
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of the job table. Times are seconds since 1970. `progress` holds the newest metrics."""
+
+    id: str
+    number: int
+    created_at: int
+    started_at: int | None
+    finished_at: int | None
+    status: Status
+    base: str
+    source: str
+    suffix: str
+    config: dict[str, Any]
+    training_file: str | None
+    validation_file: str | None
+    metadata: dict[str, str]
+    progress: dict[str, Any]
+    error: dict[str, Any] | None
+    cancel_requested: bool
+    crashes: int
+
+    def model_id(self, base_name: str) -> str:
+        """The name of the result, in OpenAI's shape."""
+        return f"ft:{base_name}:org-local:{self.suffix}:{self.id[-8:]}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened to a job. `type` is message, metrics or checkpoint; `data` is what its kind carries."""
+
+    seq: int
+    created_at: int
+    level: str
+    type: str
+    message: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """An uploaded file; its bytes lie under its id, never under the name the client gave."""
+
+    id: str
+    number: int
+    created_at: int
+    filename: str
+    bytes: int
+    sha256: str
+    purpose: str
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """What a caller decides about a job."""
+
+    base: str
+    source: str
+    config: Mapping[str, Any]
+    suffix: str = ""
+    training_file: str | None = None
+    validation_file: str | None = None
+    metadata: Mapping[str, str] | None = None
+
+
+def new_job_id() -> str:
+    return f"ftjob-{secrets.token_hex(12)}"
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(12)}"
+
+
+def as_job(row: sqlite3.Row) -> Job:
+    values = dict(row)
+    for name in ("config", "metadata", "progress"):
+        values[name] = json.loads(values[name])
+    values["error"] = json.loads(values["error"]) if values["error"] else None
+    values["cancel_requested"] = bool(values["cancel_requested"])
+    return Job(**values)
+
+
+def as_event(row: sqlite3.Row) -> Event:
+    return Event(row["seq"], row["created_at"], row["level"], row["type"], row["message"], json.loads(row["data"]))

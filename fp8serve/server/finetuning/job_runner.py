@@ -1,0 +1,188 @@
+"""Runs fine-tune jobs, one at a time, each in its own process: `python -m fp8serve.train.worker JOB_DIR`.
+
+The directory is the truth (`job.json` in, `events.jsonl` and `result.json` out, `worker.lock` held while a worker
+lives) and the job table is its index, so nothing is lost whichever process dies. A worker outlives a front that was
+killed: the next front finds the lock held and follows it instead of starting a second one. A worker that dies
+without a word is started again and resumes from its last checkpoint; after MAX_CRASHES deaths without a finished
+step the job fails. When the server stops, the job is asked to stop at a checkpoint and is queued again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from fp8serve.server.faults import safe_text
+from fp8serve.server.finetuning.job_records import Job
+from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.training_process import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    POLL_SECONDS,
+    TrainingProcess,
+    describe_exit,
+    lock_is_held,
+)
+from fp8serve.server.tasks import cancel
+
+log = logging.getLogger("fp8serve.server")
+
+# -P: a file in the current directory must not become a module of the worker
+WORKER = (sys.executable, "-P", "-m", "fp8serve.train.worker")
+CANCEL_SECONDS = 60.0
+ERROR_SECONDS = 5.0
+MAX_CRASHES = 3
+
+
+class JobRunner:
+    """Takes jobs from the table and sees them through. `wait_idle` is awaited before a job starts.
+
+    `command` is the worker's, to which the job's directory is added.
+    """
+
+    def __init__(
+        self, store: JobStore, data_dir: Path, wait_idle: Callable[[], Awaitable[None]], command: Sequence[str] = WORKER
+    ) -> None:
+        self.store = store
+        self.command = tuple(command)
+        self.root = data_dir / "jobs"
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        self.busy = False
+        self.closing = False
+        self.closed = True
+        self.changed = asyncio.Condition()
+        self._wait_idle = wait_idle
+        self._wake = asyncio.Event()
+        self._worker: TrainingProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def dir_of(self, job_id: str) -> Path:
+        """Where a job's process works; `job_id` is one that the table holds."""
+        return self.root / job_id
+
+    def result_dir(self, job: Job) -> Path:
+        return self.dir_of(job.id) / "out" / "model"
+
+    def discard(self, job_id: str) -> None:
+        """Removes a directory made for a job that was not accepted."""
+        shutil.rmtree(self.dir_of(job_id), ignore_errors=True)
+
+    def look_again(self) -> None:
+        """A job was added or its cancellation asked for: look at the table now."""
+        self._wake.set()
+
+    def start(self) -> None:
+        """Begins to take jobs."""
+        self.closed = False
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while not self.closing:
+            try:
+                if waiting := await asyncio.to_thread(self.store.unfinished):
+                    await self._run_one(waiting[0])
+                    continue
+                await self._wake.wait()
+                self._wake.clear()
+            except Exception:
+                log.exception("jobs cannot be run now")
+                await asyncio.sleep(ERROR_SECONDS)
+
+    async def _run_one(self, job: Job) -> None:
+        self.busy = True
+        try:
+            await self._wait_idle()
+            await self._see_through(job)
+        finally:
+            self.busy = False
+            await self._tell()
+
+    async def close(self, seconds: float) -> None:
+        """Asks the running worker to stop at a checkpoint, and queues its job for the next server. Kills it after
+        `seconds`.
+        """
+        self.closing = True
+        self._wake.set()
+        if self._worker is not None:
+            await self._worker.stop(seconds)
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=1.0)
+            await cancel(self._task)
+        self.closed = True
+
+    # -- one job -------------------------------------------------------------------------------------------------------
+
+    async def _see_through(self, job: Job) -> None:
+        if job.status == "queued" and not await asyncio.to_thread(self._enter, job):
+            return
+        if self.closing:
+            return
+        self._worker = worker = await TrainingProcess.start(job.id, self.dir_of(job.id), self.command)
+        await self._follow(worker)
+        self._worker = None
+        await asyncio.to_thread(self._settle, worker)
+        await self._tell()
+
+    def _enter(self, job: Job) -> bool:
+        again = job.started_at is not None
+        return self.store.move(
+            job.id, "running", "The job goes on from its last checkpoint." if again else "The job is running."
+        )
+
+    async def _follow(self, worker: "TrainingProcess") -> None:
+        """Until the worker has ended: its events into the table, and a wish to cancel to the worker."""
+        while True:
+            ended = worker.ended()
+            if await asyncio.to_thread(self._take_in, worker):
+                await self._tell()
+            if ended:
+                return
+            if (await asyncio.to_thread(self.store.get, worker.job_id)).cancel_requested:
+                await worker.stop(CANCEL_SECONDS)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    def _take_in(self, worker: "TrainingProcess") -> bool:
+        events = worker.new_events()
+        if events:
+            self.store.take_in(worker.job_id, events)
+        return bool(events)
+
+    def _settle(self, worker: "TrainingProcess") -> None:
+        """Decides what the end of a worker means for its job."""
+        if worker.code == EXIT_FAILED and lock_is_held(worker.directory / "worker.lock"):
+            return  # another worker, started by a front that died, was quicker: the next turn follows that one
+        job = self.store.get(worker.job_id)
+        if (worker.directory / "result.json").exists():
+            self.store.move(job.id, "succeeded", "The job succeeded; its result can be activated.")
+        elif job.cancel_requested:
+            self.store.move(job.id, "cancelled", "The job was cancelled.")
+        elif (reason := worker.failure()) is not None:
+            self.store.move(
+                job.id, "failed", "The job failed.", level="error", code="training_failed", error=safe_text(reason)
+            )
+        elif self.closing or worker.code == EXIT_STOPPED:
+            self.store.move(
+                job.id, "queued", "The job stopped at a checkpoint and will go on from there.", code="stopped"
+            )
+        else:
+            self._crashed(job, worker)
+
+    def _crashed(self, job: Job, worker: "TrainingProcess") -> None:
+        deaths = self.store.count_crash(job.id)
+        how = f"The training process died ({describe_exit(worker.code)})"
+        if deaths >= MAX_CRASHES:
+            reason = f"{how} {deaths} times without progress."
+            self.store.move(job.id, "failed", "The job failed.", level="error", code="worker_died", error=reason)
+        else:
+            self.store.add_event(job.id, "warn", f"{how}; it starts again from the last checkpoint.", code="restarted")
+
+    async def _tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()

@@ -1,0 +1,298 @@
+"""The tables that survive a restart: fine-tune jobs, their events, uploaded files, and which weights were activated.
+
+Every method is one transaction and blocks until it is on the disk (`database.py`), so handlers call them in a thread.
+A job moves only along `MOVES`; a move that is not there is refused by the same UPDATE that would make it, so two
+callers cannot both win.
+
+Events are numbered by `seq`, rising over all jobs: the id of a server-sent event and the place where a reader
+resumes. `origin` is the number the worker gave an event; taking the same file in twice adds nothing.
+"""
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from fp8serve.server.faults import Code, Fault, safe_text
+from fp8serve.server.finetuning.database import Database, Transaction
+from fp8serve.server.finetuning.job_records import Event, Job, NewJob, Status, StoredFile, as_event, as_job
+
+FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+MOVES: dict[str, tuple[Status, ...]] = {
+    "running": ("queued",),
+    "queued": ("running", "failed"),
+    "succeeded": ("running",),
+    "failed": ("running", "queued"),
+    "cancelled": ("running", "queued"),
+}
+"""State -> the states it may be entered from."""
+
+IDEMPOTENCY_SECONDS = 24 * 3600
+NOT_DATA = frozenset({"id", "created_at", "level", "type", "message", "path"})
+"""Fields of a worker's event that have a column, and places on our disk, which no client is told."""
+
+
+class JobStore:
+    """See the module. Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._database = Database(path)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _write(self) -> Transaction:
+        return self._database.transaction()
+
+    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        return self._database.rows(query, *values)
+
+    def ids(self, table: Literal["jobs", "files"]) -> set[str]:
+        """Of every row."""
+        return {row[0] for row in self._rows(f"SELECT id FROM {table}")}
+
+    # -- jobs ----------------------------------------------------------------------------------------------------------
+
+    def create(
+        self, new: NewJob, job_id: str, max_queued: int, key: str | None = None, request: str = ""
+    ) -> tuple[Job, bool]:
+        """Adds a queued job. With an idempotency `key` seen in the last day for the same `request`: the job it made,
+        and False.
+
+        Fault 409 for a key that came with another request, 429 when `max_queued` jobs wait already.
+        """
+        now = int(time.time())
+        with self._write() as db:
+            if key is not None and (earlier := _idempotent(db, key, request, now)) is not None:
+                return _job(db, earlier), False
+            if db.execute("SELECT count(*) FROM jobs WHERE status = 'queued'").fetchone()[0] >= max_queued:
+                raise Fault(Code.QUEUE_FULL, f"{max_queued} fine-tune jobs are waiting already.", retry_after=60)
+            _insert_job(db, new, job_id, now)
+            _insert_event(db, job_id, "info", "message", "The job is queued.", {"code": "queued"})
+            if key is not None:
+                db.execute("INSERT OR REPLACE INTO idempotency VALUES (?, ?, ?, ?)", (key, now, request, job_id))
+            return _job(db, job_id), True
+
+    def get(self, job_id: str) -> Job:
+        """Fault 404 when there is no such job."""
+        rows = self._rows("SELECT * FROM jobs WHERE id = ?", job_id)
+        if not rows:
+            raise Fault(Code.JOB_NOT_FOUND, "There is no fine-tune job of that id.", param="id")
+        return as_job(rows[0])
+
+    def jobs(self, limit: int = 20, after: str | None = None, status: str | None = None) -> list[Job]:
+        """Newest first; `after` is the id of the last job already seen."""
+        bound = 2**62 if after is None else self.get(after).number
+        state = "%" if status is None else status
+        rows = self._rows(
+            "SELECT * FROM jobs WHERE number < ? AND status LIKE ? ORDER BY number DESC LIMIT ?", bound, state, limit
+        )
+        return [as_job(row) for row in rows]
+
+    def unfinished(self) -> list[Job]:
+        """Jobs to run or to go on with, those that ran already first, then in the order they came."""
+        rows = self._rows(
+            "SELECT * FROM jobs WHERE status IN ('queued', 'running') ORDER BY started_at IS NULL, number"
+        )
+        return [as_job(row) for row in rows]
+
+    def counts(self) -> dict[str, int]:
+        """Jobs in each state, all states named."""
+        rows = self._rows("SELECT status, count(*) FROM jobs GROUP BY status")
+        return dict.fromkeys(MOVES, 0) | {row[0]: row[1] for row in rows}
+
+    def move(
+        self,
+        job_id: str,
+        to: Status,
+        message: str,
+        *,
+        level: str = "info",
+        code: str | None = None,
+        error: str | None = None,
+    ) -> bool:
+        """Puts the job into state `to` and says so in an event; False, and nothing, when it is not in a state that
+        leads there.
+        """
+        now = int(time.time())
+        sources = MOVES[to]
+        with self._write() as db:
+            marks = ",".join("?" * len(sources))
+            done = db.execute(
+                f"UPDATE jobs SET status = ? WHERE id = ? AND status IN ({marks})", (to, job_id, *sources)
+            )
+            if done.rowcount == 0:
+                return False
+            if to == "running":
+                db.execute("UPDATE jobs SET started_at = coalesce(started_at, ?) WHERE id = ?", (now, job_id))
+            if to == "queued":
+                db.execute("UPDATE jobs SET finished_at = NULL, error = NULL, crashes = 0 WHERE id = ?", (job_id,))
+            if to in FINAL:
+                failure = json.dumps({"code": code or to, "message": error, "param": None}) if error else None
+                db.execute("UPDATE jobs SET finished_at = ?, error = ? WHERE id = ?", (now, failure, job_id))
+            _insert_event(db, job_id, level, "message", message, {"code": code or to})
+            return True
+
+    def request_cancel(self, job_id: str) -> Job:
+        """Asks a job to end; a queued one is cancelled at once. Fault 409 when it has ended already."""
+        job = self.get(job_id)
+        if job.status in FINAL:
+            raise Fault(Code.JOB_STATE, f"The job has ended already: it {_ENDED[job.status]}.")
+        with self._write() as db:
+            db.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job_id,))
+        if job.status == "queued":
+            self.move(job_id, "cancelled", "The job was cancelled before it ran.")
+        return self.get(job_id)
+
+    def resume(self, job_id: str) -> Job:
+        """Queues a job that failed; it goes on from its last checkpoint. Fault 409 when it did not fail."""
+        job = self.get(job_id)
+        message = "The job is queued again and goes on from its last checkpoint."
+        if not (job.status == "failed" and self.move(job_id, "queued", message, code="resumed")):
+            raise Fault(Code.JOB_STATE, f"Only a job that failed can be resumed; this one is {job.status}.")
+        return self.get(job_id)
+
+    def count_crash(self, job_id: str) -> int:
+        """One more death without a word; the number of them since the job last made progress."""
+        with self._write() as db:
+            db.execute("UPDATE jobs SET crashes = crashes + 1 WHERE id = ?", (job_id,))
+        return self.get(job_id).crashes
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def add_event(self, job_id: str, level: str, message: str, **data: Any) -> None:
+        with self._write() as db:
+            _insert_event(db, job_id, level, "message", message, data)
+
+    def take_in(self, job_id: str, events: Iterable[Mapping[str, Any]]) -> None:
+        """Stores a worker's events, each once, and the newest metrics as the job's progress."""
+        with self._write() as db:
+            for event in events:
+                data = {k: v for k, v in event.items() if k not in NOT_DATA}
+                values = (
+                    job_id,
+                    event["id"],
+                    event["created_at"],
+                    event["level"],
+                    event["type"],
+                    safe_text(event["message"]),
+                    json.dumps(data),
+                )
+                new = db.execute(
+                    "INSERT OR IGNORE INTO events (job, origin, created_at, level, type, message, data) VALUES "
+                    "(?,?,?,?,?,?,?)",
+                    values,
+                )
+                if new.rowcount and event["type"] == "metrics":
+                    db.execute("UPDATE jobs SET progress = ?, crashes = 0 WHERE id = ?", (json.dumps(data), job_id))
+
+    def events(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Event]:
+        """Oldest first, from just behind `after`."""
+        return [
+            as_event(r)
+            for r in self._rows(
+                "SELECT * FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?", job_id, after, limit
+            )
+        ]
+
+    def newest_events(self, job_id: str, limit: int, before: int | None = None, kind: str = "%") -> list[Event]:
+        """Newest first."""
+        bound = 2**62 if before is None else before
+        query = "SELECT * FROM events WHERE job = ? AND seq < ? AND type LIKE ? ORDER BY seq DESC LIMIT ?"
+        return [as_event(r) for r in self._rows(query, job_id, bound, kind, limit)]
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def add_file(self, file_id: str, filename: str, size: int, sha256: str, purpose: str) -> StoredFile:
+        with self._write() as db:
+            number = db.execute("SELECT coalesce(max(number), 0) + 1 FROM files").fetchone()[0]
+            db.execute(
+                "INSERT INTO files VALUES (?,?,?,?,?,?,?)",
+                (file_id, number, int(time.time()), filename, size, sha256, purpose),
+            )
+        return self.file(file_id)
+
+    def file(self, file_id: str) -> StoredFile:
+        """Fault 404 when there is no such file."""
+        rows = self._rows("SELECT * FROM files WHERE id = ?", file_id)
+        if not rows:
+            raise Fault(Code.FILE_NOT_FOUND, "There is no file of that id.", param="file_id")
+        return StoredFile(**dict(rows[0]))
+
+    def files(
+        self, limit: int = 10000, after: str | None = None, purpose: str | None = None, oldest_first: bool = False
+    ) -> list[StoredFile]:
+        """Newest first unless told otherwise; `after` is the id of the last file already seen."""
+        sign, order, start = (">", "ASC", 0) if oldest_first else ("<", "DESC", 2**62)
+        bound = start if after is None else self.file(after).number
+        query = f"SELECT * FROM files WHERE number {sign} ? AND purpose LIKE ? ORDER BY number {order} LIMIT ?"
+        return [StoredFile(**dict(r)) for r in self._rows(query, bound, purpose or "%", limit)]
+
+    def delete_file(self, file_id: str) -> None:
+        """Forgets a file. Fault 404, and 409 while a job that has not ended needs it."""
+        self.file(file_id)
+        with self._write() as db:
+            users = "status IN ('queued', 'running') AND ? IN (training_file, validation_file)"
+            if db.execute(f"SELECT count(*) FROM jobs WHERE {users}", (file_id,)).fetchone()[0]:
+                raise Fault(Code.JOB_STATE, "A job that has not ended needs this file; cancel the job first.")
+            db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    # -- activation ----------------------------------------------------------------------------------------------------
+
+    def activated(self, base: str) -> str | None:
+        """What was activated last on top of the model directory `base`: a job id, "base", or None."""
+        rows = self._rows("SELECT source FROM activated WHERE base = ?", base)
+        return str(rows[0][0]) if rows else None
+
+    def set_activated(self, base: str, source: str) -> None:
+        with self._write() as db:
+            db.execute("INSERT OR REPLACE INTO activated VALUES (?, ?, ?)", (base, source, int(time.time())))
+
+
+_ENDED = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}
+
+
+def _idempotent(db: sqlite3.Connection, key: str, request: str, now: int) -> str | None:
+    db.execute("DELETE FROM idempotency WHERE created_at < ?", (now - IDEMPOTENCY_SECONDS,))
+    row = db.execute("SELECT request, job FROM idempotency WHERE key = ?", (key,)).fetchone()
+    if row is None:
+        return None
+    if row["request"] != request:
+        raise Fault(
+            Code.IDEMPOTENCY_MISMATCH,
+            "This Idempotency-Key was used for another request.",
+            hint="Use a new key for a new job.",
+        )
+    return str(row["job"])
+
+
+def _insert_job(db: sqlite3.Connection, new: NewJob, job_id: str, now: int) -> None:
+    number = db.execute("SELECT coalesce(max(number), 0) + 1 FROM jobs").fetchone()[0]
+    config, metadata = json.dumps(dict(new.config)), json.dumps(dict(new.metadata or {}))
+    values = (
+        job_id,
+        number,
+        now,
+        new.base,
+        new.source,
+        new.suffix,
+        config,
+        new.training_file,
+        new.validation_file,
+        metadata,
+    )
+    columns = "id, number, created_at, base, source, suffix, config, training_file, validation_file, metadata"
+    db.execute(f"INSERT INTO jobs ({columns}, status, progress) VALUES (?,?,?,?,?,?,?,?,?,?,'queued','{{}}')", values)
+
+
+def _insert_event(
+    db: sqlite3.Connection, job_id: str, level: str, kind: str, message: str, data: Mapping[str, Any]
+) -> None:
+    values = (job_id, int(time.time()), level, kind, message, json.dumps(dict(data)))
+    db.execute("INSERT INTO events (job, created_at, level, type, message, data) VALUES (?,?,?,?,?,?)", values)
+
+
+def _job(db: sqlite3.Connection, job_id: str) -> Job:
+    return as_job(db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone())

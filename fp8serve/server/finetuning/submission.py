@@ -1,0 +1,133 @@
+"""From a fine-tune request to a queued job, or to a report of what the job would do.
+
+Both `POST /finetune` and `/v1/fine_tuning/jobs` come here. `TrainConfig` checks the numbers and `data_checks` the rows,
+so a request that is accepted is one that the training process accepts. The directory is complete before the job is in
+the table: a crash in between leaves a directory that nothing names, which the next start removes.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.data_checks import check_data, public_report
+from fp8serve.server.finetuning.job_directory import JobDirectories, public_config, request_hash, write_config
+from fp8serve.server.finetuning.job_records import Job, NewJob, new_job_id
+from fp8serve.server.finetuning.job_runner import JobRunner
+from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.parsing.request_parser import RequestParser
+from fp8serve.server.schemas.finetune_bodies import FinetuneBody
+from fp8serve.server.serving.models import BASE, ServedModels
+from fp8serve.server.serving.served import Source
+from fp8serve.server.settings import Settings
+from fp8serve.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Submissions:
+    """Takes jobs in. `source` gives the weights behind "base" or a finished job; `draining` is set when the server
+    takes nothing new.
+    """
+
+    settings: Settings
+    data_dir: Path
+    store: JobStore
+    runner: JobRunner
+    models: ServedModels
+    parser: RequestParser
+    source: Callable[[str], Source]
+    draining: asyncio.Event
+
+    async def submit(
+        self, body: FinetuneBody, key: str | None, rows: Path | None = None, check_files: bool = True
+    ) -> tuple[Job, bool]:
+        """Makes a queued job; False when the idempotency `key` had made it before.
+
+        Raises Fault. `rows` is the folder where the rows of a long request lie. `check_files=False` leaves bad rows of
+        an uploaded file to the job, which then fails with them.
+        """
+        self._refuse_if_not_allowed()
+        source = await asyncio.to_thread(self._training_source, body.model)
+        job_id = new_job_id()
+        try:
+            mark = await asyncio.to_thread(request_hash, body, rows)
+            config = await asyncio.to_thread(self._directories.fill, self.runner.dir_of(job_id), body, source, rows)
+            await check_data(self.parser, body, config, check_files)
+            job, made = await asyncio.to_thread(self._enter, job_id, body, source, config, key, mark)
+        except BaseException:
+            self.runner.discard(job_id)
+            raise
+        if made:
+            self.runner.look_again()
+        else:
+            self.runner.discard(job_id)
+        return job, made
+
+    async def resume(self, job_id: str) -> Job:
+        """Queues a job that failed. Fault when it did not fail, or no job may run here."""
+        self._refuse_if_not_allowed()
+        job = await asyncio.to_thread(self.store.resume, job_id)
+        self.runner.look_again()
+        return job
+
+    async def cancel(self, job_id: str) -> Job:
+        """Asks a job to end. Fault 409 when it has ended already."""
+        job = await asyncio.to_thread(self.store.request_cancel, job_id)
+        self.runner.look_again()
+        return job
+
+    async def dry_run(self, body: FinetuneBody, rows: Path | None = None) -> dict[str, Any]:
+        """What the job would do: bad rows, tokens, the share that is learnt, steps, memory, one row."""
+        source = await asyncio.to_thread(self._training_source, body.model)
+        directory = self.runner.dir_of(f"validate-{new_job_id()}")
+        try:
+            config = await asyncio.to_thread(self._directories.fill, directory, body, source, rows)
+            return await public_report(self.parser, config)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    @property
+    def _directories(self) -> JobDirectories:
+        return JobDirectories(self.settings, self.data_dir, self.store)
+
+    def _refuse_if_not_allowed(self) -> None:
+        """Fault 409 when a job would run on the serving device and nobody said that it may; 503 while draining."""
+        if self.draining.is_set():
+            raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
+        settings = self.settings
+        if settings.train_on == "refuse" and settings.trains_on_serving_device:
+            raise Fault(
+                Code.TRAINING_REFUSED,
+                f"A fine-tune job would run on {settings.device}, the device that serves, and this server was not told "
+                "how to share it.",
+                hint="Start it with --train-on share, with --train-on pause, or with --train-device for another "
+                "device.",
+            )
+
+    def _training_source(self, model: str | None) -> Source:
+        """Weights to start from: what is served now, "base", or the result of an earlier job by its model name or
+        id.
+        """
+        served = self.models.current
+        if model is None or (served is not None and model in self.models.names()):
+            return served.source if served is not None else self.source(BASE)
+        if model == BASE:
+            return self.source(BASE)
+        for job in self.store.jobs(limit=100_000, status="succeeded"):
+            if model in (job.id, job.model_id(self.models.name)):
+                return self.source(job.id)
+        raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
+
+    def _enter(
+        self, job_id: str, body: FinetuneBody, source: Source, config: TrainConfig, key: str | None, mark: str
+    ) -> tuple[Job, bool]:
+        """The directory is whole before the table knows of it."""
+        write_config(self.runner.dir_of(job_id), config)
+        new = NewJob(
+            base=source.model_id, source=source.key, config=public_config(config), suffix=body.suffix,
+            training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
+        )  # fmt: skip
+        return self.store.create(new, job_id, self.settings.limits.jobs_queued, key, mark)

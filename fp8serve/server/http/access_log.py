@@ -1,0 +1,90 @@
+"""The outermost middleware: each response gets a request id and security headers, and is counted and logged.
+
+The log line holds the route's template, status and milliseconds; never a query string, a body or a header. An
+exception that nobody expected becomes a small 500 without a word about where it happened.
+"""
+
+import logging
+import re
+import secrets
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.http.scope import METHODS, OPEN_PATHS, header, refuse
+from fp8serve.server.metrics import Metrics
+
+log = logging.getLogger("fp8serve.server.access")
+
+SECURITY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"x-frame-options", b"DENY"),
+]
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+
+
+class AccessLog:
+    """See the module. Handlers find the request id in `scope["request_id"]`."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = (header(scope, b"x-request-id") or b"").decode("latin-1")
+        scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        answer = _Answer(scope, send)
+        started = time.perf_counter()
+        try:
+            await self.app(scope, receive, answer)
+        except Exception as error:
+            log.error("unexpected %s in %s", type(error).__name__, _route(scope), exc_info=error)
+            if answer.status == 0:
+                await refuse(
+                    Fault(Code.INTERNAL, "The server made a mistake; its log has the details under this request id."),
+                    scope,
+                    receive,
+                    answer,
+                )
+        finally:
+            self._account(scope, answer.status, time.perf_counter() - started)
+
+    def _account(self, scope: Scope, status: int, seconds: float) -> None:
+        route = _route(scope)
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self.metrics.responses.labels(route, method, str(status or 499)).inc()
+        self.metrics.http_seconds.labels(route).observe(seconds)
+        level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO  # probes come every few seconds
+        log.log(level, "%s %s %s %.1f ms %s", method, route, status or 499, seconds * 1e3, scope["request_id"])
+
+
+def _route(scope: Scope) -> str:
+    """The route's template; a client cannot make labels or log text by asking for odd paths."""
+    route = scope.get("route")
+    if scope["path"] == "/openapi.json":
+        return "/openapi.json"
+    return (
+        getattr(route, "path_format", None)
+        or getattr(route, "path", None)
+        or ("unmatched" if route is None else "mounted")
+    )
+
+
+class _Answer:
+    """`send` that adds headers and remembers the status (0: nothing sent yet)."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.status = 0
+        self._send = send
+        self._headers = [*SECURITY_HEADERS, (b"x-request-id", scope["request_id"].encode("latin-1"))]
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": [*message.get("headers", []), *self._headers]}
+        await self._send(message)

@@ -1,0 +1,130 @@
+"""From an exception in a handler to an answer: faults as they are, the rest translated first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match
+
+from fp8serve.errors import DataError, Fp8ServeError, MachineError
+from fp8serve.server.faults import STORAGE_ERRORS, Code, Fault, disk_fault
+from fp8serve.server.http.scope import METHODS
+from fp8serve.server.http.streams import ClientGoneError
+
+CLIENT_CLOSED = 499
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every failure of a handler becomes an answer in the shape of its path."""
+    app.add_exception_handler(Fault, _on_fault)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Fp8ServeError, _on_ours)
+    app.add_exception_handler(OSError, _on_os_error)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+
+
+def _render(request: Request, fault: Fault) -> Response:
+    return fault.response(request.scope["path"], request.scope.get("request_id", ""))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return _render(request, error) if isinstance(error, Fault) else Response(status_code=500)
+
+
+async def _on_ours(request: Request, error: Exception) -> Response:
+    """An error of another room that no handler expected: the user's fault by definition, except where the machine lacks
+    something.
+    """
+    if isinstance(error, MachineError):
+        return _render(request, Fault(Code.ENGINE_DOWN, str(error)))
+    param = "data" if isinstance(error, DataError) else None
+    return _render(request, Fault(Code.INVALID_PARAMETER, str(error), param=param))
+
+
+async def _on_os_error(request: Request, error: Exception) -> Response:
+    """A full or failing disk, wherever it is met; any other is our mistake."""
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+        return _render(request, disk_fault(error.strerror or "no reason is given"))
+    raise error
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this; the status is for the metrics."""
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    status_code = error.status_code if isinstance(error, HTTPException) else 500
+    if status_code == 404:
+        return _render(
+            request, Fault(Code.ROUTE_NOT_FOUND, "There is no such route here.", hint="GET /docs lists them.")
+        )
+    if status_code == 405:
+        fault = Fault(Code.METHOD_NOT_ALLOWED, "This route does not take that method.", hint="GET /docs lists them.")
+        answer = _render(request, fault)
+        answer.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        return answer
+    return _render(request, Fault(Code.INVALID_JSON, "The request body is not JSON that can be read."))
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path of `request` takes, over all routes that it matches."""
+    scope = {"type": "http", "path": request.scope["path"], "headers": []}
+
+    def allowed(method: str) -> bool:
+        found = (route.matches(scope | {"method": method})[0] for route in request.app.routes)
+        return Match.FULL in found
+
+    return {method for method in METHODS if allowed(method)}
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    return _render(
+        request,
+        fault_of(error.errors())
+        if isinstance(error, RequestValidationError)
+        else Fault(Code.INTERNAL, "The request failed."),
+    )
+
+
+def fault_of(errors: Sequence[Any]) -> Fault:
+    """The first of pydantic's complaints, in our words, without what was sent. A complaint about one branch of a union
+    names the field.
+    """
+    first = errors[0]
+    kind, place = str(first["type"]), _place(first["loc"])
+    if kind == "json_invalid":
+        return Fault(Code.INVALID_JSON, "The request body is not valid JSON.")
+    if not place and kind in ("missing", "model_attributes_type", "dict_type", "model_type"):
+        return Fault(
+            Code.INVALID_JSON,
+            "The request body must be a JSON object.",
+            hint="Send it with Content-Type: application/json.",
+        )
+    if kind == "extra_forbidden":
+        return Fault(Code.UNKNOWN_PARAMETER, f"{place} is not a field of this request.", param=place)
+    if kind == "missing":
+        return Fault(Code.INVALID_PARAMETER, f"{place} is missing.", param=place)
+    if kind == "unsupported_parameter":
+        name = ".".join(filter(None, (place, first["ctx"]["name"])))
+        return Fault(Code.UNSUPPORTED_PARAMETER, f"This server does not implement {name}; leave it out.", param=name)
+    message = str(first["msg"])
+    return Fault(
+        Code.INVALID_PARAMETER, f"{place or 'The request'}: {message[:1].lower()}{message[1:]}.", param=place or None
+    )
+
+
+def _place(location: Sequence[Any]) -> str:
+    """`parameters.top_p`, `messages.0.role`: field names and indexes, without pydantic's names for the branches of a
+    union.
+    """
+    parts = [str(part) for part in location[1:]]
+    named = [part for part in parts if part.isidentifier() or part.isdigit()]
+    return ".".join(part[:40] for part in named if part not in _BRANCHES)[:120]
+
+
+_BRANCHES = frozenset({"str", "int", "float", "bool"})

@@ -1,0 +1,114 @@
+"""Server-sent events, and noticing that the client has gone.
+
+`EventStream` sends what an async generator yields, adds a comment after a silence so that proxies keep the
+connection, and closes the generator the moment the client disconnects, which is what aborts a generation. The
+generator must not raise: its author turns failures into an error event, because after a 200 nothing else can be
+said. `until_disconnect` gives plain JSON handlers the same. No `request.is_disconnected()` here: behind middleware
+it does not see a disconnect in time.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fp8serve.server.tasks import cancel
+
+T = TypeVar("T")
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+def to_json(value: Any) -> str:
+    """Compact JSON; a NaN or infinity is a bug of ours and raises."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def event(data: Any, *, name: str | None = None, id: int | None = None) -> bytes:  # noqa: A002 - the field's name
+    """One server-sent event holding `data` as JSON."""
+    head = (f"id: {id}\n" if id is not None else "") + (f"event: {name}\n" if name else "")
+    return f"{head}data: {to_json(data)}\n\n".encode()
+
+
+class EventStream(Response):
+    """A `text/event-stream` answer fed by `events`; `on_close` runs when it ends, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        keep_alive: float,
+        on_close: Callable[[], None],
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.events = events
+        self.keep_alive = keep_alive
+        self.on_close = on_close
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"} | (headers or {}))
+
+    def init_headers(self, headers: Any = None) -> None:
+        super().init_headers(headers)
+        self.raw_headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(wait_for_disconnect(receive))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in self._chunks(gone):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await cancel(gone)
+            with contextlib.suppress(RuntimeError):  # it is running only if we were cancelled inside it
+                await self.events.aclose()
+            self.on_close()
+
+    async def _chunks(self, gone: "asyncio.Task[None]") -> AsyncGenerator[bytes, None]:
+        while True:
+            step = asyncio.ensure_future(anext(self.events, None))
+            try:
+                while not step.done():
+                    await asyncio.wait({step, gone}, timeout=self.keep_alive, return_when=asyncio.FIRST_COMPLETED)
+                    if gone.done():
+                        return
+                    if not step.done():
+                        yield KEEP_ALIVE
+            finally:
+                if not step.done():
+                    await cancel(step)
+            if (chunk := step.result()) is None:
+                return
+            yield chunk
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Returns when the client closes the connection. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, and ClientGoneError raised, when the client goes away first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        await cancel(gone)
+        if not task.done():
+            await cancel(task)

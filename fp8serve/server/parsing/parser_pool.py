@@ -1,0 +1,173 @@
+"""The front's handle on the processes that read what clients send (`parser_process.py`).
+
+What is short is read where it arrives, in a thread: its cost is bounded by its length, to a few milliseconds. What is
+longer, and whatever runs a model's template, is read by a parser process, under limits of processor time and memory;
+one that exceeds them ends, and another is started for the next job. One of two processes never takes long jobs, so that
+a short one waits for no long one. What waits is bounded, in bytes: a job beyond that is refused with 429 at once. A job
+whose caller goes away is given up, with its process.
+"""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fp8serve import errors
+from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.parsing.parser_process import FRAME, Answer, Head, pack
+
+SHORT = 1 << 13
+"""Characters or bytes that are read where they arrive."""
+COMMAND = (sys.executable, "-P", "-m", "fp8serve.server.parsing.parser_process")
+WAIT_SECONDS = 60.0
+"""On top of its processor time, before a parser process that does not answer counts as hung."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What one job may use: processor seconds, and bytes of memory beyond what its process has before."""
+
+    cpu: float
+    memory: int
+
+
+class ParserProcess:
+    """One process, started when it is needed, for one job at a time."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+
+    async def perform(self, head: Head, body: bytes, allowance: Allowance) -> Answer:
+        """The answer to a job. Fault 400 when it needs more than it may use; an error of ours as its own class."""
+        frame = pack(head | {"cpu": allowance.cpu, "memory": allowance.memory}, body)
+        try:
+            async with asyncio.timeout(WAIT_SECONDS + 10 * allowance.cpu):
+                answer, content = await self._exchange(frame)
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            raise _gone(head, await self.close()) from None
+        except BaseException:
+            await self.close()
+            raise
+        if answer.pop("last", False):
+            await self.close()
+        if answer.pop("too_much", False):
+            raise _too_much(head, "memory")
+        if "error" in answer:
+            raise _error(answer)
+        return answer, content
+
+    async def _exchange(self, frame: bytes) -> Answer:
+        if self._process is None or self._process.returncode is not None:
+            await self.close()
+            await self._start()
+        self._writer.write(frame)
+        await self._writer.drain()
+        head, body = FRAME.unpack(await self._reader.readexactly(FRAME.size))
+        return json.loads(await self._reader.readexactly(head)), await self._reader.readexactly(body)
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(*COMMAND, stdin=theirs.fileno())
+            except OSError as error:
+                ours.close()
+                raise MachineError(f"No process can be started to read the request: {error.strerror}.") from None
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+
+    async def close(self) -> int | None:
+        """Ends the process; its exit status if it had ended before."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        self._writer.close()
+        with contextlib.suppress(TimeoutError):  # it ends by itself if it is not busy
+            return await asyncio.wait_for(process.wait(), 0.2)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        return None
+
+
+class ParserPool:
+    """Two processes for requests and one for training data. Call `close` at the end."""
+
+    def __init__(self, waiting_bytes: int) -> None:
+        self._all = [ParserProcess(), ParserProcess(), ParserProcess()]
+        self._free: asyncio.LifoQueue[ParserProcess] = asyncio.LifoQueue()
+        self._free.put_nowait(self._all[0])
+        self._free.put_nowait(self._all[1])
+        self._long = asyncio.Lock()
+        self._rows = asyncio.Lock()
+        self.bytes = 0
+        self._most = waiting_bytes
+
+    async def read(self, head: Head, body: bytes, allowance: Allowance) -> Answer:
+        """A job of a request. Fault 429 when too much waits to be read."""
+        with self._waiting(len(body)):
+            async with self._long if len(body) > SHORT else contextlib.nullcontext(), self._free_process() as process:
+                return await process.perform(head, body, allowance)
+
+    async def look_at_rows(self, head: Head, body: bytes, allowance: Allowance) -> Answer:
+        """A job about training data, which may take minutes."""
+        async with self._rows:
+            return await self._all[2].perform(head, body, allowance)
+
+    @contextlib.contextmanager
+    def _waiting(self, size: int) -> Iterator[None]:
+        if self.bytes and self.bytes + size > self._most:
+            raise Fault(
+                Code.QUEUE_FULL,
+                "As much text as this server holds is waiting to be read.",
+                hint="Try again in a moment.",
+                retry_after=1,
+            )
+        self.bytes += size
+        try:
+            yield
+        finally:
+            self.bytes -= size
+
+    @contextlib.asynccontextmanager
+    async def _free_process(self) -> AsyncIterator[ParserProcess]:
+        process = await self._free.get()
+        try:
+            yield process
+        finally:
+            self._free.put_nowait(process)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.close() for process in self._all))
+
+
+def _error(answer: dict[str, Any]) -> Exception:
+    if answer["error"] == "OSError":
+        return OSError(answer["errno"], answer["message"])
+    found = getattr(errors, answer["error"], None)
+    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else RuntimeError
+    return kind(answer["message"])
+
+
+def _gone(head: Head, status: int | None) -> Exception:
+    """What the end of a parser process in the middle of a job means, by its exit status; None: it did not answer."""
+    if status == -signal.SIGPROF:
+        return _too_much(head, "processor time")
+    if status in (-signal.SIGABRT, -signal.SIGKILL):  # the allocator gave up, or the kernel chose it
+        return _too_much(head, "memory")
+    return MachineError(
+        "The process that reads requests did not answer."
+        if status is None
+        else f"The process that reads requests ended with status {status}."
+    )
+
+
+def _too_much(head: Head, what: str) -> Fault:
+    code = Code.TEMPLATE_ERROR if head["op"] == "chat" else Code.INVALID_PARAMETER
+    return Fault(code, f"Reading this request takes more {what} than this server allows.", hint="Send less at once.")

@@ -1,0 +1,129 @@
+"""From what a client sent to what the engine takes: bodies checked, prompts as token ids, and nobody else kept waiting.
+
+A text that cannot fit the context, whatever its tokens are, is refused by its length (`model/text_bound.py`); one that
+`truncate` will cut is not, and neither is a conversation, whose template may leave things out.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+
+from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
+from fp8serve.server.parsing.sizes import Sizes, too_long
+from fp8serve.server.schemas.bodies import Message
+from fp8serve.server.serving.served import Served
+from fp8serve.server.settings import Limits
+
+Ids = tuple[int, ...]
+Prompt = str | list[int]
+
+
+class RequestParser:
+    """Reads prompts and bodies within the limits of one server."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.pool = ParserPool(limits.reading_bytes)
+        self.limits = limits
+        self.allowance = Allowance(limits.reading_seconds, limits.reading_memory)
+
+    async def prompts(self, served: Served, prompts: Sequence[Prompt], cut: int | None = None) -> list[Ids]:
+        """Token ids of each prompt; with `cut`, of each the last so many. Fault for one that is empty or too long."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts if cut is None else ():
+            check_fit(served, served.tokenizer.fewest_tokens(text), "at least ")
+        if sum(map(len, texts)) <= SHORT:
+            read = [_kept(ids, cut) for ids in await asyncio.to_thread(_encode_all, served, texts)]
+        else:
+            read = await self._read_long(served, texts, cut)
+        found = iter(read)
+        all_ids = [next(found) if isinstance(prompt, str) else _kept(prompt, cut) for prompt in prompts]
+        for ids in all_ids:
+            check_fit(served, len(ids))
+        return [tuple(ids) for ids in all_ids]
+
+    async def _read_long(self, served: Served, texts: list[str], cut: int | None) -> list[list[int]]:
+        pieces = [text.encode() for text in texts]
+        head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": cut}
+        return await self._ids(served, head, b"".join(pieces))
+
+    async def conversation(self, served: Served, messages: list[Message]) -> Ids:
+        """The conversation through the model's own template. Fault when it has none, or refuses the messages."""
+        head = {"op": "chat", "prompted": True, "keep": None}
+        return tuple((await self._ids(served, head, plain(messages)))[0])
+
+    async def _ids(self, served: Served, head: dict[str, Any], body: bytes) -> list[list[int]]:
+        answer, _ = await self._ask(served, head, body)
+        for prompt in answer["prompts"]:
+            check_fit(served, prompt["count"], "" if prompt["exact"] else "at least ")
+        return [prompt["ids"] for prompt in answer["prompts"]]
+
+    async def render(self, served: Served, head: dict[str, Any], body: bytes) -> bytes:
+        """The JSON that a parser process answers with."""
+        return (await self._ask(served, head, body))[1]
+
+    async def _ask(self, served: Served, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        place = {
+            "directory": str(served.source.directory.resolve()),
+            "most": served.engine.limits.max_model_len,
+            "template_cpu": self.limits.template_seconds,
+        }
+        try:
+            return await self.pool.read(head | place, body, self.allowance)
+        except MachineError:
+            raise
+        except Fp8ServeError as error:
+            raise Fault(Code.TEMPLATE_ERROR, str(error), param="messages") from None
+
+    def sizes(self, context: int) -> Sizes:
+        """What one request may hold for weights with such a context."""
+        return Sizes(self.limits.prompts, self.limits.chat_messages, context)
+
+    async def body(self, model: type[Any], raw: bytes, folder: Path, context: int) -> bytes:
+        """`raw` as `model` understands it. Rows are written into `folder`, and one empty row stands for them.
+
+        RequestValidationError, as FastAPI would raise it, or Fault.
+        """
+        limits = {"rows": self.limits.rows, "row_bytes": self.limits.row_bytes, "sizes": vars(self.sizes(context))}
+        head = {"op": "check", "model": f"{model.__module__}:{model.__name__}", "folder": str(folder), **limits}
+        answer, content = await self.pool.read(head, raw, self.allowance)
+        if "complaint" in answer:
+            raise RequestValidationError([answer["complaint"]])
+        if "fault" in answer:
+            raise Fault(Code(answer["code"]), **answer["fault"])
+        return content
+
+    async def look_at_rows(self, job: str, about: bytes) -> bytes:
+        """What a parser process says of training data, as JSON. Raises the data's own errors."""
+        allowance = Allowance(self.limits.validation_seconds, self.limits.validation_memory)
+        return (await self.pool.look_at_rows({"op": job}, about, allowance))[1]
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+def check_fit(served: Served, tokens: int, least: str = "") -> None:
+    """Fault when so many tokens of a prompt leave no room for an answer, or there are none."""
+    most = served.engine.limits.max_model_len
+    if tokens > most:
+        raise too_long(tokens, most, least)
+    if tokens == 0 and not least:
+        raise Fault(Code.INVALID_PARAMETER, "The prompt has no tokens.", param="inputs")
+
+
+def plain(messages: list[Message]) -> bytes:
+    """Messages as a template wants them, as JSON."""
+    return json.dumps([message.plain() for message in messages], ensure_ascii=False).encode()
+
+
+def _encode_all(served: Served, texts: list[str]) -> list[list[int]]:
+    return [served.tokenizer.encode(text) for text in texts]
+
+
+def _kept(ids: list[int], cut: int | None) -> list[int]:
+    return ids[-cut:] if cut else ids

@@ -1,0 +1,44 @@
+"""How much a valid request may hold, where the limit is this server's and not the protocol's.
+
+Checked where a body is read, so that one that is too large costs the front nothing: in a parser process if it is long.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fp8serve.server.faults import Code, Fault
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`prompts` and `messages` of one request, and tokens (`context`) of one prompt that is given as ids."""
+
+    prompts: int
+    messages: int
+    context: int
+
+    def check(self, body: Any) -> None:
+        """Fault when a field of `body` holds more."""
+        messages, prompt = getattr(body, "messages", None) or [], getattr(body, "prompt", None)
+        if len(messages) > self.messages:
+            raise _too_many(len(messages), "messages", self.messages, "messages")
+        prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+        if len(prompts) > self.prompts:
+            raise _too_many(len(prompts), "prompts", self.prompts, "prompt")
+        cut = getattr(getattr(body, "parameters", None), "truncate", None)
+        for ids in (*prompts, getattr(body, "input_ids", None), getattr(body, "tokens", None)):
+            if isinstance(ids, list) and min(len(ids), cut or len(ids)) > self.context:
+                raise too_long(len(ids), self.context)
+
+
+def _too_many(count: int, what: str, limit: int, param: str) -> Fault:
+    return Fault(Code.INVALID_PARAMETER, f"{count} {what} are more than this server's limit of {limit}.", param=param)
+
+
+def too_long(tokens: int, context: int, least: str = "") -> Fault:
+    """A prompt alone leaves no room for an answer."""
+    return Fault(
+        Code.CONTEXT_LENGTH_EXCEEDED,
+        f"The prompt has {least}{tokens} tokens, but this model's context holds {context}.",
+        hint="Shorten the prompt.",
+    )

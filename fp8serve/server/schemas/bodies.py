@@ -1,0 +1,97 @@
+"""What all request bodies share: no unknown fields, no coercion, no NaN, no infinity, no lone surrogate.
+
+`Strict` is the base of every object that a client sends, `Body` of the outermost one. Fields that we do not implement
+are listed in `REFUSED` and may only hold their do-nothing value, so that nothing is ever silently ignored. Bounds that
+depend on the server (context length, number of prompts) are checked in `parsing/sizes.py`.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+class Strict(BaseModel):
+    """No unknown fields, no coercion, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, validate_default=False, protected_namespaces=()
+    )
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Field name -> the values that ask for nothing; any other is refused by name."""
+
+    @model_validator(mode="after")
+    def _refuse_unimplemented(self) -> Self:
+        for name, harmless in self.REFUSED.items():
+            if getattr(self, name) not in harmless:
+                raise PydanticCustomError(
+                    "unsupported_parameter", "this server does not implement {name}; leave it out", {"name": name}
+                )
+        return self
+
+
+class Body(Strict):
+    """An outermost object: also checks that every string in it is well-formed Unicode."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _well_formed(cls, data: Any) -> Any:
+        if not well_formed(data):
+            raise PydanticCustomError("surrogate", "a string holds half of a surrogate pair, which no text does")
+        return data
+
+
+def well_formed(value: Any) -> bool:
+    """Whether every string inside `value`, keys included, is Unicode text. Iterative: nesting costs no stack."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            if not _encodable(item):
+                return False
+        elif isinstance(item, dict):
+            pending.extend(item)
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+    return True
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Message(Strict):
+    """One turn of a conversation; `content` is a text or a list of text parts."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list["TextPart"], Field(min_length=1, max_length=256)] | str
+    name: Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    def plain(self) -> dict[str, str]:
+        """What chat templates understand: a role and a string. `developer` is OpenAI's newer word for `system`."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str

@@ -1,0 +1,97 @@
+"""The bodies of the native routes.
+
+The shape of `/generate` is text-generation-inference's plus `input_ids`, `model`, and the sampling parameters it lacks.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from fp8serve.server.schemas.bodies import MAX_STOPS, Body, Message, Seed, StopString, Strict, TokenId
+
+
+class Grammar(Strict):
+    """Accepted as a shape, refused as a request (see GenerateParameters.REFUSED)."""
+
+    type: Literal["json", "regex", "json_schema"]
+    value: Any
+
+
+class GenerateParameters(Strict):
+    """Sampling, as text-generation-inference spells it. Greedy unless `do_sample` or a sampling parameter is given."""
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "adapter_id": (None,),
+        "best_of": (None, 1),
+        "decoder_input_details": (False, None),
+        "grammar": (None,),
+        "typical_p": (None,),
+        "watermark": (False, None),
+    }
+
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    do_sample: bool = False
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Seed | None = None
+    stop: list[StopString] = Field(default=[], max_length=MAX_STOPS)
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    truncate: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    return_full_text: bool | None = None
+    details: bool = False
+    top_n_tokens: Annotated[int, Field(ge=0, le=5)] | None = None
+    adapter_id: str | None = None
+    best_of: int | None = None
+    decoder_input_details: bool | None = None
+    grammar: Grammar | None = None
+    typical_p: float | None = None
+    watermark: bool | None = None
+
+
+class GenerateBody(Body):
+    """`POST /generate`: `inputs` (text) or `input_ids` (tokens), not both."""
+
+    inputs: Annotated[str, Field(min_length=1)] | None = None
+    input_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    parameters: GenerateParameters = GenerateParameters()
+    stream: bool = False
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.inputs is None) == (self.input_ids is None):
+            raise PydanticCustomError("one_prompt", "give either inputs or input_ids")
+        return self
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a `prompt`, or `messages` rendered through the model's chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one_source", "give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    skip_special_tokens: bool = False

@@ -1,0 +1,177 @@
+"""The bodies of `/v1/completions` and `/v1/chat/completions`, strictly.
+
+OpenAI's fields, and those of vLLM that are in wide use (`top_k, min_p, repetition_penalty, ignore_eos, min_tokens,
+stop_token_ids`). Three kinds of field: those we do; those that change nothing about the answer and may hold anything
+(`user`, `store`, ...); and those that would change it and are not implemented, which may only hold a value that asks
+for nothing (`REFUSED`). Any other name is refused.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from fp8serve.engine.request import SamplingParams
+from fp8serve.server.schemas.bodies import MAX_STOPS, Body, Message, Seed, StopString, Strict, TokenId
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+
+
+SAME_NAMES = (
+    "temperature",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "seed",
+)
+"""Fields whose name and meaning here are those of SamplingParams."""
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class SampledBody(Body):
+    """What both routes share."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | Seed | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    user: str | None = None
+
+    COMMON: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "logit_bias": (None, {}),
+        "response_format": (None, {"type": "text"}),
+    }
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options needs stream: true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    def sampling_values(self) -> dict[str, Any]:
+        """Keyword arguments of SamplingParams, but for the number of tokens and the log-probabilities."""
+        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        given = {name: getattr(self, name) for name in SAME_NAMES} | {"top_p": self.top_p or None}
+        top_k = {} if self.top_k is None else {"top_k": max(self.top_k, 0)}  # vLLM's -1 means all
+        # top_p 0 keeps the likeliest token alone, which is what greedy does
+        greedy = {"temperature": 0.0} if self.top_p == 0 else {}
+        return {k: v for k, v in given.items() if v is not None} | {"stop": stop} | top_k | greedy
+
+
+class CompletionBody(SampledBody):
+    """`POST /v1/completions`. `prompt`: a text, some texts, token ids, or some lists of ids."""
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = SampledBody.COMMON | {
+        "best_of": (None, 1),
+        "echo": (None, False),
+        "suffix": (None, ""),
+    }
+
+    prompt: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
+    max_tokens: Tokens | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One item for each prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        return SamplingParams(max_new_tokens=max_tokens, logprobs=self.logprobs, **self.sampling_values())
+
+
+class ChatBody(SampledBody):
+    """`POST /v1/chat/completions`. Without `max_tokens` or `max_completion_tokens` the answer may fill the context."""
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = SampledBody.COMMON | {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "web_search_options": (None,),
+        "reasoning_effort": (None, "none"),
+        "verbosity": (None,),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return SamplingParams(max_new_tokens=max_tokens, logprobs=logprobs, **self.sampling_values())

@@ -1,0 +1,66 @@
+"""The body of `POST /v1/fine_tuning/jobs`.
+
+`method` must be supervised; anything else is refused, never replaced by it. `"auto"` means the default of the native
+route. OpenAI's `learning_rate_multiplier` multiplies that default, 2e-5.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from fp8serve.server.schemas.bodies import Body, Metadata, Strict
+from fp8serve.server.schemas.finetune_bodies import FileId, FinetuneBody, Suffix
+
+LEARNING_RATE = 2e-5
+
+
+class HyperParameters(Strict):
+    n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = "auto"
+    batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = "auto"
+    learning_rate_multiplier: Annotated[float, Field(ge=1e-6, le=1e5)] | Literal["auto"] = "auto"
+
+
+class Supervised(Strict):
+    hyperparameters: HyperParameters = HyperParameters()
+
+
+class Method(Strict):
+    type: Literal["supervised"]
+    supervised: Supervised = Supervised()
+
+
+class JobBody(Body):
+    """`POST /v1/fine_tuning/jobs`."""
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"integrations": (None, [])}
+
+    model: str
+    training_file: FileId
+    validation_file: FileId | None = None
+    suffix: Suffix | None = None
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    method: Method | None = None
+    hyperparameters: HyperParameters | None = None
+    metadata: Metadata | None = None
+    integrations: list[Any] | None = None
+
+    def native(self) -> FinetuneBody:
+        """The same job as the native route spells it."""
+        chosen = (
+            self.method.supervised.hyperparameters
+            if self.method is not None
+            else self.hyperparameters or HyperParameters()
+        )
+        named: dict[str, Any] = {
+            "epochs": chosen.n_epochs,
+            "batch_size": chosen.batch_size,
+            "seed": self.seed,
+            "suffix": self.suffix,
+            "metadata": self.metadata,
+        }
+        if chosen.learning_rate_multiplier != "auto":
+            named["learning_rate"] = LEARNING_RATE * chosen.learning_rate_multiplier
+        given = {k: v for k, v in named.items() if v is not None and v != "auto"}
+        return FinetuneBody(
+            file_id=self.training_file, validation_file_id=self.validation_file, model=self.model, **given
+        )

@@ -1,0 +1,216 @@
+"""The shapes of what this server answers, for its OpenAPI description and for the tests that hold live answers to it.
+
+Handlers build plain dictionaries; nothing here runs while a request is answered. Objects are closed: a field that an
+answer has and its class lacks fails a test.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+JsonObject = dict[str, Any]
+
+
+class ResponseShape(BaseModel):
+    """The base of all shapes."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+class NativeError(ResponseShape):
+    error: str
+    error_type: str
+    code: str
+    param: str = ""
+    hint: str = ""
+    request_id: str = ""
+
+
+class OpenAIErrorBody(ResponseShape):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIError(ResponseShape):
+    error: OpenAIErrorBody
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+class Health(ResponseShape):
+    ok: bool
+    state: str
+
+
+class Version(ResponseShape):
+    version: str
+
+
+class ServedView(ResponseShape):
+    source: str
+    model: str
+    weight_version: str
+
+
+class Info(ResponseShape):
+    model_id: str
+    model_sha: str
+    model_pipeline_tag: str
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: None
+    docker_label: None
+    served: ServedView
+    engine: JsonObject
+    train_on: Literal["refuse", "share", "pause"]
+    training_device: str
+    limits: dict[str, float]
+
+
+class LayerScale(BaseModel):
+    """Further fields count what happened to values; the engine names them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+
+
+class Scales(ResponseShape):
+    weight_version: str
+    layers: list[LayerScale]
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+class Token(ResponseShape):
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+class Details(ResponseShape):
+    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    generated_tokens: int
+    seed: int | None
+    input_length: int
+    prefill: list[Token]
+    tokens: list[Token]
+    best_of_sequences: None
+    top_tokens: list[list[Token]] = []
+
+
+class Generated(ResponseShape):
+    generated_text: str
+    details: Details | None = None
+    model: str
+    weight_version: str
+    request_id: str
+
+
+class Tokenized(ResponseShape):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(ResponseShape):
+    prompt: str
+
+
+class TextLogprobs(ResponseShape):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TextChoice(ResponseShape):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+
+
+class Usage(ResponseShape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Completion(ResponseShape):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    system_fingerprint: str
+    usage: Usage
+
+
+class TopLogprob(ResponseShape):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ResponseShape):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ChatMessage(ResponseShape):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(ResponseShape):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(ResponseShape):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    system_fingerprint: str
+    usage: Usage
+
+
+class Model(ResponseShape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+
+
+class ModelList(ResponseShape):
+    object: Literal["list"]
+    data: list[Model]

@@ -1,0 +1,132 @@
+"""How many requests this server holds, and which are admitted.
+
+One request is one sequence of the engine: `n` choices of `p` prompts are n x p requests, admitted together or not at
+all. Their places are reserved before a prompt is read, so a refusal costs no work; a request that cannot be taken is
+refused at once with 429 and Retry-After, before any header of a 200 was sent, and nothing waits outside the engine's
+own queue. The books always balance: accepted = ok + failed + cancelled + in flight.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Literal
+
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.metrics import Metrics
+
+Outcome = Literal["ok", "failed", "cancelled"]
+
+
+@dataclass
+class Ticket:
+    """The right to run one request; `close` exactly once says how it ended."""
+
+    admission: "Admission"
+    tokens: int
+    open: bool = True
+
+    def close(self, outcome: Outcome) -> None:
+        if self.open:
+            self.open = False
+            self.admission.leave(self, outcome)
+
+
+@dataclass
+class Places:
+    """Room for requests whose prompts are still to be read; as a context, gives back what was not taken."""
+
+    admission: "Admission"
+    count: int
+
+    def take(self, token_counts: list[int]) -> list[Ticket]:
+        """One ticket for each request, or a 429 for all of them."""
+        self.give_back()
+        return self.admission.admit(token_counts)
+
+    def give_back(self) -> None:
+        self.admission.reserved -= self.count
+        self.count = 0
+        self.admission.settle()
+
+    def __enter__(self) -> "Places":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+
+class Admission:
+    """Counts requests and their tokens (prompt plus the most they may generate) against the two bounds."""
+
+    def __init__(self, capacity: int, token_budget: int, streams: int, metrics: Metrics) -> None:
+        self.capacity = capacity
+        self.token_budget = token_budget
+        self.max_streams = streams
+        self.in_flight = 0
+        self.reserved = 0
+        self.tokens = 0
+        self.streams = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._metrics = metrics
+
+    @property
+    def nearly_full(self) -> bool:
+        """High-water mark for readiness: nine tenths of the places are taken."""
+        return self.in_flight * 10 >= self.capacity * 9
+
+    def reserve(self, count: int) -> Places:
+        """Room for `count` requests before any work is done for them, or a 429."""
+        self._check(count, 0)
+        self.reserved += count
+        self.idle.clear()
+        return Places(self, count)
+
+    def admit(self, token_counts: list[int]) -> list[Ticket]:
+        """One ticket for each request, or none: a Fault, 429 when they may fit later and 400 when they never can."""
+        self._check(len(token_counts), sum(token_counts))
+        self.in_flight += len(token_counts)
+        self.tokens += sum(token_counts)
+        self.idle.clear()
+        self._metrics.accepted.inc(len(token_counts))
+        return [Ticket(self, tokens) for tokens in token_counts]
+
+    def _check(self, count: int, tokens: int) -> None:
+        if count > self.capacity:
+            message = (
+                f"The request asks for {count} sequences, but this server holds at most {self.capacity} at a time."
+            )
+            raise Fault(Code.INVALID_PARAMETER, message, param="n", hint="Send fewer prompts or choices at once.")
+        taken = self.in_flight + self.reserved
+        if taken + count > self.capacity:
+            self._refuse(
+                "requests", f"The queue is full: {taken} requests are waiting or running and {self.capacity} fit."
+            )
+        # an empty server takes even a request above the budget, or it could never run
+        if self.in_flight and self.tokens + tokens > self.token_budget:
+            self._refuse(
+                "tokens", f"The queue is full: {self.tokens} tokens are waiting or running and {self.token_budget} fit."
+            )
+
+    def _refuse(self, reason: str, message: str) -> None:
+        self._metrics.rejected.labels(reason).inc()
+        raise Fault(Code.QUEUE_FULL, message, hint="Try again in a moment.", retry_after=1)
+
+    def leave(self, ticket: Ticket, outcome: Outcome) -> None:
+        self.in_flight -= 1
+        self.tokens -= ticket.tokens
+        self._metrics.finished.labels(outcome).inc()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wakes whoever waits for an empty server."""
+        if self.in_flight == self.reserved == 0:
+            self.idle.set()
+
+    def open_stream(self) -> None:
+        """Call once for every event stream; 429 when too many are open. `close_stream` gives the place back."""
+        if self.streams >= self.max_streams:
+            self._refuse("streams", f"{self.streams} event streams are open and no more are allowed.")
+        self.streams += 1
+
+    def close_stream(self) -> None:
+        self.streams -= 1

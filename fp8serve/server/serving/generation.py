@@ -1,0 +1,199 @@
+"""From prompts as token ids to a stream of engine outputs.
+
+`build_requests` checks each request against the engine's limits; a `Generation` takes their admission tickets and a
+lease on the weights. Only then does a handler send a header. `Generation.outputs()` yields `(index, RequestOutput)` of
+all its requests as they come; leaving it early (a disconnect, a cancelled task) aborts what still runs and frees its
+blocks. An engine that fails, a drain deadline and an abort all arrive as one `Fault`.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
+from fp8serve.engine.request import Request, RequestOutput, SamplingParams
+from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.metrics import Metrics
+from fp8serve.server.serving.admission import Outcome, Places, Ticket
+from fp8serve.server.serving.served import Served
+
+Item = tuple[int, RequestOutput] | Fault
+
+
+class Generation:
+    """Admitted requests of one HTTP request. Use `outputs` once; it closes everything behind itself."""
+
+    def __init__(
+        self,
+        served: Served,
+        requests: Sequence[Request],
+        n: int,
+        places: Places,
+        metrics: Metrics,
+        seconds: float | None = None,
+    ) -> None:
+        self.served = served
+        self.requests = requests
+        self.n = n
+        self.started = time.perf_counter()
+        self.seconds = seconds
+        self._metrics = metrics
+        self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._lease = contextlib.ExitStack()
+        self._tickets = places.take([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
+        self._lease.enter_context(served.lease())
+
+    @property
+    def id(self) -> str:
+        """Unique on this server, whatever the client calls the request."""
+        return self.requests[0].request_id.rpartition("-")[0]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once however many choices (`n`) it has."""
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.n])
+
+    def fail(self, fault: Fault) -> None:
+        """Ends the generation from outside; its reader sees `fault`."""
+        self._queue.put_nowait(fault)
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Outputs of all requests until each has finished. Raises Fault."""
+        pumps = [
+            asyncio.create_task(self._pump(i, request, self._tickets[i])) for i, request in enumerate(self.requests)
+        ]
+        running = len(pumps)
+        alarm = None if self.seconds is None else asyncio.get_running_loop().call_later(self.seconds, self._late)
+        try:
+            while running:
+                item = await self._queue.get()
+                if isinstance(item, Fault):
+                    raise item
+                yield item
+                running -= item[1].finish_reason is not None
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+            await self._close(pumps)
+
+    def _late(self) -> None:
+        message = f"The answer was not done within {self.seconds:g} seconds, this server's limit."
+        self.fail(Fault(Code.REQUEST_TIMEOUT, message, hint="Ask for fewer tokens."))
+
+    async def _close(self, pumps: list[asyncio.Task[None]]) -> None:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        self.discard()
+
+    def discard(self) -> None:
+        """Gives tickets and lease back; for a generation whose outputs were never read."""
+        for ticket in self._tickets:
+            ticket.close("cancelled")
+        self._lease.close()
+
+    async def _pump(self, index: int, request: Request, ticket: Ticket) -> None:
+        """One request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
+        clock = _Clock(self._metrics, self.started)
+        outcome: Outcome = "cancelled"
+        try:
+            async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:
+                async for output in outputs:
+                    clock.saw(output)
+                    if fault := _fault_of(output, self.served.engine.alive):
+                        outcome = "failed"
+                        return self._queue.put_nowait(fault)
+                    if output.finish_reason is not None:
+                        outcome = "ok"
+                        clock.done(request, output)
+                    self._queue.put_nowait((index, output))
+        except (Fp8ServeError, OSError, EOFError) as error:
+            outcome = "failed"
+            self._queue.put_nowait(
+                Fault(Code.ENGINE_DOWN, f"The engine stopped while it was answering: {error}", retry_after=2)
+            )
+        except Exception:
+            outcome = "failed"
+            self._queue.put_nowait(Fault(Code.INTERNAL, "The server failed while it was answering."))
+            raise
+        finally:
+            ticket.close(outcome)
+
+
+def _fault_of(output: RequestOutput, alive: bool) -> Fault | None:
+    if output.finish_reason == "error":
+        code = Code.GENERATION_FAILED if alive else Code.ENGINE_DOWN
+        return Fault(code, output.error or "The engine failed while it was answering.")
+    if output.finish_reason == "abort":
+        return Fault(Code.DRAINING, "The request was aborted before it was done.")
+    return None
+
+
+class _Clock:
+    """Latencies of one request, from admission on."""
+
+    def __init__(self, metrics: Metrics, started: float) -> None:
+        self._metrics = metrics
+        self._started = started
+        self._first: float | None = None
+        self._last = started
+
+    def saw(self, output: RequestOutput) -> None:
+        if not output.token_ids:
+            return
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now
+            self._metrics.first_token.observe(now - self._started)
+        else:
+            self._metrics.inter_token.observe((now - self._last) / len(output.token_ids))
+        self._last = now
+        self._metrics.generated_tokens.inc(len(output.token_ids))
+
+    def done(self, request: Request, output: RequestOutput) -> None:
+        now = time.perf_counter()
+        prompt = len(request.prompt_token_ids)
+        self._metrics.prompt_tokens.inc(prompt)
+        self._metrics.request_prompt.observe(prompt)
+        self._metrics.request_generated.observe(output.num_generated)
+        self._metrics.request_seconds.observe(now - self._started)
+        if self._first is not None and output.num_generated > 1:
+            self._metrics.per_token.observe((now - self._first) / (output.num_generated - 1))
+
+
+def build_requests(
+    served: Served, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, tenant: str = ""
+) -> list[Request]:
+    """`n` requests for each prompt, in order; each choice has its own seed. Raises Fault when one could never run.
+
+    The engine knows them by ids made here. A client's own request id is for its log and ours: two requests may carry
+    the same one.
+    """
+    requests: list[Request] = []
+    group = secrets.token_hex(12)
+    for prompt in prompts:
+        for choice in range(n):
+            seeded = params if params.seed is None else replace(params, seed=(params.seed + choice) % 2**63)
+            requests.append(Request(f"{group}-{len(requests)}", prompt, seeded, tenant, group=group))
+    _check_all(served, requests)
+    return requests
+
+
+def _check_all(served: Served, requests: Sequence[Request]) -> None:
+    limit = served.engine.limits.max_model_len
+    for request in requests:
+        prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
+        if prompt + new > limit:
+            raise Fault(
+                Code.CONTEXT_LENGTH_EXCEEDED,
+                f"The prompt has {prompt} tokens and {new} new ones are asked for, but this model's context holds "
+                f"{served.engine.limits.context()}.",
+                hint="Shorten the prompt or ask for fewer tokens.",
+            )
+        try:
+            served.engine.check(request)
+        except RequestError as error:
+            raise Fault(Code.INVALID_PARAMETER, str(error)) from None

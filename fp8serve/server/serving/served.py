@@ -1,0 +1,106 @@
+"""Weights that can be served, and weights that are: a directory, the engine process that holds it, its tokenizer."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from fp8serve.engine.client import EngineClient
+from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.request import Limits, Request, RequestOutput
+from fp8serve.model.config import read_config
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.server.serving.heartbeat import HeartbeatMonitor
+
+SAMPLE_BYTES = 1 << 16
+
+
+class EngineHandle(Protocol):
+    """What we use of `fp8serve.engine.client.EngineClient`."""
+
+    limits: Limits
+    info: dict[str, Any]
+
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def heartbeat_age(self) -> float: ...
+    @property
+    def step_seconds(self) -> float: ...
+    def check(self, request: Request) -> None: ...
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def stats(self) -> dict[str, Any]: ...
+    async def scales(self) -> list[dict[str, Any]]: ...
+    async def drain(self, deadline: float) -> None: ...
+    async def close(self) -> None: ...
+    async def kill(self, why: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights that can be served: `key` is "base" or a job id, `model_id` the name for exactly these."""
+
+    key: str
+    model_id: str
+    directory: Path
+    options: EngineOptions
+
+
+@dataclass(eq=False)
+class Served:
+    """Weights that answer requests. `weight_version` names their bytes."""
+
+    source: Source
+    engine: EngineHandle
+    tokenizer: Tokenizer
+    weight_version: str
+    heartbeat: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
+    proven: bool = False  # it has answered since it serves
+    leases: int = 0
+    free: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator["Served"]:
+        """While it is held the engine behind these weights is not closed by a swap."""
+        self.leases += 1
+        self.free.clear()
+        try:
+            yield self
+        finally:
+            self.leases -= 1
+            if self.leases == 0:
+                self.free.set()
+
+
+Launch = Callable[[Source], Awaitable[tuple[EngineHandle, Tokenizer]]]
+
+
+async def launch(source: Source) -> tuple[EngineHandle, Tokenizer]:
+    """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either cannot be."""
+    await asyncio.to_thread(read_config, source.directory)  # the clearest word on a directory that is no model
+    tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
+    return await EngineClient.start(source.directory, source.options), tokenizer
+
+
+def weight_version(directory: Path) -> str:
+    """12 hex digits from the config and from size, head, middle and tail of every weight file: cheap, and tells results
+    apart.
+    """
+    digest = hashlib.sha256()
+    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
+        if path.is_file():
+            digest.update(f"{path.name}:{path.stat().st_size}".encode())
+            _sample(path, digest)
+    return digest.hexdigest()[:12]
+
+
+def _sample(path: Path, digest: "hashlib._Hash") -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
+            file.seek(offset)
+            digest.update(file.read(SAMPLE_BYTES))

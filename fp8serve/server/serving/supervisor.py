@@ -1,0 +1,90 @@
+"""Keeps the engine process alive that answers.
+
+One that dies is started again, with growing pauses, and readiness is false meanwhile; one that hangs, silent or in one
+step for too long, is ended and started again in the same way, also while another is being loaded. The front stays alive
+through all of it. If that does not help, liveness is false, and who watches this process must start it again.
+"""
+
+import asyncio
+import logging
+import time
+
+from fp8serve.errors import Fp8ServeError
+from fp8serve.server.metrics import Metrics
+from fp8serve.server.serving.models import ServedModels
+from fp8serve.server.serving.served import Served
+
+log = logging.getLogger("fp8serve.server")
+
+WATCH_SECONDS = 0.2
+BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+STATS_SECONDS = 5.0
+
+
+class EngineSupervisor:
+    """Watches what `models` serves. Restarts are made here alone, one after the other; a swap meanwhile wins."""
+
+    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
+        self.models = models
+        self._metrics = metrics
+
+    async def watch(self) -> None:
+        """Runs for ever: reads statistics for /metrics, and starts a dead engine again."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_alive())
+            tasks.create_task(self._keep_informed())
+
+    async def _keep_informed(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            served = self.models.current
+            if served is not None and served.engine.alive:
+                served.proven |= await self._read_stats(served)
+
+    async def _keep_alive(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now, served = time.monotonic(), self.models.current
+            if served is not None:
+                served.heartbeat.turn(served.engine.heartbeat_age, now - last)
+                await self._look_after(served)
+            last = now
+
+    async def _look_after(self, served: Served) -> None:
+        models = self.models
+        if served.engine.alive and (hang := models.hang(served)) is not None:
+            log.error("the engine process of %s hangs", served.source.model_id)
+            await served.engine.kill(hang)
+        if served.engine.alive:
+            models.failed_restarts = 0 if served.proven else models.failed_restarts
+            return
+        models.state = "restarting"
+        if models.failed_restarts:
+            await asyncio.sleep(BACKOFF_SECONDS[min(models.failed_restarts, len(BACKOFF_SECONDS)) - 1])
+        models.failed_restarts += 1
+        if models.current is served:
+            await self._restart(served)
+
+    async def _read_stats(self, served: Served) -> bool:
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                self.models.reported = (served, await served.engine.stats())
+        except (Fp8ServeError, OSError, TimeoutError):
+            return False
+        return True
+
+    async def _restart(self, dead: Served) -> None:
+        log.error("the engine process of %s died; starting it again", dead.source.model_id)
+        self._metrics.engine_restarts.inc()
+        try:
+            await dead.engine.close()
+            new = await self.models.ready_engine(dead.source)
+        except Fp8ServeError as error:
+            log.error("the engine could not be started again: %s", error)
+            return
+        except Exception:
+            log.exception("the engine could not be started again")
+            return
+        if not self.models.put_back(dead, new):
+            await new.engine.close()

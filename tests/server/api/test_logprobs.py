@@ -1,0 +1,108 @@
+"""Log-probabilities along the text: bytes add up, places are those of the returned text, nothing is merged."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from fp8serve.engine.request import RequestOutput, TokenLogprob
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.server.api.openai.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
+from tests.model.oracle import byte_fallback
+from tests.server.conftest import Server, Start
+from tests.server.fakes import byte_tokenizer
+
+TEXTS = ["abc", "naïve café ☕ 日本語", "😀", "a😀b"]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def output(text: str, token: int, top: tuple[int, ...] = (), **more: Any) -> RequestOutput:
+    tops = tuple((i, -1.0 - n) for n, i in enumerate(top))
+    return RequestOutput("r", text, (token,), (TokenLogprob(token, -0.5, tops),), **more)
+
+
+async def completion(server: Server, **ask: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The choice of a plain answer, and the choices of the chunks of the same answer streamed."""
+    whole = (await server.client.post("/v1/completions", json=ask)).json()["choices"][0]
+    streamed = (await server.client.post("/v1/completions", json=ask | {"stream": True})).text
+    lines = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    return whole, [line["choices"][0] for line in lines]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_add_up_to_the_text(start: Start, text: str) -> None:
+    async def body() -> None:
+        async with start() as server:
+            message = [{"role": "user", "content": text}]
+            ask = {"messages": message, "max_tokens": len(f"<user>{text}".encode()), "logprobs": True}
+            said = (await server.client.post("/v1/chat/completions", json=ask)).json()["choices"][0]
+            content = said["logprobs"]["content"]
+            joined = b"".join(bytes(entry["bytes"]) for entry in content)
+            assert joined == said["message"]["content"].encode() == f"<user>{text}".encode()
+            assert not any("\ufffd" in entry["token"] for entry in content)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("stop", [None, "☕", " ☕ 日", "aï", "b"])
+def test_offsets_are_places_in_the_returned_text(start: Start, text: str, stop: str | None) -> None:
+    async def body() -> None:
+        async with start() as server:
+            ask = {"prompt": text, "max_tokens": len(text.encode()), "logprobs": 1} | ({"stop": stop} if stop else {})
+            whole, chunks = await completion(server, **ask)
+            places = whole["logprobs"]["text_offset"]
+            names = whole["logprobs"]["tokens"]
+            assert places == sorted(places)
+            assert all(0 <= place < len(whole["text"]) for place in places)
+            for place, name in zip(places, names, strict=True):
+                assert name.startswith("bytes:") or whole["text"][place] == name
+            joined = b"".join(
+                bytes.fromhex(name[6:].replace("\\x", "")) if name.startswith("bytes:") else name.encode()
+                for name in names
+            )
+            assert joined == whole["text"].encode()
+            for key in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+                parts = [chunk["logprobs"][key] for chunk in chunks if chunk["logprobs"]]
+                assert [item for part in parts for item in part] == whole["logprobs"][key]
+
+    asyncio.run(body())
+
+
+def test_parts_of_characters_are_told_apart(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            whole, _ = await completion(server, prompt="é", max_tokens=2, logprobs=5)
+            assert whole["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+            assert whole["logprobs"]["text_offset"] == [0, 0]
+
+    asyncio.run(body())
+
+
+def placed(tokenizer: Tokenizer, *outputs: RequestOutput) -> list[Placed]:
+    stream = LogprobStream(tokenizer)
+    return [item for one in outputs for item in stream.take(one)]
+
+
+def test_alternatives_of_equal_text_are_all_kept() -> None:
+    tokenizer = Tokenizer(byte_fallback(), SPECIAL, None)
+    plain, byte, marked = (tokenizer._backend.token_to_id(piece) for piece in ("a", "<0x61>", "▁a"))
+    at_start = placed(tokenizer, output("a", plain, (plain, byte, marked), finish_reason="length"))
+    assert text_logprobs(at_start, tokenizer)["top_logprobs"] == [
+        {"a": -1.0, f"token_id:{byte}": -2.0, f"token_id:{marked}": -3.0}
+    ]
+    later = placed(tokenizer, output("a", plain), output("a", plain, (plain, byte, marked), finish_reason="length"))
+    assert text_logprobs(later, tokenizer)["top_logprobs"][1] == {"a": -1.0, f"token_id:{byte}": -2.0, " a": -3.0}
+    assert len(chat_logprobs(at_start, tokenizer)["content"][0]["top_logprobs"]) == 3
+
+
+def test_the_token_that_ends_the_text_has_no_bytes() -> None:
+    tokenizer = byte_tokenizer()
+    for ending in ({"stop_reason": None}, {"stop_reason": 256}):
+        found = placed(tokenizer, output("A", 32), output("", 256, finish_reason="stop", **ending))
+        content = chat_logprobs(found, tokenizer)["content"]
+        assert [entry["bytes"] for entry in content] == [[65], None]
+        assert content[1]["token"] == "<eos>"
+    found = placed(tokenizer, output("A", 32), output("", 33, finish_reason="stop", stop_reason=33))
+    assert [entry["bytes"] for entry in chat_logprobs(found, tokenizer)["content"]] == [[65], None]

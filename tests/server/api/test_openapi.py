@@ -1,0 +1,121 @@
+"""The description against the server: every route is in it, and live answers, refusals included, have its shapes.
+
+Schemathesis makes requests from the description, valid ones and broken ones, and holds each answer to it: a documented
+status, media type and schema, `Allow` with a 405, and never a 5xx.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from fp8serve.server.api.openapi_description import EXAMPLES, ROUTES
+from tests.server.conftest import Server, Start
+from tests.server.fakes import model_dir
+from tests.server.process import Process, serving
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    unsupported_method,
+]
+
+ANY = list(hypothesis.HealthCheck)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    path = tmp_path_factory.mktemp("openapi")
+    options = {"model": str(model_dir(path / "tiny")), "data_dir": str(path / "data"), "train_on": "share"}
+    with serving(path / "log", **options, fake=True) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def description(server: Process) -> Any:
+    return schemathesis.openapi.from_url(server.url + "/openapi.json")
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize(("method", "path"), sorted(ROUTES))
+def test_live_answers_are_as_described(description: Any, method: str, path: str, mode: GenerationMode) -> None:
+    operation = description[path][method.upper()]
+    cases = operation.as_strategy(generation_mode=mode)
+
+    @hypothesis.given(cases)
+    @hypothesis.settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=ANY)
+    def hold(case: Any) -> None:
+        case.call_and_validate(checks=CHECKS, timeout=60)
+
+    try:
+        hold()
+    except hypothesis.errors.Unsatisfiable:
+        assert mode is GenerationMode.NEGATIVE  # nothing about the request can be broken
+
+
+def test_every_route_is_described(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            document = (await server.client.get("/openapi.json")).json()
+            found = {(method, path) for path, operations in document["paths"].items() for method in operations}
+            assert found == set(ROUTES)
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    assert any(status.startswith("2") for status in operation["responses"])
+            assert "HTTPValidationError" not in document["components"]["schemas"]
+            links = document["paths"]["/finetune"]["post"]["responses"]["202"]["links"]
+            assert len(links) == 7
+            assert {link["parameters"]["job_id"] for link in links.values()} == {"$response.body#/id"}
+
+    asyncio.run(body())
+
+
+async def follow(server: Server, document: Any, path: str, status: str, made: str) -> set[str]:
+    """Goes along every link of an answer that named something `made`; the operations that were reached."""
+    operations = {o["operationId"]: (m, p) for p, every in document["paths"].items() for m, o in every.items()}
+    links = document["paths"][path]["post"]["responses"][status]["links"]
+    for name in sorted(links, key=lambda name: operations[name][0] == "delete"):
+        method, place = operations[name]
+        for parameter in links[name].get("parameters", {}):
+            place = place.replace("{" + parameter + "}", made)
+        body = links[name].get("requestBody")
+        body = body and {key: made if value == "$response.body#/id" else value for key, value in body.items()}
+        answer = await server.client.request(method, place, json=body)
+        assert answer.status_code in (200, 409), (name, answer.text)  # 409: a job that has not succeeded
+    return set(links)
+
+
+def test_links_lead_somewhere(start: Start) -> None:
+    async def body() -> None:
+        async with start() as server:
+            document = (await server.client.get("/openapi.json")).json()
+            job = (await server.client.post("/finetune", json=EXAMPLES["/finetune"])).json()["id"]
+            assert len(await follow(server, document, "/finetune", "202", job)) == 7
+            form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b'{"text": "x"}\n')}}
+            file = (await server.client.post("/v1/files", **form)).json()["id"]
+            assert len(await follow(server, document, "/v1/files", "200", file)) == 4
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_examples_are_taken_as_they_are(start: Start, path: str) -> None:
+    async def body() -> None:
+        async with start() as server:
+            answer = await server.client.post(path.replace("{name}", "tiny"), json=EXAMPLES[path])
+            assert answer.status_code in (200, 202), answer.text
+
+    asyncio.run(body())

@@ -1,0 +1,79 @@
+"""Who counts as one caller: a key or an address, nothing a request can say of itself."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from fp8serve.engine.request import Request
+from fp8serve.server.http.tenants import tenant_of
+from tests.server.conftest import Start
+from tests.server.fakes import FakeEngine, Launcher
+
+pytestmark = pytest.mark.anyio
+
+
+class Recording(FakeEngine):
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Request] = []
+
+    def generate(self, request: Request) -> Any:
+        self.asked.append(request)
+        return super().generate(request)
+
+
+def scope(host: str, **headers: str) -> dict[str, Any]:
+    named = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http", "client": (host, 1234), "headers": named}
+
+
+def test_an_address_is_a_tenant_where_no_key_is_set() -> None:
+    assert tenant_of(scope("10.0.0.1"), None) == tenant_of(scope("10.0.0.1"), None)
+    assert tenant_of(scope("10.0.0.1"), None) != tenant_of(scope("10.0.0.2"), None)
+    assert tenant_of(scope("::ffff:10.0.0.1"), None) == tenant_of(scope("10.0.0.1"), None)
+    assert tenant_of(scope("2001:db8::1"), None) == tenant_of(scope("2001:db8::2"), None)
+    assert tenant_of(scope("2001:db8::1"), None) != tenant_of(scope("2001:db8:0:1::1"), None)
+    assert tenant_of({"type": "http", "client": None, "headers": []}, None)
+
+
+def test_a_key_is_a_tenant_wherever_it_comes_from() -> None:
+    assert tenant_of(scope("10.0.0.1"), b"k") == tenant_of(scope("10.0.0.2"), b"k")
+    assert tenant_of(scope("10.0.0.1"), b"k") != tenant_of(scope("10.0.0.1"), b"l")
+    assert tenant_of(scope("k"), None) != tenant_of(scope("10.0.0.1"), b"k")
+    assert "secret" not in tenant_of(scope("10.0.0.1"), b"secret")
+
+
+async def test_the_engine_is_told_who_asks_and_what_belongs_together(start: Start) -> None:
+    async with start(Launcher(Recording)) as server:
+        engine: Any = server.launcher.engine
+        engine.asked.clear()
+        for host in ("10.0.0.1", "10.0.0.2"):
+            transport = httpx.ASGITransport(server.app, client=(host, 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "user": "me"}
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+                ask = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
+                headers = {"x-forwarded-for": "10.9.9.9", "x-request-id": "mine"}
+                assert (await client.post("/generate", json=ask, headers=headers)).status_code == 200
+        mine, theirs = engine.asked[:5], engine.asked[5:]
+        assert len({request.tenant for request in mine}) == len({request.tenant for request in theirs}) == 1
+        assert mine[0].tenant != theirs[0].tenant
+        assert len({request.group for request in mine[:4]}) == 1
+        assert mine[4].group != mine[0].group
+
+
+async def test_a_key_is_the_tenant(start: Start) -> None:
+    async with start(Launcher(Recording), api_key="k") as server:
+        engine: Any = server.launcher.engine
+        engine.asked.clear()
+        for host in ("10.0.0.1", "10.0.0.2"):
+            transport = httpx.ASGITransport(server.app, client=(host, 1))
+            headers = {"authorization": "Bearer k"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+                ask = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
+                assert (await client.post("/generate", json=ask)).status_code == 200
+        assert len({request.tenant for request in engine.asked}) == 1
+        assert engine.asked[0].tenant

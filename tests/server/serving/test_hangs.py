@@ -1,0 +1,225 @@
+"""Engines and loads that hang: noticed by deadlines, ended, and in nobody's way. No test waits for a real deadline but
+one that is certain to pass.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fp8serve.engine.worker import Heart, Worker
+from fp8serve.errors import RequestError
+from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.server.serving.heartbeat import HeartbeatMonitor
+from fp8serve.server.serving.models import MAX_FAILED_RESTARTS
+from fp8serve.server.serving.served import Source
+from fp8serve.server.settings import Deadlines, Settings
+from tests.patience import PATIENCE
+from tests.server.conftest import Server, Start
+from tests.server.fakes import FakeEngine, Launcher
+
+pytestmark = pytest.mark.anyio
+
+
+class Hanging(Launcher):
+    """Loads hang while `hang` is set; counts those that were given up."""
+
+    hang = False
+    given_up = 0
+
+    async def __call__(self, source: Source) -> tuple[FakeEngine, Tokenizer]:
+        if self.hang:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.given_up += 1
+                raise
+        return await super().__call__(source)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def activate(server: Server) -> Any:
+    return await server.client.post(f"/models/{server.state.models.name}/activate", json={"source": "base"})
+
+
+async def test_a_silent_engine_is_replaced_and_readiness_follows(start: Start) -> None:
+    async with start(heartbeat_seconds=0.5) as server:
+        hung, served = server.launcher.engine, server.state.models.current
+        hung.heartbeat_age = 1e9
+        await until(lambda: hung.killed)
+        assert "no sign of life" in str(hung.killed)
+        await until(lambda: server.state.models.ready)
+        assert server.state.models.current is not served
+        assert len(server.launcher.engines) == 2
+
+
+async def test_an_engine_that_is_stuck_in_a_step_is_replaced_though_its_heart_beats(start: Start) -> None:
+    async with start(step_seconds=100.0) as server:
+        hung = server.launcher.engine
+        hung.step_seconds = 99.0
+        await asyncio.sleep(0.5)
+        assert not hung.killed
+        hung.step_seconds = 100.0
+        await until(lambda: hung.killed)
+        assert "did not finish a step within 100 seconds" in str(hung.killed)
+
+
+async def test_a_silent_engine_is_not_ready_until_it_is_replaced(start: Start) -> None:
+    launcher = Hanging()
+    async with start(launcher, heartbeat_seconds=0.5) as server:
+        launcher.hang = True
+        launcher.engine.heartbeat_age = 1e9
+        await until(lambda: not server.state.models.ready)
+        assert (await server.client.get("/health/ready")).status_code == 503
+        assert (await server.client.get("/health/live")).status_code == 200  # it is being loaded
+        answer = await server.client.post("/generate", json={"inputs": "a"})
+        assert (answer.status_code, answer.json()["code"]) == (503, "engine_down")
+
+
+async def test_a_load_that_hangs_is_given_up(start: Start) -> None:
+    launcher = Hanging()
+    async with start(launcher) as server:
+        server.state.models.deadlines = Deadlines(load=0.5)
+        launcher.hang = True
+        answer = await activate(server)
+        assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
+        assert "within 0.5 seconds" in answer.json()["error"]
+        assert launcher.given_up == 1
+        assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
+        launcher.hang = False
+        server.state.models.deadlines = Deadlines()
+        assert (await activate(server)).status_code == 200
+
+
+async def test_an_engine_is_replaced_while_other_weights_are_being_loaded(start: Start) -> None:
+    launcher = Hanging()
+    async with start(launcher) as server:
+        launcher.hang = True
+        swap = asyncio.create_task(activate(server))
+        await until(server.state.models.swapping)
+        launcher.hang = False
+        dead = launcher.engine
+        dead.alive = False
+        await until(lambda: launcher.engine is not dead and server.state.models.ready)
+        assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
+        assert not swap.done()
+        assert (await activate(server)).json()["code"] == "alias_busy"
+        swap.cancel()
+        await asyncio.gather(swap, return_exceptions=True)
+
+
+async def test_a_swap_wins_over_a_restart(start: Start) -> None:
+    launcher = Hanging()
+    async with start(launcher) as server:
+        launcher.hang = True
+        launcher.engine.alive = False
+        await until(lambda: server.state.models.state == "restarting")
+        launcher.hang = False
+        assert (await activate(server)).status_code == 200
+        assert server.state.models.ready
+        assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
+
+
+async def test_a_canary_that_gives_no_token_is_a_failed_load(start: Start) -> None:
+    launcher = Launcher()
+    async with start(launcher) as server:
+        server.state.models.deadlines = Deadlines(load=0.5)
+        launcher.make = lambda: FakeEngine(delay=1e6)
+        answer = await activate(server)
+        assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
+        assert launcher.engine.killed
+
+
+async def test_liveness_ends_when_an_engine_cannot_be_started_again(start: Start) -> None:
+    async with start() as server:
+        server.launcher.problem = "The disk is gone."
+        server.launcher.engine.alive = False
+        await until(lambda: server.state.models.failed_restarts == 1)
+        assert (await server.client.get("/health/live")).status_code == 200
+        await until(lambda: server.state.models.failed_restarts == MAX_FAILED_RESTARTS)
+        assert (await server.client.get("/health/live")).status_code == 503
+        server.launcher.problem = None
+        await until(lambda: server.state.models.ready)
+        assert (await server.client.get("/health/live")).status_code == 200
+
+
+async def test_an_answer_has_a_deadline_where_one_is_set(start: Start) -> None:
+    async with start(Launcher(lambda: FakeEngine(delay=0.05)), request_seconds=1.0) as server:
+        endless = {"inputs": "abc", "parameters": {"max_new_tokens": 500}}
+        answer = await server.client.post("/generate", json=endless)
+        assert (answer.status_code, answer.json()["code"]) == (408, "request_timeout")
+        await until(lambda: not server.launcher.engine.running)
+        assert server.state.admission.in_flight == 0
+        streamed = await server.client.post("/generate_stream", json=endless)
+        assert '"code":"request_timeout"' in streamed.text
+
+
+def test_silence_counts_only_while_the_front_runs() -> None:
+    heartbeat = HeartbeatMonitor()
+    heartbeat.turn(age=500.0, since_last_turn=500.0)  # the front itself was stopped: heartbeats lie unread
+    assert heartbeat.silence == 1.0
+    heartbeat.turn(age=0.1, since_last_turn=0.2)
+    assert heartbeat.silence == 0.1
+    for _ in range(10):
+        heartbeat.turn(age=30.0, since_last_turn=0.5)
+    assert heartbeat.silence == pytest.approx(5.1)
+
+
+def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[float] = []
+    enough, leave = threading.Event(), threading.Event()
+
+    class Stuck:
+        def has_work(self) -> bool:
+            return True
+
+        def step(self) -> list[Any]:
+            assert leave.wait(PATIENCE)
+            return []
+
+        def abort_all(self) -> list[Any]:
+            return []
+
+    class Line:
+        def __init__(self) -> None:
+            from queue import SimpleQueue
+
+            self.inbox: SimpleQueue[Any] = SimpleQueue()
+
+        def send(self, event: str, step_seconds: float = 0.0, **_: Any) -> None:
+            beats.append(step_seconds)
+            if len(set(beats)) >= 3:
+                enough.set()
+
+    monkeypatch.setattr("fp8serve.engine.worker.HEARTBEAT_SECONDS", 0.15)
+    wire: Any = Line()
+    engine: Any = Stuck()
+    worker, heart = Worker(wire, engine), Heart(wire)
+    heart.step_seconds = lambda: worker.step_seconds
+    runs = threading.Thread(target=worker.run)
+    runs.start()
+    try:
+        assert enough.wait(PATIENCE)
+        assert beats == sorted(beats)
+        assert worker.step_seconds > 0
+    finally:
+        wire.inbox.put({"op": "close"})
+        leave.set()
+        runs.join()
+        heart.stop()
+    assert worker.step_seconds == 0
+
+
+@pytest.mark.parametrize("name", ["heartbeat_seconds", "step_seconds", "load_seconds", "request_seconds"])
+def test_a_deadline_is_positive(settings: Settings, name: str) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(RequestError, match=f"{name} must be positive"):
+        replace(settings, **{name: 0.0})
