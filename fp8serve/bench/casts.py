@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.fp8 import ops as fp8_ops
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import arithmetic, reference
 
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
 Probe = Callable[[Any, Tensor, torch.dtype], tuple[Tensor, ...]]  # (ops or reference, values, FP8 dtype)
@@ -219,7 +219,7 @@ def compare(
 def _asked(x: Tensor, chosen: Sequence[str]) -> list[tuple[str, torch.dtype]]:
     """(probe, format) for one chunk: scales of negative values are not asked for, and a cache has one format."""
     unsigned = [name for name in chosen if name not in SCALES or not x.signbit().all()]
-    return [(n, dtype) for n in unsigned for dtype in reference.FP8_MAX if n != "write_kv" or dtype == E4M3]
+    return [(n, dtype) for n in unsigned for dtype in arithmetic.FP8_MAX if n != "write_kv" or dtype == E4M3]
 
 
 def _run(probe: Probe, ops: Any, x: Tensor, dtype: torch.dtype, level: str, device: str) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from fp8serve.engine.invariant import OwnLinear
 from fp8serve.engine.memory import free_memory
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.reference_packed import is_packable
+from fp8serve.fp8.ops.packing import is_packable
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.mapped import let_go
 
