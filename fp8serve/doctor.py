@@ -39,6 +39,7 @@ def examine(data_dir: Path | None = None) -> dict[str, Any]:
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "instruction_sets": instruction_sets()},
         "gpus": gpus,
         "kernels": kernels,
+        "numerics": {op: kernel["numerics"] for op, kernel in ops.cpu_kernels().items()},
         "cuda_kernels": ops.backends("cuda") if torch.cuda.device_count() else {},
         "cuda_library": library,
         "recipes": {name: _recipe(needed, kernels) for name, needed in ops.recipe_ops().items()} | {"bf16": _BF16},

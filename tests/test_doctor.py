@@ -13,7 +13,9 @@ from fp8serve.fp8 import ops
 
 
 def test_kernels_are_those_of_ops(tmp_path: Path) -> None:
-    assert doctor.examine(tmp_path)["kernels"] == ops.backends()
+    report = doctor.examine(tmp_path)
+    assert report["kernels"] == ops.backends()
+    assert set(report["numerics"]) == {op for op, kernel in report["kernels"].items() if kernel.startswith("cpu")}
 
 
 def test_recipes_need_the_ops_of_their_linear_layers() -> None:

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.fp8 import ops as fp8_ops
-from fp8serve.fp8.ops import arithmetic, reference
+from fp8serve.fp8.ops import LEVELS, arithmetic, reference
 
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
 Probe = Callable[[Any, Tensor, torch.dtype], tuple[Tensor, ...]]  # (ops or reference, values, FP8 dtype)
-LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
 CHUNK = 1 << 22
 E4M3 = torch.float8_e4m3fn
 MANTISSAS = 1 << 15  # per sign and exponent in the stratified set
@@ -197,7 +196,7 @@ def compare(
     tell: Tell,
     *,
     chosen: Sequence[str] = tuple(PROBES),
-    at: Sequence[str] = ("avx512bf16",),
+    at: Sequence[str] = LEVELS[-1:],
     kernels: Any = None,
     device: str = "cpu",
 ) -> list[Finding]:

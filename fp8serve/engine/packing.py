@@ -34,7 +34,7 @@ ROOM = 0.6  # of free memory may become packed weights; up to a quarter is the c
 
 def worth_packing() -> bool:
     """Whether this machine's kernels read packed weights as they are; others would make rows of them again."""
-    return ops.cpu_isa() == "avx512bf16" and "cpu kernel" in ops.backends()["packed_mm"]
+    return ops.reads_packed()
 
 
 class Packable(Protocol):

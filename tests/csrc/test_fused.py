@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops import reference
-from tests.csrc.conftest import LEVELS
+from fp8serve.fp8.ops import LEVELS, reference
 from tests.csrc.helpers import FORMATS, HIGH, all_bf16, assert_bits_equal, assert_codes_equal, hostile, tame
 
 OPS = torch.ops.fp8serve

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops import arithmetic, packing, reference
-from tests.csrc.conftest import LEVELS
+from fp8serve.fp8.ops import LEVELS, arithmetic, packing, reference
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, tame
 
 OPS = torch.ops.fp8serve

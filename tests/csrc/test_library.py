@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8serve.fp8 import ops
-from tests.csrc.conftest import LEVELS
+from fp8serve.fp8.ops import LEVELS
 
 CSRC = Path(__file__).parents[2] / "csrc"
 ALLOWED = re.compile(r"torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/")

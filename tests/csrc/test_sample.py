@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.fp8.ops import Case, cases, reference, sampling
-from tests.csrc.conftest import LEVELS
+from fp8serve.fp8.ops import LEVELS, Case, cases, reference, sampling
 
 OPS = torch.ops.fp8serve
 

@@ -11,7 +11,15 @@ Importing this package registers all of them with torch, as `torch.ops.fp8serve`
 # Families in the order in which backends() lists their ops; then the libraries, whose kernels are for defined ops.
 from fp8serve.fp8.ops import casts, gemm, packing, delayed  # noqa: F401
 from fp8serve.fp8.ops import norm, activation, attention, rotary, sampling, saturation  # noqa: F401
-from fp8serve.fp8.ops.libraries import LIBRARIES, backends, cpu_isa, library_path
+from fp8serve.fp8.ops.libraries import (
+    LEVELS,
+    LIBRARIES,
+    backends,
+    cpu_isa,
+    cpu_kernels,
+    library_path,
+    reads_packed,
+)
 
 # ruff: isort: on
 from fp8serve.fp8.ops.arithmetic import DTYPES, blocks
@@ -20,6 +28,7 @@ from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for, implement,
 
 __all__ = [
     "DTYPES",
+    "LEVELS",
     "LIBRARIES",
     "OPS",
     "Case",
@@ -29,10 +38,12 @@ __all__ = [
     "cases",
     "compiled_for",
     "cpu_isa",
+    "cpu_kernels",
     "dequantize",
     "implement",
     "library_path",
     "quantize",
+    "reads_packed",
     "recipe_ops",
     "reference",
     "scaled_mm",

@@ -4,6 +4,7 @@ The libraries are plain shared objects next to the package (`libfp8serve_cpu.so`
 along the package's `__path__` because an editable install has two places.
 """
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,8 +13,13 @@ import torch
 import fp8serve
 from fp8serve.fp8.ops.registry import OPS, declare
 
-# The instruction set of the CPU library, which a test may cap ("portable" .. "avx512bf16", "best"); "" only asks.
+LEVELS = ("portable", "avx2", "avx512", "avx512bf16")  # names for sets of processor features, each within the next
+
+# The level of the CPU library, which a test may cap: one of LEVELS, alone or with single features as in
+# "avx512+avx512vbmi", or "best"; "" only asks.
 declare("cpu_isa(str cap) -> str")
+declare("cpu_kernels() -> str")  # JSON: {op: {"variant": ..., "numerics": ...}}
+declare("reads_packed() -> bool")  # whether packed_mm reads packed weights as they are, or makes rows of them again
 
 
 def library_path(stem: str) -> Path | None:
@@ -37,18 +43,35 @@ def _has_kernel(op: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", key))
 
 
+def _has_default(op: str) -> bool:
+    """Whether the CPU library, which alone implements such an op, was loaded."""
+    return _has_kernel(op, "CompositeExplicitAutograd")
+
+
 def cpu_isa() -> str | None:
-    """The instruction set of the CPU library ("avx512bf16", "avx512", "avx2", "portable"); None without it."""
-    if not _has_kernel("cpu_isa", "CompositeExplicitAutograd"):
-        return None
-    return cast(str, torch.ops.fp8serve.cpu_isa(""))
+    """The highest of LEVELS whose features are all in force; None without the CPU library."""
+    return cast(str, torch.ops.fp8serve.cpu_isa("")) if _has_default("cpu_isa") else None
+
+
+def reads_packed() -> bool:
+    """Whether the CPU's `packed_mm` reads packed weights as they are, which is why one packs them."""
+    return _has_default("reads_packed") and cast(bool, torch.ops.fp8serve.reads_packed())
+
+
+def cpu_kernels() -> dict[str, dict[str, str]]:
+    """For each op with a CPU kernel the `variant` that this processor runs, and its `numerics` class, which
+    docs/numerics.md describes. Where types decide, it is the variant for BF16 and FP8."""
+    found = torch.ops.fp8serve.cpu_kernels() if _has_default("cpu_kernels") else "{}"
+    return cast(dict[str, dict[str, str]], json.loads(found))
 
 
 def backends(device: str = "cpu") -> dict[str, str]:
-    """Which kernel serves each op on a device: "cpu kernel (avx512bf16)", "cuda kernel", "reference" or "composed".
+    """Which kernel serves each op on a device: "cpu kernel (avx512bf16)", which names the variant of this very op,
+    "cuda kernel", "reference" or "composed".
 
     A composed op runs as a sequence of the other ops.
     """
-    detail = f" ({cpu_isa()})" if device == "cpu" and cpu_isa() else ""
-    default = {name: "composed" if op.composed else "reference" for name, op in OPS.items()}
-    return {op: f"{device} kernel{detail}" if _has_kernel(op, device.upper()) else default[op] for op in default}
+    found = {op: "composed" if known.composed else "reference" for op, known in OPS.items()}
+    if device == "cpu":
+        return found | {op: f"cpu kernel ({kernel['variant']})" for op, kernel in cpu_kernels().items()}
+    return found | {op: f"{device} kernel" for op in found if _has_kernel(op, device.upper())}
