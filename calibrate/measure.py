@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from fp8serve.errors import DataError, ModelError
-from fp8serve.fp8.reference import expand
+from fp8serve.fp8.ops.arithmetic import expand
 from fp8serve.fp8.tally import tally
 from fp8serve.model.decoder import Decoder
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.autocast import autocast, fp8_max
+from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
-from fp8serve.fp8.reference import amax
 from fp8serve.fp8.scaling import Entry, ScalingState, update
 from fp8serve.model.decoder import Decoder
 

@@ -16,13 +16,6 @@ from typing import Any
 
 from fp8serve import __version__
 
-# The operations that a linear layer needs under each recipe, forward and backward.
-RECIPE_OPS = {
-    "delayed": ("quantize", "scaled_mm", "delayed_update"),
-    "current": ("quantize_current", "scaled_mm"),
-    "rowwise": ("quantize_rowwise", "scaled_mm"),
-    "block": ("quantize_block", "scaled_mm"),
-}
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512vbmi", "amx_bf16", "asimd", "bf16")
 _LEAST_DISK = 1 << 30
 
@@ -46,9 +39,10 @@ def examine(data_dir: Path | None = None) -> dict[str, Any]:
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "instruction_sets": instruction_sets()},
         "gpus": gpus,
         "kernels": kernels,
+        "numerics": {op: kernel["numerics"] for op, kernel in ops.cpu_kernels().items()},
         "cuda_kernels": ops.backends("cuda") if torch.cuda.device_count() else {},
         "cuda_library": library,
-        "recipes": {name: _recipe(name, kernels) for name in RECIPE_OPS} | {"bf16": _BF16},
+        "recipes": {name: _recipe(needed, kernels) for name, needed in ops.recipe_ops().items()} | {"bf16": _BF16},
         "compilers": {"c++": _compiler(), "nvcc": _nvcc()},
         "memory": _memory(),
         "disk": disk,
@@ -60,11 +54,12 @@ def examine(data_dir: Path | None = None) -> dict[str, Any]:
 _BF16 = {"runs": "torch", "why": "no FP8: torch's own high-precision kernels"}
 
 
-def _recipe(name: str, kernels: dict[str, str]) -> dict[str, str]:
-    on_reference = [op for op in RECIPE_OPS[name] if "reference" in kernels[op]]
+def _recipe(needed: tuple[str, ...], kernels: dict[str, str]) -> dict[str, str]:
+    """How a recipe runs whose linear layers need these ops."""
+    on_reference = [op for op in needed if "reference" in kernels[op]]
     if on_reference:
         return {"runs": "on the reference", "why": f"no compiled kernel for {', '.join(on_reference)}"}
-    return {"runs": "natively", "why": f"compiled kernels serve {', '.join(RECIPE_OPS[name])}"}
+    return {"runs": "natively", "why": f"compiled kernels serve {', '.join(needed)}"}
 
 
 def _data_home() -> Path:

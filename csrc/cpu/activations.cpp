@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "cpu/elementwise.h"
-#include "cpu/isa.h"
+#include "cpu/features.h"
 #include "cpu/rows.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
@@ -185,7 +185,11 @@ Pair silu_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up)
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&fp8serve::rms_norm));
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("rms_norm");
   m.impl("rms_norm_backward", TORCH_BOX(&fp8serve::rms_norm_backward));
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("rms_norm_backward");
   m.impl("silu_mul", TORCH_BOX(&fp8serve::silu_mul));
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("silu_mul");
   m.impl("silu_mul_backward", TORCH_BOX(&fp8serve::silu_mul_backward));
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("silu_mul_backward");
 }

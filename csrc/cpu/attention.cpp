@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cpu/isa.h"
+#include "cpu/features.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
 #include "cpu/vectormath.h"
@@ -242,11 +242,17 @@ void compute(const Path& path, const std::vector<Work>& works) {
   });
 }
 
+// What BF16 queries run; others run as from the second on. attention_general.cpp dispatches by itself.
+constexpr std::array<Variant, 4> kVariants{{{"avx512bf16", kAvx512Bf16, Numerics::tiles64_bf16},
+                                            {"avx512", kAvx512, Numerics::tiles16_fp32},
+                                            {"avx2", kAvx2, Numerics::tiles16_fp32},
+                                            {"portable", kPortable, Numerics::tiles16_fp32}}};
+
 Path path_of(const Batch& b) {
   const ScalarType query = b.q.scalar_type(), cache = b.k_cache.scalar_type();
   const bool short_enough = cache != ScalarType::Float && cache != ScalarType::Half;
-  if (isa() == Isa::avx512bf16 && query == ScalarType::BFloat16 && short_enough) return bf16();
-  return general(query, cache);
+  const bool takes_bf16 = query == ScalarType::BFloat16 && short_enough;
+  return takes_bf16 && &best(kVariants) == &kVariants[0] ? bf16() : general(query, cache);
 }
 
 float scale_of(const Contract& check, const char* name, const std::optional<Tensor>& scale) {
@@ -304,4 +310,5 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&fp8serve::attention::paged_attention));
+  fp8serve::report<fp8serve::attention::kVariants>("paged_attention");
 }

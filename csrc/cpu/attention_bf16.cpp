@@ -9,7 +9,7 @@
 // A tile of 64 keys and 64 dimensions is unpacked in about 300 cycles and costs a query row 130, so that
 // four rows (heads of a group, or tokens of a prompt) already hide it.
 #include "cpu/attention.h"
-#include "cpu/isa.h"
+#include "cpu/features.h"
 
 #if FP8_X86
 #include <immintrin.h>

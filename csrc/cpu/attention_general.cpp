@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "cpu/attention.h"
-#include "cpu/isa.h"
+#include "cpu/features.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
 #include "cpu/vectormath.h"

@@ -5,7 +5,7 @@
 // quantizing a matter of memory speed.
 #pragma once
 
-#include "cpu/isa.h"
+#include "cpu/features.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
 
@@ -52,7 +52,7 @@ FP8_INLINE bool usual(float scale) { return scale > 0.0f && scale <= std::bit_ca
 template <class F, class T>
 FP8_INLINE void cast_row(const T* x, uint8_t* q, int64_t n, float scale) {
 #if FP8_X86
-  if (isa() == Isa::avx512bf16 && usual(scale)) return cast_row_vbmi<F>(x, q, n, scale);
+  if (has(kAvx512Vbmi) && usual(scale)) return cast_row_vbmi<F>(x, q, n, scale);
 #endif
   cast_row_plain<F>(x, q, n, scale);
 }

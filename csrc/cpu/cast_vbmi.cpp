@@ -11,7 +11,7 @@
 #if FP8_X86
 #include <immintrin.h>
 
-#define FP8_TARGET FP8_TARGET_AVX512BF16
+#define FP8_TARGET FP8_TARGET_AVX512VBMI
 
 namespace fp8serve {
 namespace {

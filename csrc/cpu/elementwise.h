@@ -5,7 +5,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "cpu/isa.h"
+#include "cpu/features.h"
 #include "cpu/rows.h"
 #include "cpu/vectormath.h"
 
@@ -32,7 +32,7 @@ void rotate_heads_zmm(const BF16* x, const BF16* cos, const BF16* sin, BF16* y, 
 // How many of n values those loops take.
 template <class T>
 FP8_INLINE int64_t in_strips(int64_t n) {
-  return FP8_X86 && std::is_same_v<T, BF16> && isa() >= Isa::avx512 ? n / kStrip * kStrip : 0;
+  return FP8_X86 && std::is_same_v<T, BF16> && has(kAvx512) ? n / kStrip * kStrip : 0;
 }
 
 template <class T>

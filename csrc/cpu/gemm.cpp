@@ -151,6 +151,9 @@ Tensor packed_mm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& 
                : multiply(check, in, kFp8, out_dtype);
 }
 
+// Whether the GEMM reads packed weights as they are, instead of making rows of them again.
+bool reads_packed() { return best_level().stream_packed != nullptr; }
+
 }  // namespace
 }  // namespace gemm
 }  // namespace fp8serve
@@ -160,4 +163,11 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("scaled_mm_add", TORCH_BOX(&fp8serve::gemm::scaled_mm_add));
   m.impl("mm", TORCH_BOX(&fp8serve::gemm::mm));
   m.impl("packed_mm", TORCH_BOX(&fp8serve::gemm::packed_mm));
+  for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm"}) {
+    fp8serve::report(op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fp8serve, CompositeExplicitAutograd, m) {
+  m.impl("reads_packed", TORCH_BOX(&fp8serve::gemm::reads_packed));
 }

@@ -9,8 +9,8 @@
 //  * At the block's end (lane 0 + lane 2) + (lane 1 + lane 3); the sums of the blocks are added in order.
 //  * With block scales each 128 of K has its own lanes, and lane += partial * scale, rounded twice, promotes
 //    them.
-// Every level does exactly this, so all of them give the same bits, and a request's output is the same
-// whoever shares its batch.
+// Every variant of the numerics class `four_lanes` does exactly this, so all of them give the same bits, and
+// a request's output is the same whoever shares its batch.
 //
 // Why four lanes: a 512-bit register holds them for four columns, so that six shuffles and three additions
 // finish 16 outputs. Sixteen lanes of one column were tried first: thirty and fifteen, 27 % of the time at
@@ -26,6 +26,7 @@
 #include <cstdint>
 
 #include "check.h"
+#include "cpu/features.h"
 
 namespace fp8serve::gemm {
 
@@ -68,8 +69,9 @@ struct Tile {
   const Ending* ending = nullptr;         // at the last block: the results are written instead of the sums
 };
 
-// One level's building blocks.
+// One variant's building blocks.
 struct Level {
+  Variant variant;
   int64_t element_size;
   // k values -> a panel row of k rounded up to 64 elements.
   void (*unpack_row)(const void* from, int64_t k, Kind kind, void* row);
@@ -90,8 +92,16 @@ struct Level {
 };
 
 const Level& portable();
+#if FP8_X86
 const Level& avx2();
 const Level& avx512();
 const Level& avx512bf16();
+inline constexpr std::array kLevels = {&avx512bf16, &avx512, &avx2, &portable};  // best first
+#else
+inline constexpr std::array kLevels = {&portable};
+#endif
+
+// The first whose features are in force.
+const Level& best_level();
 
 }  // namespace fp8serve::gemm

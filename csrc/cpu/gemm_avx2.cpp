@@ -1,7 +1,7 @@
 // The GEMM level for AVX2 + FMA: FP32 panels, a vector in two registers, one row of 16 columns at a time.
+#include "cpu/features.h"
 #include "cpu/gemm.h"
 #include "cpu/gemm_ending.h"
-#include "cpu/isa.h"
 
 #if FP8_X86
 #include <immintrin.h>
@@ -153,14 +153,11 @@ FP8_TARGET FP8_INLINE void store(float* p, const Operand& x) {
 
 const Level& avx2() {
   using namespace avx2_level;
-  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream, 2};
+  static constexpr Level level{
+      {"avx2", kAvx2, Numerics::four_lanes}, sizeof(Element), unpack_row, unpack_columns, tile, stream, 2};
   return level;
 }
 
 }  // namespace fp8serve::gemm
 
-#else
-namespace fp8serve::gemm {
-const Level& avx2() { return portable(); }
-}  // namespace fp8serve::gemm
 #endif

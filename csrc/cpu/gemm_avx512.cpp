@@ -1,8 +1,8 @@
 // The GEMM level for AVX-512 without the BF16 dot product: FP32 panels, four rows of 16 columns at a time.
 //
 // 32 codes become 32 BF16 in nine instructions, 64 FP32 in four more.
+#include "cpu/features.h"
 #include "cpu/gemm.h"
-#include "cpu/isa.h"
 
 #if FP8_X86
 #include <immintrin.h>
@@ -76,14 +76,16 @@ FP8_TARGET FP8_INLINE void store(float* p, Operand x) { _mm512_storeu_ps(p, x); 
 
 const Level& avx512() {
   using namespace avx512_level;
-  static constexpr Level level{sizeof(Element), unpack_row, unpack_columns, tile, stream, 2};
+  static constexpr Level level{{"avx512", kAvx512, Numerics::four_lanes},
+                               sizeof(Element),
+                               unpack_row,
+                               unpack_columns,
+                               tile,
+                               stream,
+                               2};
   return level;
 }
 
 }  // namespace fp8serve::gemm
 
-#else
-namespace fp8serve::gemm {
-const Level& avx512() { return portable(); }
-}  // namespace fp8serve::gemm
 #endif

@@ -4,8 +4,8 @@
 // Four columns' 16 codes each are widened as one register (gemm_widen.h): that gives a run of 8 of the four
 // columns, which is what the tile wants. 64 codes of four columns are turned into four of those by a 4 x 4
 // transpose of 128-bit parts.
+#include "cpu/features.h"
 #include "cpu/gemm.h"
-#include "cpu/isa.h"
 
 #if FP8_X86
 #include <immintrin.h>
@@ -284,7 +284,8 @@ void stream(const Tile& t, const void* const* b, const void* const* next, Kind k
 
 const Level& avx512bf16() {
   using namespace avx512bf16_level;
-  static constexpr Level level{sizeof(Element),
+  static constexpr Level level{{"avx512bf16", kAvx512Bf16, Numerics::four_lanes},
+                               sizeof(Element),
                                unpack_row,
                                unpack_columns,
                                tile,
@@ -298,8 +299,4 @@ const Level& avx512bf16() {
 
 }  // namespace fp8serve::gemm
 
-#else
-namespace fp8serve::gemm {
-const Level& avx512bf16() { return portable(); }
-}  // namespace fp8serve::gemm
 #endif

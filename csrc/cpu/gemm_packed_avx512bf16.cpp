@@ -4,9 +4,9 @@
 // A vector is 8 columns x 2 lanes, so that `a` is broadcast 8 bytes at a time, and one broadcast serves both
 // vectors of a half run. Up to four rows take both halves of K's runs at once; more, whose sums would not fit
 // the registers, take one half after the other, each a stream of its own.
+#include "cpu/features.h"
 #include "cpu/gemm.h"
 #include "cpu/gemm_packed.h"
-#include "cpu/isa.h"
 
 #if FP8_X86
 #include <immintrin.h>

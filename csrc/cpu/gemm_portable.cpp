@@ -63,7 +63,13 @@ FP8_INLINE void end_rows(const Ending& e, int row, const Sums (&sums)[R]) {
 
 const Level& portable() {
   using namespace portable_level;
-  static constexpr Level level{sizeof(Element), unpack_row_fp32, unpack_columns_fp32, tile, nullptr, 0};
+  static constexpr Level level{{"portable", kPortable, Numerics::four_lanes},
+                               sizeof(Element),
+                               unpack_row_fp32,
+                               unpack_columns_fp32,
+                               tile,
+                               nullptr,
+                               0};
   return level;
 }
 

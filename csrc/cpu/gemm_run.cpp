@@ -6,8 +6,8 @@
 //  2. at the last block of K each tile scales, adds the bias, rounds, adds the residual and stores.
 #include "cpu/gemm_run.h"
 
+#include "cpu/features.h"
 #include "cpu/gemm_columns.h"
-#include "cpu/isa.h"
 #include "cpu/rows.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
@@ -24,19 +24,6 @@ constexpr int64_t kColumnsPerStream = 128;  // where the panel is small
 constexpr int64_t kAloneBytes = 1 << 17, kAloneWork = 1 << 22;
 
 int64_t ceil_to(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
-const Level& level() {
-  switch (isa()) {
-    case Isa::avx512bf16:
-      return avx512bf16();
-    case Isa::avx512:
-      return avx512();
-    case Isa::avx2:
-      return avx2();
-    default:
-      return portable();
-  }
-}
 
 // One thread's working memory.
 struct Memory {
@@ -263,8 +250,13 @@ void run_rows(const Problem& p, const Level& level, int64_t m0, int64_t m1) {
 
 }  // namespace
 
+const Level& best_level() {
+  const auto runs = [](const auto& level) { return has(level().variant.needs); };
+  return (*std::find_if(kLevels.begin(), kLevels.end(), runs))();
+}
+
 void run(const Problem& p) {
-  const Level& building_blocks = level();
+  const Level& building_blocks = best_level();
   const int64_t row_bytes = std::max<int64_t>(p.k_blocks() * p.stride() * building_blocks.element_size, 1);
   const int64_t rows = share(p.m, std::max(kRowsPerTask, kPanel / row_bytes));
   for (int64_t m = 0; m < p.m; m += rows) run_rows(p, building_blocks, m, std::min(p.m, m + rows));

@@ -6,7 +6,7 @@
 // subnormals as zero does not matter.
 #pragma once
 
-#include "cpu/isa.h"
+#include "cpu/features.h"
 #include "fp8.h"
 
 #if FP8_X86

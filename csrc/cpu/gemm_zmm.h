@@ -1,8 +1,8 @@
 // What the two AVX-512 levels share: a vector is one register of 4 columns x 4 lanes.
 #pragma once
 
+#include "cpu/features.h"
 #include "cpu/gemm_ending.h"
-#include "cpu/isa.h"
 
 #if FP8_X86
 #include <immintrin.h>

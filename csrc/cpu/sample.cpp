@@ -20,7 +20,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/isa.h"
+#include "cpu/features.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
 
@@ -292,4 +292,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
 }  // namespace sampling
 }  // namespace fp8serve
 
-STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) { m.impl("sample", TORCH_BOX(&fp8serve::sampling::sample)); }
+STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
+  m.impl("sample", TORCH_BOX(&fp8serve::sampling::sample));
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::sums_fp64>>("sample");
+}

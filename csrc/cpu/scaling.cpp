@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/features.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
 
@@ -87,4 +88,5 @@ void delayed_update(const Tensors scales, const Tensors histories, const Tensors
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("delayed_update", TORCH_BOX(&fp8serve::delayed_update));
+  fp8serve::report<fp8serve::kPlain>("delayed_update");
 }

@@ -10,7 +10,7 @@
 #include <system_error>
 #include <thread>
 
-#include "cpu/isa.h"
+#include "cpu/features.h"
 
 namespace fp8serve {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "check.h"
 #include "cpu/cast_rows.h"
-#include "cpu/isa.h"
+#include "cpu/features.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
 
@@ -121,4 +121,5 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("quantize_transpose", TORCH_BOX(&fp8serve::quantize_transpose));
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_transpose");
 }

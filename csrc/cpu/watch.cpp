@@ -7,7 +7,7 @@
 
 #include "check.h"
 #include "cpu/elementwise.h"
-#include "cpu/isa.h"
+#include "cpu/features.h"
 #include "cpu/rows.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
@@ -74,4 +74,5 @@ void count_saturated(const Tensor& x, const std::optional<Tensor>& other, const 
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("count_saturated", TORCH_BOX(&fp8serve::count_saturated));
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("count_saturated");
 }

@@ -1,6 +1,6 @@
 // One GEMM of the CUTLASS collective builders with our epilogue, for the three architectures that have them.
 //
-// The epilogue tree, on FP32 sums, in the order of reference.py: (sum * a_scale) * b_scale + bias, rounded
+// The epilogue tree, on FP32 sums, in the order of fp8/ops/gemm.py: (sum * a_scale) * b_scale + bias, rounded
 // once; for FP8 output then the amax and the output's scale. A scale is a number or a vector at run time (a
 // stride that is true or false), so one kernel serves tensor and row scales. Block scales act in the main
 // loop, 128 of K at a time; the kernels for them take a per 1x128 and b per 128x128 or 1x128, which is what

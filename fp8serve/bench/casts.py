@@ -26,11 +26,10 @@ from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.fp8 import ops as fp8_ops
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import LEVELS, arithmetic, reference
 
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
 Probe = Callable[[Any, Tensor, torch.dtype], tuple[Tensor, ...]]  # (ops or reference, values, FP8 dtype)
-LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
 CHUNK = 1 << 22
 E4M3 = torch.float8_e4m3fn
 MANTISSAS = 1 << 15  # per sign and exponent in the stratified set
@@ -197,7 +196,7 @@ def compare(
     tell: Tell,
     *,
     chosen: Sequence[str] = tuple(PROBES),
-    at: Sequence[str] = ("avx512bf16",),
+    at: Sequence[str] = LEVELS[-1:],
     kernels: Any = None,
     device: str = "cpu",
 ) -> list[Finding]:
@@ -219,7 +218,7 @@ def compare(
 def _asked(x: Tensor, chosen: Sequence[str]) -> list[tuple[str, torch.dtype]]:
     """(probe, format) for one chunk: scales of negative values are not asked for, and a cache has one format."""
     unsigned = [name for name in chosen if name not in SCALES or not x.signbit().all()]
-    return [(n, dtype) for n in unsigned for dtype in reference.FP8_MAX if n != "write_kv" or dtype == E4M3]
+    return [(n, dtype) for n in unsigned for dtype in arithmetic.FP8_MAX if n != "write_kv" or dtype == E4M3]
 
 
 def _run(probe: Probe, ops: Any, x: Tensor, dtype: torch.dtype, level: str, device: str) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ kernels are usually compared on, with torch's own way of doing the same in BF16.
 Every maker frees its tensors before the next one runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fp8serve.bench.clock import Call
 from fp8serve.engine.packing import huge_pages
-from fp8serve.fp8 import ops as ops  # registers the ops called below
-from fp8serve.fp8 import reference_fused, reference_sampling
 from fp8serve.fp8.frozen import packed as packed_weight
-from fp8serve.fp8.reference import rms_norm, silu_mul
-from fp8serve.fp8.reference_packed import packed_shape
+from fp8serve.fp8.ops import OPS as REGISTERED
+from fp8serve.fp8.ops import cases, reference
+from fp8serve.fp8.ops.activation import silu_mul
+from fp8serve.fp8.ops.norm import rms_norm
+from fp8serve.fp8.ops.packing import packed_shape
 
 OPS = torch.ops.fp8serve
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -197,14 +198,14 @@ def between() -> Iterator[Entry]:
         torch_layer = partial(F.layer_norm, x, (HIDDEN,), weight)
         call = partial(OPS.layer_norm_quantize, *layer, scale, E4M3)
         yield Entry("layer_norm_quantize", wide, call, partial(_then_cast, torch_layer, scale), 1.5 * moved)
-        call, back = partial(OPS.rms_norm_backward, x, *norm), partial(reference_fused.rms_norm_backward, x, *norm)
+        call, back = partial(OPS.rms_norm_backward, x, *norm), partial(reference.rms_norm_backward, x, *norm)
         yield Entry("rms_norm_backward", wide, call, back, 3 * moved)
         moved = 2.0 * gated[0].numel()
         plain, cast = partial(silu_mul, *gated), partial(_then_cast, silu_mul, scale, *gated)
         yield Entry("silu_mul", size, partial(OPS.silu_mul, *gated), plain, 3 * moved)
         yield Entry("silu_mul_quantize", size, partial(OPS.silu_mul_quantize, *gated, scale, E4M3), cast, 2.5 * moved)
         call = partial(OPS.silu_mul_backward, gated[0], *gated)
-        back = partial(reference_fused.silu_mul_backward, gated[0], *gated)
+        back = partial(reference.silu_mul_backward, gated[0], *gated)
         yield Entry("silu_mul_backward", size, call, back, 5 * moved)
 
 
@@ -222,10 +223,10 @@ def positions() -> Iterator[Entry]:
         caches = [torch.zeros(64, BLOCK, KV_HEADS, HEAD_DIM, dtype=BF16) for _ in range(2)]
         slots, size = torch.randperm(1024)[:tokens], f"{tokens} tokens"
         moved, kv = 4.0 * q.numel(), 4.0 * (k.numel() + v.numel())
-        plain = partial(reference_fused.rotary, q, cos, sin)
+        plain = partial(reference.rotary, q, cos, sin)
         yield Entry("rotary", size, partial(OPS.rotary, q, cos, sin), plain, moved)
         args: tuple[Any, ...] = (q, k, v, cos, sin, *caches, slots, None, None)
-        composed = partial(reference_fused.rotary_write_kv, *args)
+        composed = partial(reference.rotary_write_kv, *args)
         yield Entry("rotary_write_kv", size, partial(OPS.rotary_write_kv, *args), composed, moved + kv)
         written = partial(_torch_write, (k, v), caches, slots)
         yield Entry("write_kv", size, partial(OPS.write_kv, k, v, *caches, slots, None, None), written, kv)
@@ -262,7 +263,7 @@ def draws() -> Iterator[Entry]:
         plain = logits, 0.8 * one, 0 * one.long(), one, 0 * one, 0.5 * one
         filters = logits, 0.8 * one, 50 * one.long(), 0.9 * one, 0.02 * one, 0.5 * one
         for name, args in {"temperature": plain, "top_k, top_p, min_p": filters}.items():
-            call, sorting = partial(OPS.sample, *args), partial(reference_sampling.sample, *args)
+            call, sorting = partial(OPS.sample, *args), partial(reference.sample, *args)
             yield Entry("sample", f"{rows} x {vocab}, {name}", call, sorting, 4.0 * logits.numel())
 
 
@@ -273,6 +274,22 @@ def updates() -> Iterator[Entry]:
     counters = [[torch.zeros((), dtype=torch.int64) for _ in range(count)] for _ in range(2)]
     call = partial(OPS.delayed_update, *states, *counters, [448.0] * count, 0, 1, "max")
     yield Entry("delayed_update", f"{count} histories of {length}", call, None, 8.0 * count * length)
+
+
+def _num_bytes(values: Any) -> int:
+    """Of all tensors among an op's arguments or results."""
+    if isinstance(values, Tensor):
+        return values.nbytes
+    return sum(map(_num_bytes, values)) if isinstance(values, tuple | list) else 0
+
+
+def others(measured: Set[str]) -> Iterator[Entry]:
+    """Every op that none of the makers has `measured`, at the largest of its cases; torch: nothing."""
+    for name in REGISTERED:
+        if name not in measured:
+            case = max(cases(name), key=lambda case: _num_bytes(case.make()))
+            args, op = case.make(), getattr(OPS, name)
+            yield Entry(name, case.name, partial(op, *args), None, float(_num_bytes(args) + _num_bytes(op(*args))))
 
 
 MAKERS = (casts, linears, products, packing, heads, between, positions, attention, draws, updates)

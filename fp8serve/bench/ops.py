@@ -9,12 +9,13 @@ caches can exceed the first, and one that is better than torch's the second.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from fp8serve.bench.clock import fastest
-from fp8serve.bench.entries import MAKERS, Entry
+from fp8serve.bench.entries import MAKERS, Entry, others
 from fp8serve.doctor import instruction_sets
 from fp8serve.fp8 import ops
 
@@ -43,9 +44,14 @@ def measure(
     `only`: of the ops whose name contains it; `goals`: of what has a goal.
     """
     before, rows = measure_peaks(max(seconds, 0.5)), []
-    for index, maker in enumerate(MAKERS):
-        tell(maker.__name__, index, len(MAKERS))
-        rows += [_figures(entry, seconds) for entry in maker() if _wanted(entry, only, goals)]
+    measured: set[str] = set()
+    makers = {maker.__name__: maker for maker in MAKERS} | {"others": partial(others, measured)}
+    for index, (name, maker) in enumerate(makers.items()):
+        tell(name, index, len(makers))
+        for entry in maker():
+            measured.update(entry.op.split(" + "))
+            if _wanted(entry, only, goals):
+                rows.append(_figures(entry, seconds))
     peaks = _larger(before, measure_peaks(max(seconds, 0.5)))  # the machine may have been busier at one of the two
     for row in rows:
         row["share_of_peak"] = _share(row, peaks)

@@ -53,7 +53,9 @@ def _print(report: dict[str, Any]) -> None:
     print(f"nvcc     {tools['nvcc'] or 'none: CUDA kernels cannot be compiled here'}")
     library = report["cuda_library"]
     print(f"CUDA     kernels {library['state']}{_for(library['architectures'])}\n")
-    print_table(("operation", "served by"), sorted(report["kernels"].items()))
+    numerics = report["numerics"]
+    rows = [(op, kernel, numerics.get(op, "")) for op, kernel in sorted(report["kernels"].items())]
+    print_table(("operation", "served by", "numerics class"), rows)
     if report["cuda_kernels"]:
         print()
         print_table(("operation on a GPU", "served by"), sorted(report["cuda_kernels"].items()))

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import E4M3, FrozenLinear
-from fp8serve.fp8.reference import BLOCK
-from fp8serve.fp8.reference_packed import GROUP
+from fp8serve.fp8.ops.arithmetic import BLOCK
+from fp8serve.fp8.ops.packing import GROUP
 from fp8serve.model.decoder import Decoder, Layer
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, D], k and v [T, kv_heads, D]

@@ -25,7 +25,7 @@ from fp8serve.engine.invariant import OwnLinear
 from fp8serve.engine.memory import free_memory
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.reference_packed import is_packable
+from fp8serve.fp8.ops.packing import is_packable
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.mapped import let_go
 
@@ -34,7 +34,7 @@ ROOM = 0.6  # of free memory may become packed weights; up to a quarter is the c
 
 def worth_packing() -> bool:
     """Whether this machine's kernels read packed weights as they are; others would make rows of them again."""
-    return ops.cpu_isa() == "avx512bf16" and "cpu kernel" in ops.backends()["packed_mm"]
+    return ops.reads_packed()
 
 
 class Packable(Protocol):

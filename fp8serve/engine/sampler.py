@@ -2,7 +2,7 @@
 
     penalties -> what must not come (the end, too early; another form) -> temperature -> top_k, top_p, min_p -> one draw
 
-A draw (the op `sample`, reference_sampling.py) is the inverse of the cumulative distribution at one uniform number, and
+A draw (the op `sample`, fp8/ops/sampling.py) is the inverse of the cumulative distribution at one uniform number, and
 that number is a hash of the request's seed and of how many tokens it has generated. No generator is advanced, so
 neither neighbours, nor the order of arrival, nor being preempted and computed again changes what is drawn. Every
 operation here is exact or works on a row alone.

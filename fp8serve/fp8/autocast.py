@@ -37,8 +37,8 @@ from fp8serve.fp8.distributed import Attendance, default_group, header, reduce_s
 from fp8serve.fp8.loops import LoopWatch
 from fp8serve.fp8.microbatch import checked
 from fp8serve.fp8.ops import DTYPES, implement
+from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
-from fp8serve.fp8.reference import FP8_MAX
 from fp8serve.fp8.scaling import Direction, Entry, Scaled, update
 from fp8serve.fp8.torch_private import backward_pass, constant_in_graphs, when_backward_ends
 

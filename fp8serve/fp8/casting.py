@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8serve.fp8 import reference
 from fp8serve.fp8.devices import layout_of
+from fp8serve.fp8.ops import arithmetic
+from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, scale_from_amax
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
-from fp8serve.fp8.reference import BLOCK, FP8_MAX, scale_from_amax
 
 
 class Codes(NamedTuple):
@@ -113,7 +113,7 @@ def cast_by_content(
         return _both(Codes(*torch.ops.fp8serve.quantize_block(x, dtype, BLOCK, recipe.power_2_scale)), cols)
     if not isinstance(recipe, Float8BlockScaling) and getattr(recipe, "granularity", "tensor") == "tensor":
         if sharers is not None:
-            amax = reference.amax(x)
+            amax = arithmetic.amax(x)
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharers)
             return _both(cast_by_amax(x, amax, dtype, _power_2(recipe)), cols)
         return _both(Codes(*torch.ops.fp8serve.quantize_current(x, dtype, _power_2(recipe))), cols)

@@ -23,11 +23,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fp8serve.fp8 import reference
 from fp8serve.fp8.attention import causal_attention, check_lengths
 from fp8serve.fp8.autocast import current, expect_backward, prepare, record
 from fp8serve.fp8.casting import Codes, Pair, has_infinity, unhidden
-from fp8serve.fp8.ops import DTYPES
+from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, attends_in_fp8
 from fp8serve.fp8.recompute import planned
 from fp8serve.fp8.scaling import Direction, ScalingState
@@ -56,7 +55,7 @@ class Rounding:
             codes = Codes(*torch.ops.fp8serve.quantize_current(x, dtype, power_2))
             return self._values(codes, name, has_infinity(x, Pair(codes, None)))
         if not self.enabled:
-            self._stage(name, reference.amax(x))
+            self._stage(name, arithmetic.amax(x))
             return x.float()
         scale = self.states[name].scale
         q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import ops as ops  # registers the ops called below
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import activation, norm
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -68,7 +68,7 @@ def _apply(function: type[torch.autograd.Function], op: Any, *args: Any) -> Tens
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., K] / rms(x) * weight [K]: FP32 up to the rounding to x's dtype, then the product."""
     if x.dtype != weight.dtype:
-        return reference.rms_norm(x, weight, eps)
+        return norm.rms_norm(x, weight, eps)
     flat = x.reshape(-1, x.shape[-1])
     return _apply(_RmsNorm, torch.ops.fp8serve.rms_norm, flat, weight, eps).view(x.shape)
 
@@ -76,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both [..., K]; silu is rounded to its dtype before the product."""
     if gate.dtype != up.dtype:
-        return reference.silu_mul(gate, up)
+        return activation.silu_mul(gate, up)
     if gate.dim() == 2:
         return _apply(_SiluMul, torch.ops.fp8serve.silu_mul, gate, up)
     flat = (t.reshape(-1, t.shape[-1]) for t in (gate, up))

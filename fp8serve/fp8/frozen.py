@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import blocks
+from fp8serve.fp8.ops.arithmetic import BLOCK
+from fp8serve.fp8.ops.packing import GROUP, RUN, packed_shape
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
-from fp8serve.fp8.reference import BLOCK
-from fp8serve.fp8.reference_packed import GROUP, RUN, packed_shape
 
 InputGranularity = Literal["tensor", "row", "block"]
 E4M3 = torch.float8_e4m3fn

@@ -41,12 +41,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8 import autocast as contexts
-from fp8serve.fp8 import reference
 from fp8serve.fp8.casting import Codes, Pair, cast_by_amax, cast_delayed
 from fp8serve.fp8.distributed import one_scale
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.microbatch import Kept
-from fp8serve.fp8.ops import DTYPES
+from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.fp8.torch_private import backward_pass, map_tensors, plain_torch_function, preserving_version, wrapper
 
@@ -90,7 +89,7 @@ class Peers:
         session = contexts.session()
         if shard.whole is None or shard.whole.session() is not session:
             shards = self._shards(mesh)
-            amaxes = torch.stack([reference.amax(s.hp) for s in shards])
+            amaxes = torch.stack([arithmetic.amax(s.hp) for s in shards])
             for members in (group, *self._sharers()):
                 dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=members)
             for found, amax in zip(shards, amaxes.unbind(), strict=True):

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8.elementwise import rms_norm, silu_mul
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.reference import layer_norm
+from fp8serve.fp8.ops.norm import layer_norm
 
 Sources = tuple[Tensor | None, ...]
 Produce = Callable[..., Tensor]  # (*sources) -> the activation in high precision

@@ -25,12 +25,12 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8serve.fp8 import fast_paths, reference
+from fp8serve.fp8 import fast_paths
 from fp8serve.fp8.announce import announcements, skipped
 from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
 from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes, has_infinity, unhidden
 from fp8serve.fp8.microbatch import Kept, checked
-from fp8serve.fp8.ops import DTYPES
+from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
 from fp8serve.fp8.recompute import planned, refuse_reentrant
 from fp8serve.fp8.scaling import Direction, ScalingState
@@ -62,7 +62,7 @@ class Call:
         """Codes of the named tensor for the directions asked for; its amax is staged if the recipe has states."""
         if not (rows or cols):
             if self.observing:
-                self._stage(name, reference.amax(x))
+                self._stage(name, arithmetic.amax(x))
             return Pair(None, None)
         if (receive := getattr(x, "received_codes", None)) is not None:  # a weight that FSDP2 gathered in FP8 (fsdp.py)
             pair, amax = receive(self.recording)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.reference import BLOCK, FP8_MAX
+from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.fp8.tally import Tally, tally
 

@@ -5,7 +5,7 @@
 
 Quantizing reads `scale` and raises the staging slot; nothing else changes until the step ends. Then `update` turns the
 histories of all tensors that ran into new scales and rotates them, in one op for any number of states. The rules of the
-update are in `reference.delayed_update`; here is what surrounds it: algorithms given as Python callables and the
+update are in the op `delayed_update`; here is what surrounds it: algorithms given as Python callables and the
 reduction over a process group. A state costs 4 N + 20 bytes.
 """
 

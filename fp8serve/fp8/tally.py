@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.reference import CUT_OFF
+from fp8serve.fp8.ops.arithmetic import CUT_OFF
 
 TOP_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from fp8serve.bench import clock, engine, monitor, ops, serve, step
-from fp8serve.bench.entries import MAKERS, Entry
+from fp8serve.bench.entries import MAKERS, Entry, others
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
+from fp8serve.fp8.ops import OPS
 from tests.engine.tiny import write_model
 
 
@@ -43,13 +44,21 @@ def test_percentiles(share: float, value: int) -> None:
 
 
 def test_every_op_is_measured() -> None:
-    from fp8serve.fp8 import ops as registered
-
     entries = [maker.__doc__ for maker in MAKERS]
     assert all(entries)
     source = Path(ops.__file__).with_name("entries.py").read_text()
-    missing = [name for name in (*registered.OPS, *registered.COMPOSED) if f"OPS.{name}" not in source]
-    assert missing == []
+    own = {name for name in OPS if f"OPS.{name}" in source}
+    assert own | {entry.op for entry in others(own)} == set(OPS)
+    assert len(own) >= 26
+
+
+def test_an_op_without_an_entry_is_measured_at_its_largest_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = others({*OPS} - {"transpose_codes"})
+    assert (entry.op, entry.num_bytes, entry.torch_bf16) == ("transpose_codes", 2 * 128 * 256, None)
+    monkeypatch.setattr(ops, "MAKERS", ())
+    monkeypatch.setattr(ops, "others", lambda measured: [entry])
+    (row,) = ops.measure(0.01, ignore)["ops"]
+    assert row["gb_per_s"] > 0
 
 
 def test_figures_of_one_op() -> None:
@@ -118,6 +127,7 @@ def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None
             yield Entry(name, "1", ours, theirs, 1.0, goal=goal)
 
     monkeypatch.setattr(ops, "MAKERS", (maker,))
+    monkeypatch.setattr(ops, "others", lambda measured: iter(()))
     reached = {row["op"]: row["reached"] for row in ops.measure(0.01, ignore)["ops"]}
     assert reached == {"a": True, "b": False, "c": None}
     assert [row["op"] for row in ops.measure(0.01, ignore, goals=True)["ops"]] == ["a", "b"]

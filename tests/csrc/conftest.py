@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fp8serve.fp8 import ops
-
-LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
+from fp8serve.fp8.ops import LEVELS
 
 
 @pytest.fixture(autouse=True)

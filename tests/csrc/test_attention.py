@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import reference
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile
 
 OPS = torch.ops.fp8serve

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8serve.bench import casts
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import reference
 from tests.csrc.helpers import FLOAT_MAX, assert_bits_equal
 
 

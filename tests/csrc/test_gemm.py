@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8 import reference, reference_packed
-from tests.csrc.conftest import LEVELS
+from fp8serve.fp8.ops import LEVELS, arithmetic, packing, reference
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, tame
 
 OPS = torch.ops.fp8serve
@@ -25,8 +24,8 @@ def quantized(x: Tensor, granularity: str, dtype: torch.dtype = E4M3) -> tuple[T
 
 
 def exact(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    a_hp = a.double() * reference.expand(a_scale, *a.shape).double()
-    return a_hp @ (b.double() * reference.expand(b_scale, *b.shape).double()).t()
+    a_hp = a.double() * arithmetic.expand(a_scale, *a.shape).double()
+    return a_hp @ (b.double() * arithmetic.expand(b_scale, *b.shape).double()).t()
 
 
 def assert_as_good_as_naive(found: Tensor, naive: Tensor, truth: Tensor) -> None:
@@ -43,7 +42,7 @@ def test_error_is_at_most_twice_the_naive_one(level, shape, a_by, b_by):
     a, a_scale = quantized(tame(m, k, seed=1), a_by)
     b, b_scale = quantized(tame(n, k, seed=2), b_by)
     found = OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.float32)
-    naive = reference.dequantize(a, a_scale) @ reference.dequantize(b, b_scale).t()
+    naive = arithmetic.dequantize(a, a_scale) @ arithmetic.dequantize(b, b_scale).t()
     assert_as_good_as_naive(found, naive, exact(a, b, a_scale, b_scale))
 
 
@@ -227,7 +226,7 @@ def test_scales_far_from_one_that_cancel(level, rows, by_row):
     """3e38 and 1e-6: the sum times the first alone would be infinite."""
     operands, bias = far_operands(rows, by_row), torch.arange(48.0)
     assert_of_far_scales(OPS.scaled_mm(*operands, bias, torch.float32), operands, bias)
-    packed = torch.empty(operands[1].numel(), dtype=torch.uint8).view(E4M3).view(reference_packed.packed_shape(48, 64))
+    packed = torch.empty(operands[1].numel(), dtype=torch.uint8).view(E4M3).view(packing.packed_shape(48, 64))
     OPS.pack_weight(operands[1], packed)
     found = OPS.packed_mm(operands[0], packed, *operands[2:], bias, None, torch.float32)
     assert_of_far_scales(found, operands, bias)

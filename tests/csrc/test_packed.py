@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8 import reference_packed
+from fp8serve.fp8.ops import packing, reference
 from tests.csrc.helpers import FORMATS, assert_bits_equal, assert_codes_equal
 
 OPS = torch.ops.fp8serve
@@ -28,7 +28,7 @@ def weight_of(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 
 
 def pack(weight: Tensor) -> Tensor:
-    out = torch.empty(reference_packed.packed_shape(*weight.shape), dtype=weight.dtype)
+    out = torch.empty(packing.packed_shape(*weight.shape), dtype=weight.dtype)
     OPS.pack_weight(weight, out)
     return out
 
@@ -41,10 +41,10 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packing_is_the_references_permutation(shape, dtype):
     weight = weight_of(*shape, dtype)
-    expected = torch.empty(reference_packed.packed_shape(*shape), dtype=dtype)
-    reference_packed.pack_weight(weight, expected)
+    expected = torch.empty(packing.packed_shape(*shape), dtype=dtype)
+    reference.pack_weight(weight, expected)
     assert_same(pack(weight), expected)
-    assert_same(reference_packed.unpack_weight(expected), weight)
+    assert_same(packing.unpack_weight(expected), weight)
 
 
 def test_the_order_is_the_one_that_is_documented():

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.fp8 import reference_sampling
-from fp8serve.fp8.cases import CASES, Case
-from tests.csrc.conftest import LEVELS
+from fp8serve.fp8.ops import LEVELS, Case, cases, reference, sampling
 
 OPS = torch.ops.fp8serve
 
@@ -55,16 +53,16 @@ def refused() -> Iterator[tuple[list[Any], str]]:
         yield [*good[:index], change, *good[index + 1 :]], message
 
 
-@pytest.mark.parametrize("case", CASES["sample"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
 def test_cases(level: str, case: Case) -> None:
-    assert torch.equal(OPS.sample(*case.make()), reference_sampling.sample(*case.make()))
+    assert torch.equal(OPS.sample(*case.make()), reference.sample(*case.make()))
 
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("vocab", [1, 2, 16, 37, 255, 257, 5000])
 def test_tokens_are_the_references(level: str, vocab: int, ties: bool) -> None:
     args = arguments(vocab, 400 if vocab < 1000 else 60, vocab, ties)
-    assert torch.equal(OPS.sample(*args), reference_sampling.sample(*args))
+    assert torch.equal(OPS.sample(*args), reference.sample(*args))
 
 
 def naive(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
@@ -86,15 +84,15 @@ def naive(logits: list[float], temperature: float, top_k: int, top_p: float, min
     return max(i for i in kept if probs[i] > 0)
 
 
-@pytest.mark.parametrize("case", CASES["sample"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
 def test_a_device_that_is_not_asked_who_filters_draws_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: every row is filtered, and the result taken where it was asked for."""
-    expected = reference_sampling.sample(*case.make())
-    monkeypatch.setattr(reference_sampling, "_on_cpu", lambda x: False)
-    assert torch.equal(reference_sampling.sample(*case.make()), expected)
+    expected = reference.sample(*case.make())
+    monkeypatch.setattr(sampling, "_on_cpu", lambda x: False)
+    assert torch.equal(reference.sample(*case.make()), expected)
 
 
-@pytest.mark.parametrize("kernel", [OPS.sample, reference_sampling.sample])
+@pytest.mark.parametrize("kernel", [OPS.sample, reference.sample])
 def test_the_filters_mean_what_they_say(kernel: Any) -> None:
     args = arguments(37, 500, 7, True)
     expected = [naive(*row) for row in zip(*(column.tolist() for column in args), strict=True)]
@@ -134,7 +132,7 @@ def test_top_p_of_1_keeps_what_is_too_small_to_change_a_sum() -> None:
     """With another filter beside it, as without; a random number of 0 draws the first token there is."""
     one = torch.ones(1, dtype=torch.float64)
     args = torch.tensor([[0.0, 50.0, 0.0, -1.0]]), one, 3 * one.long(), one, 0 * one, 0 * one
-    for kernel in (OPS.sample, reference_sampling.sample):
+    for kernel in (OPS.sample, reference.sample):
         assert kernel(*args).tolist() == [0]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import reference
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 

@@ -3,17 +3,16 @@
 import pytest
 import torch
 
-from fp8serve.fp8 import reference_fused
-from fp8serve.fp8.cases import CASES
+from fp8serve.fp8.ops import cases, reference
 
-COUNTS = (torch.ops.fp8serve.count_saturated, reference_fused.count_saturated)
+COUNTS = (torch.ops.fp8serve.count_saturated, reference.count_saturated)
 
 
-@pytest.mark.parametrize("case", CASES["count_saturated"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("count_saturated"), ids=lambda case: case.name)
 def test_counting(level, case):
     args, expected = case.make(), case.make()
     torch.ops.fp8serve.count_saturated(*args)
-    reference_fused.count_saturated(*expected)
+    reference.count_saturated(*expected)
     assert [float(t) for t in args[5:7]] == [float(t) for t in expected[5:7]]
 
 

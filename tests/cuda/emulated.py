@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp8serve.fp8.ops import COMPOSED, CPU_ONLY, MEASURED, OPS
+from fp8serve.fp8.ops import compiled_for
 
 ROOT = Path(__file__).parents[2]
 HEADERS = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc/cuda").glob("*.h")]
@@ -51,7 +51,7 @@ def build() -> Path:
 @cache
 def ops() -> Any:
     schemas = torch.library.Library("fp8serve_emulated", "DEF")
-    for name in {*OPS, *COMPOSED, *MEASURED} - {*CPU_ONLY}:
+    for name in compiled_for("cuda"):
         schema = getattr(torch.ops.fp8serve, name).default._schema
         schemas.define(str(schema).removeprefix("fp8serve::"))
     torch.ops.load_library(str(build()))

@@ -3,18 +3,16 @@
 import pytest
 import torch
 
-from fp8serve.fp8 import reference
-from fp8serve.fp8 import reference_fused as fused
-from fp8serve.fp8.cases import CASES
+from fp8serve.fp8.ops import cases, reference
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile, tame
 from tests.csrc.test_fused import assert_codes_close
 from tests.cuda.test_fused import assert_last_bit
 
 REFERENCE = {
     "rms_norm": reference.rms_norm,
-    "rms_norm_backward": fused.rms_norm_backward,
+    "rms_norm_backward": reference.rms_norm_backward,
     "silu_mul": reference.silu_mul,
-    "silu_mul_backward": fused.silu_mul_backward,
+    "silu_mul_backward": reference.silu_mul_backward,
 }
 
 
@@ -29,23 +27,23 @@ def assert_near(found, expected, steps=2):
 
 @pytest.mark.parametrize("op", REFERENCE)
 def test_cases(kernels, op):
-    for case in CASES[op]:
+    for case in cases(op):
         found, expected = kernels.run(op, *case.make()), REFERENCE[op](*case.make())
         pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
         for one, wanted in pairs:
             assert_near(one, wanted, steps=8)
 
 
-@pytest.mark.parametrize("case", CASES["rotary"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("rotary"), ids=lambda case: case.name)
 def test_rotary_cases(kernels, case):
-    assert_bits_equal(kernels.run("rotary", *case.make()), fused.rotary(*case.make()))
+    assert_bits_equal(kernels.run("rotary", *case.make()), reference.rotary(*case.make()))
 
 
 def test_rotary_of_a_slice_of_a_projection(kernels):
     qkv, angle = hostile(5, 128, torch.bfloat16).view(5, 8, 16), tame(5, 16, seed=2)
     rest = angle.cos().bfloat16().unsqueeze(1), angle.sin().bfloat16().unsqueeze(1)
     found = kernels.ops.rotary(kernels.here(qkv)[:, 4:6], *kernels.here(rest))
-    assert_bits_equal(found.cpu(), fused.rotary(qkv[:, 4:6], *rest))
+    assert_bits_equal(found.cpu(), reference.rotary(qkv[:, 4:6], *rest))
 
 
 @pytest.mark.parametrize("dtype", HIGH)
@@ -93,12 +91,12 @@ def test_slices_of_a_fused_projection(kernels):
     gate, up = hostile(6, 80, torch.bfloat16, seed=1).nan_to_num(0.0, 1e3, -1e3).chunk(2, 1)
     grad = tame(6, 40, torch.bfloat16)
     found = kernels.run("silu_mul_backward", grad, gate, up)
-    for one, wanted in zip(found, fused.silu_mul_backward(grad, gate, up), strict=True):
+    for one, wanted in zip(found, reference.silu_mul_backward(grad, gate, up), strict=True):
         assert_near(one, wanted)
 
 
 def test_layer_norm_quantize(kernels):
-    for case in CASES["layer_norm_quantize"]:
+    for case in cases("layer_norm_quantize"):
         assert_last_bit(kernels.run("layer_norm_quantize", *case.make()), reference.layer_norm_quantize(*case.make()))
 
 

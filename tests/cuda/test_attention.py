@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fp8serve.fp8 import reference
-from fp8serve.fp8.cases import CASES
+from fp8serve.fp8.ops import cases, reference
 from tests.csrc.helpers import assert_bits_equal, assert_codes_equal
 
 E4M3 = torch.float8_e4m3fn
@@ -17,7 +16,7 @@ def assert_close(found, expected):
     assert (found.double() - expected.double()).abs().max() <= tolerance
 
 
-@pytest.mark.parametrize("case", CASES["paged_attention"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("paged_attention"), ids=lambda case: case.name)
 def test_cases(kernels, case):
     assert_close(kernels.run("paged_attention", *case.make()), reference.paged_attention(*case.make()))
 
@@ -120,7 +119,7 @@ def test_what_lies_behind_a_query_does_not_reach_it(kernels):
     assert_bits_equal(paged.attend(kernels, [(0, 20, 30)])[0], clean)
 
 
-@pytest.mark.parametrize("case", CASES["write_kv"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("write_kv"), ids=lambda case: case.name)
 def test_write_cases(kernels, case):
     args, expected = kernels.here(case.make()), case.make()
     kernels.ops.write_kv(*args)

@@ -1,11 +1,9 @@
-"""The fused ops on the device: their parts, to the bit where reference_fused.py promises it, else to the last bit."""
+"""The fused ops on the device: their parts, to the bit where the reference promises it, else to the last bit."""
 
 import pytest
 import torch
 
-from fp8serve.fp8 import reference
-from fp8serve.fp8 import reference_fused as fused
-from fp8serve.fp8.cases import CASES
+from fp8serve.fp8.ops import cases, reference
 from tests.csrc.helpers import FORMATS, assert_bits_equal, assert_codes_equal, hostile, tame
 
 
@@ -18,7 +16,7 @@ def assert_last_bit(found, expected):
     torch.testing.assert_close(found[1], expected[1], rtol=1e-2 if wanted.numel() == 0 else 1e-6, atol=0)
 
 
-@pytest.mark.parametrize("case", CASES["quantize_transpose"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("quantize_transpose"), ids=lambda case: case.name)
 def test_quantize_transpose(kernels, case):
     found, expected = kernels.run("quantize_transpose", *case.make()), reference.quantize_transpose(*case.make())
     assert_codes_equal(found[0], expected[0])
@@ -36,14 +34,14 @@ def test_quantize_transpose_of_many_tiles(kernels, shape):
 
 @pytest.mark.parametrize("op", ["rms_norm_quantize", "silu_mul_quantize"])
 def test_norm_and_activation(kernels, op):
-    for case in CASES[op]:
+    for case in cases(op):
         assert_last_bit(kernels.run(op, *case.make()), getattr(reference, op)(*case.make()))
 
 
-@pytest.mark.parametrize("case", CASES["rotary_write_kv"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("rotary_write_kv"), ids=lambda case: case.name)
 def test_rotary(kernels, case):
     args, expected = kernels.here(case.make()), case.make()
-    turned = fused.rotary_write_kv(*expected)
+    turned = reference.rotary_write_kv(*expected)
     assert_bits_equal(kernels.ops.rotary_write_kv(*args).cpu(), turned)
     for found, wanted in zip(args[5:7], expected[5:7], strict=True):
         assert_bits_equal(found.cpu(), wanted)
@@ -63,7 +61,7 @@ def test_rotary_into_fp8_from_a_fused_projection(kernels):
 
     here = kernels.here([c.clone() for c in caches])
     found = kernels.ops.rotary_write_kv(*split(kernels.here(qkv)), *kernels.here(rest), *here, *kernels.here(tail))
-    expected = fused.rotary_write_kv(*split(qkv), *rest, *caches, *tail)
+    expected = reference.rotary_write_kv(*split(qkv), *rest, *caches, *tail)
     assert_bits_equal(found.cpu(), expected)
     for one, wanted in zip(here, caches, strict=True):
         differs = one.cpu().view(torch.uint8) != wanted.view(torch.uint8)
@@ -72,8 +70,8 @@ def test_rotary_into_fp8_from_a_fused_projection(kernels):
 
 @pytest.mark.parametrize("op", ["mm", "scaled_mm_add"])
 def test_products(kernels, op):
-    for case in CASES[op]:
-        expected = getattr(fused, op)(*case.make())
+    for case in cases(op):
+        expected = getattr(reference, op)(*case.make())
         found = kernels.run(op, *case.make())
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=1.6e-2 if expected.itemsize == 2 else 1e-5, atol=1e-3)

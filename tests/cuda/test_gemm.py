@@ -5,8 +5,7 @@ from itertools import product as product_of
 import pytest
 import torch
 
-from fp8serve.fp8 import reference
-from fp8serve.fp8.cases import CASES
+from fp8serve.fp8.ops import cases, reference
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, tame
 from tests.csrc.test_gemm import (
     E4M3,
@@ -40,7 +39,7 @@ def assert_within_accumulation(found, a, b, a_scale, b_scale, bias=None):
     assert ((found.double() - truth).abs() <= 2.0**-12 * magnitudes(a, b, a_scale, b_scale) + rounding).all()
 
 
-@pytest.mark.parametrize("case", CASES["scaled_mm"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("scaled_mm"), ids=lambda case: case.name)
 def test_cases(kernels, case):
     a, b, a_scale, b_scale, bias, out = case.make()
     found = kernels.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
@@ -133,7 +132,7 @@ def test_codes_of_the_product_and_its_amax(kernels, shape, out, a_dtype):
         assert_bits_equal(amax, largest)
 
 
-@pytest.mark.parametrize("case", CASES["scaled_mm_quantize"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("scaled_mm_quantize"), ids=lambda case: case.name)
 def test_codes_of_cases(kernels, case):
     """The codes of what scaled_mm gives in FP32: the kernel that answers is the same, but for rounding on the edge."""
     *args, scale, out = case.make()

@@ -1,14 +1,13 @@
-"""Casts on the device: codes and scales equal the reference's, bit for bit, on everything cases.py has and more."""
+"""Casts on the device: codes and scales equal the reference's, bit for bit, on every case of the ops and more."""
 
 import pytest
 import torch
 
-from fp8serve.fp8 import reference
-from fp8serve.fp8.cases import CASES
+from fp8serve.fp8.ops import cases, reference
 from tests.csrc.helpers import FORMATS, HIGH, all_bf16, all_fp16, assert_codes_equal, hostile, stratified_fp32
 
 CASTS = ("quantize", "quantize_current", "quantize_rowwise", "quantize_block")
-ALL = [(op, case) for op in CASTS for case in CASES[op]]
+ALL = [(op, case) for op in CASTS for case in cases(op)]
 
 
 def same(found, expected):

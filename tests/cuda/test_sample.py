@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fp8serve.fp8 import reference_sampling
-from fp8serve.fp8.cases import CASES
+from fp8serve.fp8.ops import cases, reference, sampling
 from tests.csrc.test_sample import arguments, flat_rows, naive, on_borders, refused
 
 NEUTRAL = {2: 0, 3: 1.0, 4: 0.0}  # top_k, top_p, min_p, by their place among the arguments
@@ -15,12 +14,12 @@ def assert_drawn(found, args):
     """The tokens of the reference, at the random numbers or 1e-15 beside them."""
     *others, uniform = args
     beside = [(uniform + step).clamp(0, BELOW_1) for step in (0.0, -1e-15, 1e-15)]
-    near = torch.stack([reference_sampling.sample(*others, at) for at in beside])
+    near = torch.stack([reference.sample(*others, at) for at in beside])
     assert found.dtype == torch.int64
     assert (found == near).any(0).all(), (found, near[0])
 
 
-@pytest.mark.parametrize("case", CASES["sample"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
 def test_cases(kernels, case):
     assert_drawn(kernels.run("sample", *case.make()), case.make())
 
@@ -56,7 +55,7 @@ def test_random_numbers_at_both_ends(kernels, uniform):
     found = kernels.run("sample", *args)
     assert_drawn(found, args)
     probs = torch.softmax(args[0].double() / args[1][:, None], -1)
-    kept = reference_sampling.filtered(probs, *args[2:5])
+    kept = sampling.filtered(probs, *args[2:5])
     assert (kept.gather(1, found[:, None]) > 0).all()
 
 

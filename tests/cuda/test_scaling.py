@@ -5,8 +5,8 @@ from itertools import chain
 import pytest
 import torch
 
-from fp8serve.fp8 import reference
-from fp8serve.fp8.cases import CASES, _states
+from fp8serve.fp8.ops import cases, reference
+from fp8serve.fp8.ops.delayed import example_states
 
 
 def check(kernels, args, expected):
@@ -18,7 +18,7 @@ def check(kernels, args, expected):
             assert torch.equal(one.cpu(), other)
 
 
-@pytest.mark.parametrize("case", CASES["delayed_update"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("delayed_update"), ids=lambda case: case.name)
 def test_cases(kernels, case):
     check(kernels, case.make(), case.make())
 
@@ -27,7 +27,7 @@ def test_more_states_than_a_launch_takes(kernels):
     """900 states of three lengths: 800 go in the first launch."""
 
     def make():
-        parts = [_states(length, 300) for length in (1, 7, 16)]
+        parts = [example_states(length, 300) for length in (1, 7, 16)]
         return *[list(chain(*column)) for column in zip(*parts, strict=True)], 0, 1, "max"
 
     check(kernels, make(), make())

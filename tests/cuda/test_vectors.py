@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import reference
 from tests.csrc.helpers import FORMATS, assert_codes_equal
 from tests.cuda.conftest import DEVICES, kernels_on
 from tests.cuda.record_vectors import CASTS, HIGH, NAMES, PATH, load

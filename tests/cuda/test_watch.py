@@ -3,16 +3,15 @@
 import pytest
 import torch
 
-from fp8serve.fp8 import reference_fused
-from fp8serve.fp8.cases import CASES
+from fp8serve.fp8.ops import cases, reference
 from tests.csrc.helpers import assert_codes_equal
 
 
-@pytest.mark.parametrize("case", CASES["count_saturated"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("count_saturated"), ids=lambda case: case.name)
 def test_counting(kernels, case):
     args, expected = kernels.here(case.make()), case.make()
     kernels.ops.count_saturated(*args)
-    reference_fused.count_saturated(*expected)
+    reference.count_saturated(*expected)
     assert [float(t) for t in args[5:7]] == [float(t) for t in expected[5:7]]
 
 
@@ -24,7 +23,7 @@ def test_every_cut_off_element_is_counted(kernels):
     assert (float(seen), int(saturated)) == (449.0, 30_000)
 
 
-@pytest.mark.parametrize("case", CASES["transpose_codes"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("transpose_codes"), ids=lambda case: case.name)
 def test_transpose(kernels, case):
     (q,) = case.make()
     assert_codes_equal(kernels.run("transpose_codes", q), q.t().contiguous())

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8serve.engine.invariant import own_products
+from fp8serve.fp8.ops import LEVELS
 
 from .long_greedy import CONTEXT, MODES, NEW, PROMPTS, TEXT, engine, tokens
 from .tiny import write_model, write_scales
 
-LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
 pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
 # Before torch loads the library, so that every op is the reference.
 WITHOUT_KERNELS = """

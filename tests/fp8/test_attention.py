@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8 import reference
 from fp8serve.fp8.attention import causal_attention, paged_attention, write_kv
-from fp8serve.fp8.cases import CASES, Case
+from fp8serve.fp8.ops import Case, cases, reference
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -43,7 +42,7 @@ def test_causal_attention_refuses_lengths_that_do_not_add_up() -> None:
         causal_attention(q, q, q, [5], 1.0)
 
 
-@pytest.mark.parametrize("case", CASES["paged_attention"], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases("paged_attention"), ids=lambda c: c.name)
 def test_paged_attention_is_the_formula(case: Case) -> None:
     q, k_cache, v_cache, tables, lengths, starts, k_scale, _, scale = case.make()
     found = torch.ops.fp8serve.paged_attention(*case.make())
@@ -105,7 +104,7 @@ def test_write_kv_places_casts_and_skips() -> None:
     assert caches[1].float()[..., 0].flatten().tolist() == [-5.0, 0.0, 0.0, -5.0]
 
 
-@pytest.mark.parametrize("case", CASES["write_kv"], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases("write_kv"), ids=lambda c: c.name)
 def test_write_kv_equals_its_reference(case: Case) -> None:
     expected, found = case.make(), case.make()
     reference.write_kv(*expected)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
-from fp8serve.fp8 import reference
-from fp8serve.fp8.cases import CASES, Case
 from fp8serve.fp8.devices import Layout, layout_of, operand_layout
+from fp8serve.fp8.ops import Case, cases, reference
 from fp8serve.fp8.recipe import Recipe
 
 RECIPES: list[Recipe] = [
@@ -86,7 +85,7 @@ def test_nothing_is_transposed_without_a_backward_pass(monkeypatch: pytest.Monke
     assert not fused
 
 
-@pytest.mark.parametrize("case", CASES["quantize_transpose"], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases("quantize_transpose"), ids=lambda c: c.name)
 def test_cast_and_transpose_are_those_of_the_reference(case: Case) -> None:
     for found, expected in zip(
         torch.ops.fp8serve.quantize_transpose(*case.make()), reference.quantize_transpose(*case.make()), strict=True

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
-from fp8serve.fp8 import reference
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.dpa import DotProductAttention
+from fp8serve.fp8.ops import reference
 from fp8serve.fp8.recipe import Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

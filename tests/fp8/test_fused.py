@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
-from fp8serve.fp8 import elementwise, reference
-from fp8serve.fp8.cases import CASES
+from fp8serve.fp8 import elementwise
 from fp8serve.fp8.fused import NormLinear, SiluMulLinear
+from fp8serve.fp8.ops import cases, reference
 from fp8serve.fp8.recipe import Recipe
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -117,7 +117,7 @@ def test_the_activation_in_between_is_never_stored() -> None:
 
 @pytest.mark.parametrize("name", ["rms_norm_quantize", "layer_norm_quantize", "silu_mul_quantize"])
 def test_fused_ops_give_the_bits_of_the_reference(name: str) -> None:
-    for case in CASES[name]:
+    for case in cases(name):
         q, amax = getattr(torch.ops.fp8serve, name)(*case.make())
         expected_q, expected_amax = getattr(reference, name)(*case.make())
         assert torch.equal(q.view(torch.uint8), expected_q.view(torch.uint8))

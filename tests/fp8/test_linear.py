@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert, scaling_state
 from fp8serve.errors import ScalesError
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import arithmetic, reference
 from fp8serve.fp8.recipe import Format, Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -44,7 +44,7 @@ def rounded(x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, scale: 
         q, s = reference.quantize_rowwise(x, dtype, recipe.power_2_scale)
     else:
         q, s = reference.quantize_current(x, dtype, recipe.power_2_scale)
-    return q.double() * reference.expand(s, *x.shape).double()
+    return q.double() * arithmetic.expand(s, *x.shape).double()
 
 
 def emulated(

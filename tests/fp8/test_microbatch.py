@@ -23,7 +23,7 @@ from fp8serve import (
     scaling_state,
 )
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import reference
 from fp8serve.fp8.recipe import Recipe
 
 SHORT = DelayedScaling(amax_history_len=4)

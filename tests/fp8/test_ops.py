@@ -7,11 +7,11 @@ import torch
 
 import fp8serve
 from fp8serve.errors import RecipeError
-from fp8serve.fp8 import ops, reference
-from fp8serve.fp8.cases import CASES, Case
-from fp8serve.fp8.reference import FP8_MAX
+from fp8serve.fp8 import ops
+from fp8serve.fp8.ops import Case, arithmetic, cases, reference
+from fp8serve.fp8.ops.arithmetic import FP8_MAX
 
-A_FEW = [(op, case) for op, cases in CASES.items() for case in cases[:: max(1, len(cases) // 4)]]
+A_FEW = [(op, case) for op in ops.OPS for case in cases(op)[:: max(1, len(cases(op)) // 4)]]
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -19,8 +19,9 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_op_has_cases_and_a_reference() -> None:
-    assert set(CASES) == {*ops.OPS, *ops.COMPOSED} == set(ops.backends())
-    for op in CASES:
+    assert set(ops.OPS) == set(vars(reference)) == set(ops.backends())
+    for op in ops.OPS:
+        assert cases(op)
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", "CompositeExplicitAutograd")
 
 
@@ -29,9 +30,13 @@ def test_no_kernel_is_registered_under_a_mistyped_name() -> None:
 
 
 def test_backends_name_the_kernel_that_answers() -> None:
-    has_library = ops.LIBRARIES["cpu"] is not None
-    named = f"cpu kernel ({ops.cpu_isa()})" if has_library else "reference"
-    assert ops.backends()["quantize"] == ops.backends()["scaled_mm"] == named
+    served = ops.backends()
+    if ops.LIBRARIES["cpu"] is None:
+        assert served["quantize"] == served["scaled_mm"] == "reference"
+    else:
+        assert served["scaled_mm"] == f"cpu kernel ({ops.cpu_isa()})"
+        assert served["delayed_update"] == "cpu kernel (portable)"
+        assert served["layer_norm_quantize"] == "composed"
     if ops.LIBRARIES["cuda"] is None:
         assert set(ops.backends("cuda").values()) == {"reference", "composed"}
 
@@ -46,12 +51,13 @@ def test_opcheck(op: str, case: Case) -> None:
     torch.library.opcheck(getattr(torch.ops.fp8serve, op).default, args, test_utils=checks)
 
 
-WRITING = ("delayed_update", "write_kv", "rotary_write_kv", "pack_weight")
+def is_mutable(op: str) -> bool:
+    return bool(getattr(torch.ops.fp8serve, op).default._schema.is_mutable)
 
 
-@pytest.mark.parametrize("op", [op for op in ops.OPS if op not in WRITING])
+@pytest.mark.parametrize("op", [op for op in ops.OPS if not is_mutable(op)])
 def test_inputs_stay_as_they_were(op: str) -> None:
-    for case in CASES[op]:
+    for case in cases(op):
         args, before = case.make(), case.make()
         getattr(torch.ops.fp8serve, op)(*args)
         for given, kept in zip(args, before, strict=True):
@@ -59,11 +65,11 @@ def test_inputs_stay_as_they_were(op: str) -> None:
                 assert torch.equal(bits(given), bits(kept))
 
 
-@pytest.mark.parametrize("case", CASES["scaled_mm"], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases("scaled_mm"), ids=lambda c: c.name)
 def test_scaled_mm_error_is_at_most_that_of_fp32(case: Case) -> None:
     """Against FP64, at most twice the error of the naive FP32 computation; rows G1 and G2 of docs/numerics.md."""
     a, b, a_scale_inv, b_scale_inv, bias, out_dtype = case.make()
-    wide = [reference.dequantize(t, s).double() for t, s in ((a, a_scale_inv), (b, b_scale_inv))]
+    wide = [arithmetic.dequantize(t, s).double() for t, s in ((a, a_scale_inv), (b, b_scale_inv))]
     added = 0.0 if bias is None else bias.double()
     exact = wide[0] @ wide[1].t() + added
     naive = ((wide[0].float() @ wide[1].float().t()) + torch.as_tensor(added).float()).to(out_dtype)
@@ -102,7 +108,7 @@ def test_scales_that_cancel_do_not_overflow_on_the_way() -> None:
 
 
 def test_scaled_mm_is_not_rounded_by_a_surrounding_autocast() -> None:
-    case = next(c for c in CASES["scaled_mm"] if c.make()[2].dim() == 2)
+    case = next(c for c in cases("scaled_mm") if c.make()[2].dim() == 2)
     with torch.autocast("cpu", torch.bfloat16):
         inside = reference.scaled_mm(*case.make())
     assert torch.equal(inside, reference.scaled_mm(*case.make()))

@@ -10,10 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fp8serve import DelayedScaling
-from fp8serve.fp8 import reference
-from fp8serve.fp8.cases import CASES, Case
+from fp8serve.fp8.ops import Case, cases, reference
+from fp8serve.fp8.ops.arithmetic import FLT_MAX
 from fp8serve.fp8.recipe import Recipe
-from fp8serve.fp8.reference import FLT_MAX
 from fp8serve.fp8.scaling import Entry, ScalingState, update
 
 CPU = torch.device("cpu")
@@ -119,7 +118,7 @@ def test_random_runs_match_the_model(
         assert all(model.equals(state) for model, state in zip(models, states, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES["delayed_update"], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases("delayed_update"), ids=lambda c: c.name)
 def test_the_op_equals_its_reference(case: Case) -> None:
     expected, found = case.make(), case.make()
     reference.delayed_update(*expected)

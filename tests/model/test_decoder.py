@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8serve.fp8 import reference
+from fp8serve.fp8.ops import reference
 from fp8serve.model import decoder
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder, linear_names

@@ -9,9 +9,15 @@ Sums and exponentials are FP64: a kernel that takes them in another order draws 
 number is within some 1e-15 of a border between two.
 """
 
+from functools import partial
+from itertools import product
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from fp8serve.fp8.ops.registry import Case, define
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
@@ -60,3 +66,33 @@ def _descending(probs: Tensor) -> Tensor:
 
 def _on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
+
+
+def _fake_sample(logits: Tensor, *rest: Any) -> Tensor:
+    return logits.new_empty((logits.shape[0],), dtype=torch.int64)
+
+
+def _sample_case(rows: int, vocab: int, filters: bool) -> tuple[Any, ...]:
+    """Logits with ties and with tokens that are forbidden; every row with other filters, when there are any."""
+    noise = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, vocab, generator=noise).mul(3).bfloat16().float()
+    logits[:, 3::7] = -torch.inf
+    turn = torch.arange(rows)
+    temperature, uniform = torch.rand(2, rows, dtype=torch.float64, generator=noise)
+    top_k = turn % 4 * 5 if filters else torch.zeros_like(turn)
+    top_p = 1 - turn % 3 * 0.3 if filters else torch.ones(rows)
+    min_p = turn % 2 * 0.05 if filters else torch.zeros(rows)
+    return logits, 0.5 + temperature, top_k, top_p.double(), min_p.double(), uniform
+
+
+def _sample_cases() -> list[Case]:
+    grid = product((1, 12), (1, 37, 3000), (False, True))
+    return [Case(f"{r} x {v}, filters {f}", partial(_sample_case, r, v, f)) for r, v, f in grid]
+
+
+define(
+    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
+    sample,
+    fake=_fake_sample,
+    cases=_sample_cases,
+)

@@ -1,0 +1,121 @@
+// The features of this processor; `fp8serve::cpu_isa(str cap) -> str`, which caps them and returns the level
+// in force; and `fp8serve::cpu_kernels() -> str`, which variant each op runs, as JSON.
+//
+// The cap is a test hook: it holds for the whole process, "best" lifts it, "" only asks. It is a level, which
+// is a name for a set of features, or several levels and features joined by "+". The level in force is the
+// highest whose features all are. Having no tensor argument both ops are registered for no device.
+#include "cpu/features.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <atomic>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "check.h"
+
+namespace fp8serve {
+namespace {
+
+struct Named {
+  std::string_view name;
+  Features features;
+};
+constexpr std::array<Named, 4> kLevels{
+    {{"portable", kPortable}, {"avx2", kAvx2}, {"avx512", kAvx512}, {"avx512bf16", kAvx512Bf16}}};
+constexpr std::array<Named, 6> kFlags{{{"fma", feature::fma},
+                                       {"avx512f", feature::avx512f},
+                                       {"avx512bw", feature::avx512bw},
+                                       {"avx512dq", feature::avx512dq},
+                                       {"avx512vl", feature::avx512vl},
+                                       {"avx512vbmi", feature::avx512vbmi}}};
+
+Features detect() {
+#if FP8_X86
+  __builtin_cpu_init();
+  const auto flag = [](bool found, Features f) { return found ? f : 0; };
+  return flag(__builtin_cpu_supports("avx2"), feature::avx2) |
+         flag(__builtin_cpu_supports("fma"), feature::fma) |
+         flag(__builtin_cpu_supports("avx512f"), feature::avx512f) |
+         flag(__builtin_cpu_supports("avx512bw"), feature::avx512bw) |
+         flag(__builtin_cpu_supports("avx512dq"), feature::avx512dq) |
+         flag(__builtin_cpu_supports("avx512vl"), feature::avx512vl) |
+         flag(__builtin_cpu_supports("avx512vbmi"), feature::avx512vbmi) |
+         flag(__builtin_cpu_supports("avx512bf16"), feature::avx512bf16);
+#else
+  return kPortable;
+#endif
+}
+
+std::atomic<Features> in_force{detect()};
+
+template <size_t N>
+std::optional<Features> find(const std::array<Named, N>& names, std::string_view name) {
+  const auto found = std::find_if(names.begin(), names.end(), [&](const Named& n) { return n.name == name; });
+  return found == names.end() ? std::nullopt : std::optional(found->features);
+}
+
+// What "avx512" or "avx512+avx512vbmi" names.
+Features parse(const std::string& cap) {
+  Features all = kPortable;
+  for (size_t begin = 0, end = 0; begin <= cap.size(); begin = end + 1) {
+    end = std::min(cap.find('+', begin), cap.size());
+    const std::string_view name = std::string_view(cap).substr(begin, end - begin);
+    const auto level = find(kLevels, name), found = level ? level : find(kFlags, name);
+    Contract("cpu_isa").require(found.has_value(), "cap", "is '", cap,
+                                "', must be portable, avx2, avx512, avx512bf16, one of these with features "
+                                "such as +avx512vbmi, best, or empty to ask");
+    all |= *found;
+  }
+  return all;
+}
+
+std::string cpu_isa(std::string cap) {
+  if (cap == "best") {
+    in_force = detect();
+  } else if (!cap.empty()) {
+    in_force = detect() & parse(cap);
+  }
+  std::string_view highest;
+  for (const Named& level : kLevels) {
+    if (has(level.features)) highest = level.name;
+  }
+  return std::string(highest);
+}
+
+using Reports = std::map<std::string, const Variant& (*)()>;
+Reports& reports() {
+  static Reports all;  // made on first use: libraries of ops are registered in no particular order
+  return all;
+}
+
+const char* name_of(Numerics numerics) {
+  constexpr std::array<const char*, 6> names = {"exact",      "last_bit",     "sums_fp64",
+                                                "four_lanes", "tiles16_fp32", "tiles64_bf16"};
+  return names[static_cast<size_t>(numerics)];
+}
+
+std::string cpu_kernels() {
+  std::string json = "{";
+  for (const auto& [op, variant] : reports()) {
+    const Variant& v = variant();
+    json += json.size() > 1 ? ", \"" : "\"";
+    json += op + R"(": {"variant": ")" + v.name + R"(", "numerics": ")" + name_of(v.numerics) + "\"}";
+  }
+  return json + "}";
+}
+
+}  // namespace
+
+Features features() { return in_force.load(std::memory_order_relaxed); }
+
+void report(const char* op, const Variant& (*variant)()) { reports().emplace(op, variant); }
+
+}  // namespace fp8serve
+
+STABLE_TORCH_LIBRARY_IMPL(fp8serve, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&fp8serve::cpu_isa));
+  m.impl("cpu_kernels", TORCH_BOX(&fp8serve::cpu_kernels));
+}

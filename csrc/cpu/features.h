@@ -1,0 +1,112 @@
+// What a processor can do, which variant of a kernel that allows, and what the variant promises.
+//
+// A variant names the features that it needs and its numerics class. The variants of a family of kernels
+// stand in a table, best first, and the first whose features are all in force runs. Nothing asks for a level:
+// a processor that can do more than a table knows runs the best that the table has.
+//
+// Two ways to write a variant:
+//  * a struct whose always-inline `run` is plain C++: `dispatch<Kernel>(args...)` compiles it once for each
+//  of
+//    kVector inside a function with that `target` attribute, and the compiler vectorises it (quantize.cpp);
+//  * intrinsics in functions marked with the macros below (gemm_*.cpp).
+// There are no architecture flags anywhere: nothing outside these functions may use more than the baseline.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "fp8.h"
+
+#if defined(__x86_64__)
+#define FP8_X86 1
+#define FP8_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#if defined(__clang__)
+#define FP8_WIDE
+#else
+#define FP8_WIDE ",prefer-vector-width=512"
+#endif
+#define FP8_TARGET_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl" FP8_WIDE)))
+#define FP8_TARGET_AVX512VBMI \
+  __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi" FP8_WIDE)))
+#define FP8_TARGET_AVX512BF16 \
+  __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16" FP8_WIDE)))
+#else
+#define FP8_X86 0
+#endif
+
+namespace fp8serve {
+
+using Features = uint32_t;  // a set of flags
+namespace feature {
+constexpr Features avx2 = 1 << 0, fma = 1 << 1, avx512f = 1 << 2, avx512bw = 1 << 3, avx512dq = 1 << 4,
+                   avx512vl = 1 << 5, avx512vbmi = 1 << 6, avx512bf16 = 1 << 7;
+}  // namespace feature
+
+// What code under each of the macros needs. Every processor with AVX2 has F16C.
+constexpr Features kPortable = 0;
+constexpr Features kAvx2 = feature::avx2 | feature::fma;
+constexpr Features kAvx512 =
+    kAvx2 | feature::avx512f | feature::avx512bw | feature::avx512dq | feature::avx512vl;
+constexpr Features kAvx512Vbmi = kAvx512 | feature::avx512vbmi;
+constexpr Features kAvx512Bf16 = kAvx512Vbmi | feature::avx512bf16;
+
+Features features();  // the processor's, less what a test has capped
+inline bool has(Features needed) { return (features() & needed) == needed; }
+
+// In which order a kernel adds and how exact it is: docs/numerics.md describes each class, and tests hold a
+// variant to its own. Variants of one class give the same bits.
+enum class Numerics { exact, last_bit, sums_fp64, four_lanes, tiles16_fp32, tiles64_bf16 };
+
+struct Variant {
+  const char* name;
+  Features needs;
+  Numerics numerics;
+};
+
+// Plain C++ as the compiler vectorises it, and the same with the hand-written cast of cast_vbmi.cpp.
+template <Numerics numerics>
+inline constexpr std::array<Variant, 3> kVector{
+    {{"avx512", kAvx512, numerics}, {"avx2", kAvx2, numerics}, {"portable", kPortable, numerics}}};
+template <Numerics numerics>
+inline constexpr std::array<Variant, 4> kCasting{{{"avx512vbmi", kAvx512Vbmi, numerics},
+                                                  {"avx512", kAvx512, numerics},
+                                                  {"avx2", kAvx2, numerics},
+                                                  {"portable", kPortable, numerics}}};
+inline constexpr std::array<Variant, 1> kPlain{{{"portable", kPortable, Numerics::exact}}};
+
+// The first of a table's variants whose features are in force; its last one needs none.
+template <size_t N>
+const Variant& best(const std::array<Variant, N>& table) {
+  return *std::find_if(table.begin(), table.end(), [](const Variant& v) { return has(v.needs); });
+}
+
+// Notes which variant an op runs, for `backends()` and doctor; called where the op is registered.
+void report(const char* op, const Variant& (*variant)());
+template <const auto& table>
+void report(const char* op) {
+  report(op, []() -> const Variant& { return best(table); });
+}
+
+#if FP8_X86
+template <class Kernel, class... Args>
+FP8_TARGET_AVX2 void run_avx2(Args... args) {
+  Kernel::run(args...);
+}
+template <class Kernel, class... Args>
+FP8_TARGET_AVX512 void run_avx512(Args... args) {
+  Kernel::run(args...);
+}
+#endif
+
+// Kernel::run(args...) as the best variant of kVector.
+template <class Kernel, class... Args>
+void dispatch(Args... args) {
+#if FP8_X86
+  if (has(kAvx512)) return run_avx512<Kernel>(args...);
+  if (has(kAvx2)) return run_avx2<Kernel>(args...);
+#endif
+  Kernel::run(args...);
+}
+
+}  // namespace fp8serve

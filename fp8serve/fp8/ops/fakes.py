@@ -1,0 +1,26 @@
+"""Fake kernels that several ops share: the shapes of results, for torch.compile, without their values."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def dense_like(x: Tensor) -> Tensor:
+    """A contiguous tensor of x's shape and dtype."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def fake_like_first(x: Tensor, *rest: Any) -> Tensor:
+    """Of an op whose result is like its first argument."""
+    return dense_like(x)
+
+
+def fake_cast(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Of an op (x, ..., dtype) -> (quantized data of x's shape, a number)."""
+    return torch.empty(x.shape, dtype=rest[-1], device=x.device), x.new_empty((), dtype=torch.float32)
+
+
+def fake_nothing(*args: Any) -> None:
+    """Of an op that returns nothing: it writes into its arguments."""
+    return

@@ -1,0 +1,67 @@
+"""Inputs that the cases of several ops are made of.
+
+A cast sees another magnitude in every tile (a wrong scale cannot hide among equal ones) and hostile values: zeros,
+subnormals, limits, infinities, NaN, ragged edges, empty and non-contiguous tensors.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops.arithmetic import FLT_MAX, saturate
+from fp8serve.fp8.ops.registry import Case
+
+
+def tiles(rows: int, cols: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Noise whose magnitude differs in every 16x16 tile by up to 2^12, so that no two blocks share a scale."""
+    noise = torch.Generator().manual_seed(seed)
+    magnitude = torch.exp2(torch.randint(-6, 7, (-(-rows // 16), -(-cols // 16)), generator=noise).float())
+    spread = magnitude.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :cols]
+    return (torch.randn(rows, cols, generator=noise) * spread).to(dtype)
+
+
+def hostile(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros of both signs, subnormals, the limits of both formats and their neighbours, infinities, NaN."""
+    edges = [
+        0.0,
+        1e-45,
+        1e-40,
+        2.0**-10,
+        2.0**-9,
+        2.0**-17,
+        447.0,
+        448.0,
+        464.0,
+        465.0,
+        57344.0,
+        61439.0,
+        61440.0,
+        FLT_MAX,
+    ]
+    row = torch.tensor([*edges, torch.inf, torch.nan])
+    return torch.stack([row, -row, row.roll(3), torch.zeros(16), torch.full((16,), torch.nan), row * 1e-30]).to(dtype)
+
+
+def normal(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """[rows, cols] from the normal distribution."""
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def quantized(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """`tiles`, cast to FP8."""
+    return saturate(tiles(rows, cols, seed=seed), dtype)
+
+
+def row_cases(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
+    """`case(dtype, rows, cols)` in BF16 and FP32, of a few rows and of none."""
+    grid = product((torch.bfloat16, torch.float32), ((3, 64), (5, 70), (0, 16)))
+    return [Case(f"{dtype} {shape}", partial(case, dtype, *shape)) for dtype, shape in grid]
+
+
+def gradient_cases(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
+    """The cases of a gradient: what flows in, then the arguments of the op."""
+    return row_cases(lambda dtype, rows, cols: (normal(rows, cols, dtype, 7), *case(dtype, rows, cols)))

@@ -1,0 +1,125 @@
+"""RMSNorm, its gradient, and norms with the cast behind them.
+
+A fused op is by definition the composition of its parts, rounding where the parts round, so that a model gives the same
+numbers fused or not. Only the order in which the squares are summed is left open: a kernel may differ from this page by
+the last bit of their mean.
+"""
+
+from functools import partial
+from itertools import product
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
+from torch import Tensor
+
+from fp8serve.fp8.ops.arithmetic import FP8_MAX
+from fp8serve.fp8.ops.casts import quantize
+from fp8serve.fp8.ops.fakes import dense_like, fake_cast, fake_like_first
+from fp8serve.fp8.ops.inputs import gradient_cases, normal, row_cases, tiles
+from fp8serve.fp8.ops.registry import Case, define
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension: FP32 up to the rounding to x's dtype, then the product."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _rms_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    return normal(rows, cols, dtype), torch.linspace(0.5, 2, cols).to(dtype), 1e-6
+
+
+define(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    rms_norm,
+    fake=fake_like_first,
+    cases=partial(row_cases, _rms_case),
+)
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm` of x [T, hidden] with respect to x and weight; FP32 inside, rounded once."""
+    wide, upstream = x.float(), grad.float() * weight.float()
+    factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed = wide * factor
+    d_x = factor * (upstream - normed * (upstream * normed).mean(-1, keepdim=True))
+    return d_x.to(x.dtype), (grad.float() * normed.to(x.dtype)).sum(0).to(weight.dtype)
+
+
+def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return dense_like(x), torch.empty_like(weight)
+
+
+define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps) -> (Tensor d_x, Tensor d_weight)",
+    rms_norm_backward,
+    fake=_fake_backward,
+    cases=partial(gradient_cases, _rms_case),
+)
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x [M, K], quantized by a given scale []: (q, amax)."""
+    return quantize(rms_norm(x, weight, eps), scale, dtype)
+
+
+def _composed_rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = torch.ops.fp8serve.rms_norm(x, weight, eps)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
+def _norm_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype, bias: bool | None) -> tuple[Any, ...]:
+    """bias None: RMSNorm, which has no such argument."""
+    x, weight = tiles(*shape, dtype), torch.linspace(0.5, 2, shape[1]).to(dtype)
+    shift = () if bias is None else (weight - 1 if bias else None,)
+    return x, weight, *shift, 1e-6, torch.tensor(64.0), fp8
+
+
+def _norm_cases(*biases: bool | None) -> list[Case]:
+    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300)), FP8_MAX, biases)
+    return [Case(f"{d} {s} {fp8} bias {b}", partial(_norm_case, d, s, fp8, b)) for d, s, fp8, b in grid]
+
+
+define(
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
+    rms_norm_quantize,
+    composition=_composed_rms_norm_quantize,
+    fake=fake_cast,
+    cases=partial(_norm_cases, None),
+)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / std * weight + bias over the last dimension, as torch computes it in x's dtype."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def layer_norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`layer_norm` of x [M, K], quantized by a given scale []: (q, amax)."""
+    return quantize(layer_norm(x, weight, bias, eps), scale, dtype)
+
+
+def _composed_layer_norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = layer_norm(x, weight, bias, eps)
+    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+
+
+define(
+    "layer_norm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor scale, ScalarType dtype)"
+    " -> (Tensor q, Tensor amax)",
+    layer_norm_quantize,
+    composition=_composed_layer_norm_quantize,
+    fake=fake_cast,
+    cases=partial(_norm_cases, True, False),
+    kernels=("cuda",),
+)

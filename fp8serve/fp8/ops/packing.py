@@ -1,0 +1,145 @@
+"""Packed weights in PyTorch: the order that csrc/cpu/gemm_packed.h describes, as a permutation.
+
+A weight [N, K], N a multiple of 16 and K of 8, becomes [N / 16, K / 8, 128]: 16 rows after 16 rows; of those 1024 of K
+after 1024; and of those first k = 0 to 3 of every 8, then k = 4 to 7, of the 16 rows side by side.
+"""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops.arithmetic import BLOCK as SCALE_BLOCK
+from fp8serve.fp8.ops.fakes import fake_nothing
+from fp8serve.fp8.ops.gemm import mm, scaled_mm
+from fp8serve.fp8.ops.inputs import normal, quantized
+from fp8serve.fp8.ops.registry import Case, define
+
+GROUP, RUN, BLOCK = 16, 8, 1024
+_FOURS, _PAIRS, _ROWS = 4, 2, 2  # 16 rows are four times two times two of them
+PACKABLE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
+
+
+def is_packable(weight: Tensor) -> bool:
+    """Whether pack_weight takes it."""
+    return weight.dim() == 2 and weight.shape[0] % GROUP == 0 and weight.shape[1] % RUN == 0 and weight.numel() > 0
+
+
+def packed_shape(rows: int, columns: int) -> tuple[int, int, int]:
+    """Of the weight [rows, columns], packed."""
+    return rows // GROUP, columns // RUN, GROUP * RUN
+
+
+def _bits(x: Tensor) -> Tensor:
+    """FP8 as bytes: not every op knows it."""
+    return x if _is_wide(x) else x.view(torch.uint8)
+
+
+def _is_wide(x: Tensor) -> bool:
+    """BF16, which lies as if it had been widened from FP8: the first row pair of every four, then the second."""
+    return x.dtype == torch.bfloat16
+
+
+def pack_weight(weight: Tensor, out: Tensor) -> None:
+    """weight [N, K] FP8 or BF16 into out [N / 16, K / 8, 128] of its type. ValueError for other sizes."""
+    if not is_packable(weight) or out.shape != packed_shape(*weight.shape):
+        raise ValueError(
+            f"pack_weight takes [N, K], multiples of {GROUP} and {RUN}, into [N / 16, K / 8, 128], found "
+            f"{list(weight.shape)} into {list(out.shape)}."
+        )
+    target = _bits(out).view(len(out), -1)
+    for begin in range(0, weight.shape[1], BLOCK):
+        rows = _bits(weight)[:, begin : begin + BLOCK].reshape(len(out), _FOURS, _PAIRS, _ROWS, -1, 2, RUN // 2)
+        block = rows.permute(0, 5, 4, 1, 2, 3, 6)  # groups, halves, runs, 16 rows, k
+        block = (block.transpose(3, 4) if _is_wide(weight) else block).flatten(1)
+        target[:, begin * GROUP :][:, : block.shape[1]] = block
+
+
+def _weight(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    return normal(rows, cols, dtype, 3) if dtype == torch.bfloat16 else quantized(rows, cols, dtype, 3)
+
+
+def _pack_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return _weight(rows, cols, dtype), torch.zeros(packed_shape(rows, cols)).to(dtype)
+
+
+def _pack_cases() -> list[Case]:
+    shapes = ((16, 8), (48, 72), (32, 1024), (16, 2064))
+    return [Case(f"{s} {d}", partial(_pack_case, *s, d)) for s, d in product(shapes, PACKABLE)]
+
+
+define(
+    "pack_weight(Tensor weight, Tensor(a!) out) -> ()",
+    pack_weight,
+    fake=fake_nothing,
+    cases=_pack_cases,
+    kernels=("cpu",),  # on a GPU nothing is gained by an order of its own
+)
+
+
+def unpack_weight(packed: Tensor) -> Tensor:
+    """[N / 16, K / 8, 128] -> what pack_weight was given, [N, K]."""
+    groups = len(packed)
+    blocks = torch.split(_bits(packed).view(groups, -1), BLOCK * GROUP, 1)
+    rows = [_rows(block, _is_wide(packed)).reshape(groups * GROUP, -1) for block in blocks]
+    return torch.cat(rows, 1).view(packed.dtype)
+
+
+def _rows(block: Tensor, wide: bool) -> Tensor:
+    """[groups, halves * runs * 16 * 4] -> [groups, fours, pairs, rows, runs, halves, 4]."""
+    order = (_PAIRS, _FOURS, _ROWS) if wide else (_FOURS, _PAIRS, _ROWS)
+    whole = block.reshape(len(block), 2, -1, *order, RUN // 2)
+    return (whole.transpose(3, 4) if wide else whole).permute(0, 3, 4, 5, 2, 1, 6)
+
+
+def packed_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor | None,
+    b_scale_inv: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """a [M, K] times the packed weight b: scaled_mm, or mm where there are no scales; a residual is added to that."""
+    weight = unpack_weight(b)
+    if a_scale_inv is None or b_scale_inv is None:
+        product = mm(a, weight, bias, out_dtype)
+    else:
+        product = scaled_mm(a, weight, a_scale_inv, b_scale_inv, bias, out_dtype)
+    return product if residual is None else residual + product
+
+
+def _fake_packed_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty((a.shape[0], GROUP * b.shape[0]), dtype=rest[-1])
+
+
+def _packed_mm_case(rows: int, dtype: torch.dtype, blocks: bool, onto: bool) -> tuple[Any, ...]:
+    """A product of [rows, 1160] with a packed [144, 1160]."""
+    n, k = 144, 1160
+    weight, packed = _pack_case(n, k, dtype)
+    pack_weight(weight, packed)
+    residual = normal(rows, n, torch.bfloat16, 5) if onto else None
+    if dtype == torch.bfloat16:
+        return _weight(rows, k, dtype), packed, None, None, normal(n, 1, torch.float32, 6)[:, 0], residual, dtype
+    across = -(-k // SCALE_BLOCK)
+    scales = (normal(size, across, torch.float32, 8).abs() + 0.5 for size in (rows, -(-n // SCALE_BLOCK)))
+    a_scale, b_scale = scales if blocks else (torch.tensor(0.5), torch.tensor(0.25))
+    return quantized(rows, k, torch.float8_e4m3fn, 4), packed, a_scale, b_scale, None, residual, torch.bfloat16
+
+
+def _packed_mm_cases() -> list[Case]:
+    grid = product((1, 8, 70), PACKABLE, (False, True), (False, True))
+    return [Case(f"{m} rows {d} blocks {b} onto {o}", partial(_packed_mm_case, m, d, b, o)) for m, d, b, o in grid]
+
+
+define(
+    "packed_mm(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, Tensor? residual,"
+    " ScalarType out_dtype) -> Tensor",
+    packed_mm,
+    fake=_fake_packed_mm,
+    cases=_packed_mm_cases,
+    kernels=("cpu",),
+)
