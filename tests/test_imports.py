@@ -19,13 +19,19 @@ ALLOWED = {
     "server": {"server", "engine", "train", "model", "fp8", "errors"},
 }
 NOTHING_OF_OURS = {
-    "fp8serve.fp8.recipe",
+    "fp8serve.fp8.spec",
     "fp8serve.fp8.reference",
     "fp8serve.engine.request",
     "fp8serve.errors",
     "fp8serve.ending",
 }
-NO_TORCH = {"fp8serve.fp8.recipe", "fp8serve.engine.request", "fp8serve.engine.kv_cache", "fp8serve.engine.scheduler"}
+NO_TORCH = {
+    "fp8serve.fp8.spec",
+    "fp8serve.fp8.recipe",
+    "fp8serve.engine.request",
+    "fp8serve.engine.kv_cache",
+    "fp8serve.engine.scheduler",
+}
 
 
 def sources() -> dict[str, Path]:
@@ -67,6 +73,9 @@ def test_special_rules(module: str) -> None:
     tops = {i.split(".")[0] for i in found}
     if module in NOTHING_OF_OURS:
         assert not {i for i in found if i.startswith("fp8serve") and not i.startswith("fp8serve.errors")}
+    if module == "fp8serve.fp8.recipe":
+        modules = {".".join(i.split(".")[:3]) for i in found if i.startswith("fp8serve")}
+        assert modules <= {"fp8serve.errors", "fp8serve.fp8.spec"} | {i for i in found if "fp8serve.errors" in i}
     if module in NO_TORCH:
         assert "torch" not in tops
     if room(module) != "server" and module != "fp8serve.cli":

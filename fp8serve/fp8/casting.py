@@ -1,4 +1,4 @@
-"""How each recipe turns an operand into FP8 codes for the GEMMs that read it.
+"""How a tensor's spec (spec.py) turns an operand into FP8 codes for the GEMMs that read it.
 
 A matrix x [M, K] is read in two ways: by rows, contracting K, and by columns, contracting M (as x^T [K, M]). A scale
 per tensor, and the 128x128 blocks of a weight, suit both: the codes are cast once and the columns are their transpose,
@@ -14,8 +14,21 @@ from torch import Tensor
 
 from fp8serve.fp8 import reference
 from fp8serve.fp8.devices import layout_of
-from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
-from fp8serve.fp8.reference import BLOCK, FP8_MAX, scale_from_amax
+from fp8serve.fp8.ops import DTYPES
+from fp8serve.fp8.reference import FP8_MAX, scale_from_amax
+from fp8serve.fp8.spec import Granularity, QuantSpec, ScaleFormat
+
+# The op that casts a tensor by its own content, and what follows (x, dtype) among its arguments.
+_OPS: dict[tuple[Granularity, ScaleFormat], tuple[str, tuple[Any, ...]]] = {
+    ("tensor", "fp32"): ("quantize_current", (False,)),
+    ("tensor", "power_of_2"): ("quantize_current", (True,)),
+    ("row", "fp32"): ("quantize_rowwise", (False,)),
+    ("row", "power_of_2"): ("quantize_rowwise", (True,)),
+    ("block1x128", "fp32"): ("quantize_block", (1, False)),
+    ("block1x128", "power_of_2"): ("quantize_block", (1, True)),
+    ("block128x128", "fp32"): ("quantize_block", (128, False)),
+    ("block128x128", "power_of_2"): ("quantize_block", (128, True)),
+}
 
 
 class Codes(NamedTuple):
@@ -49,9 +62,26 @@ def from_codes(q: Tensor, scale: Tensor, cols: bool) -> Pair:
     return _both(Codes(q, scale.reciprocal()), cols)
 
 
-def cast_delayed(x: Tensor, dtype: torch.dtype, scale: Tensor, cols: bool) -> tuple[Pair, Tensor]:
+def op_name(spec: QuantSpec) -> str:
+    """The op that casts to this spec, by the name under which `backends` lists it."""
+    return "quantize" if spec.source != "current" else _OPS[spec.granularity, spec.scale_format][0]
+
+
+def content_cast(spec: QuantSpec) -> tuple[Any, tuple[Any, ...]]:
+    """(op, arguments): `op(x, *arguments)` casts x [M, K] by its own content to (q, scale_inv)."""
+    name, more = _OPS[spec.granularity, spec.scale_format]
+    return getattr(torch.ops.fp8serve, name), (DTYPES[spec.element], *more)
+
+
+def cast_by_content(x: Tensor, spec: QuantSpec) -> Codes:
+    """Cast x [M, K] by its own content, for contraction along K."""
+    op, arguments = content_cast(spec)
+    return Codes(*op(x, *arguments))
+
+
+def cast_delayed(x: Tensor, spec: QuantSpec, scale: Tensor, cols: bool) -> tuple[Pair, Tensor]:
     """Cast by a scale known beforehand: the codes, and amax of x in the same read; cast and transpose are one op."""
-    scale_inv = scale.reciprocal()
+    dtype, scale_inv = DTYPES[spec.element], scale.reciprocal()
     if cols and layout_of(x.device) == "tn":
         q, q_t, amax = torch.ops.fp8serve.quantize_transpose(x, scale, dtype)
         return Pair(Codes(q, scale_inv), Codes(q_t, scale_inv)), cast(Tensor, amax)
@@ -59,19 +89,10 @@ def cast_delayed(x: Tensor, dtype: torch.dtype, scale: Tensor, cols: bool) -> tu
     return _both(Codes(q, scale_inv), cols), cast(Tensor, amax)
 
 
-def _cast_along_rows(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> Codes:
-    if isinstance(recipe, Float8BlockScaling):
-        return Codes(*torch.ops.fp8serve.quantize_block(x, dtype, 1, recipe.power_2_scale))
-    return Codes(*torch.ops.fp8serve.quantize_rowwise(x, dtype, _power_2(recipe)))
-
-
-def _power_2(recipe: Recipe) -> bool:
-    return not isinstance(recipe, DelayedScaling) and recipe.power_2_scale
-
-
-def cast_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_2: bool) -> Codes:
+def cast_by_amax(x: Tensor, amax: Tensor, spec: QuantSpec) -> Codes:
     """Cast by an amax [] found elsewhere: of a tensor of which x is one rank's part (distributed.py)."""
-    scale = scale_from_amax(amax, FP8_MAX[dtype], power_2)
+    dtype = DTYPES[spec.element]
+    scale = scale_from_amax(amax, FP8_MAX[dtype], spec.scale_format == "power_of_2")
     q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
     return Codes(q, scale.reciprocal())
 
@@ -102,22 +123,18 @@ def unhidden(pair: Pair, overflowed: Tensor) -> Pair:
     return Pair(marked(pair.rows), marked(pair.cols))
 
 
-def cast_by_content(
-    x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, rows: bool, cols: bool, sharers: Any = None
-) -> Pair:
-    """Cast x [M, K] by its own amax, at the granularity of a recipe without state, for the asked directions.
+def cast_current(x: Tensor, spec: QuantSpec, rows: bool, cols: bool, sharers: Any = None) -> Pair:
+    """Cast x [M, K] by its own content, for the asked directions.
 
     A scale for the whole tensor is found together with the `sharers`, the ranks that hold its other parts.
     """
-    if isinstance(recipe, Float8BlockScaling) and weight:
-        return _both(Codes(*torch.ops.fp8serve.quantize_block(x, dtype, BLOCK, recipe.power_2_scale)), cols)
-    if not isinstance(recipe, Float8BlockScaling) and getattr(recipe, "granularity", "tensor") == "tensor":
-        if sharers is not None:
-            amax = reference.amax(x)
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharers)
-            return _both(cast_by_amax(x, amax, dtype, _power_2(recipe)), cols)
-        return _both(Codes(*torch.ops.fp8serve.quantize_current(x, dtype, _power_2(recipe))), cols)
+    if spec.granularity == "tensor" and sharers is not None:
+        amax = reference.amax(x)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharers)
+        return _both(cast_by_amax(x, amax, spec), cols)
+    if spec.serves_both_directions:
+        return _both(cast_by_content(x, spec), cols)
     return Pair(
-        _cast_along_rows(x, dtype, recipe) if rows else None,
-        _cast_along_rows(x.t().contiguous(), dtype, recipe) if cols else None,
+        cast_by_content(x, spec) if rows else None,
+        cast_by_content(x.t().contiguous(), spec) if cols else None,
     )

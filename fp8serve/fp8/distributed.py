@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import Direction, Scaled
 
 if TYPE_CHECKING:
@@ -154,8 +154,8 @@ def one_scale(context: "autocast", members: Any, user: str) -> None:
     each row or block cannot be shared by both directions.
     """
     recipe = context.recipe
-    if isinstance(recipe, DelayedScaling):
-        if not (recipe.reduce_amax and spans(context.group, members)):
+    if (rules := delayed(recipe)) is not None:
+        if not (rules.reduce_amax and spans(context.group, members)):
             raise RecipeError(
                 f"{user} needs equal delayed scales on its ranks: give autocast an amax_reduction_group that spans "
                 "them, and leave reduce_amax on."
@@ -166,7 +166,7 @@ def one_scale(context: "autocast", members: Any, user: str) -> None:
 
 def one_per_tensor(recipe: Recipe) -> bool:
     """Whether the recipe has one scale for a whole tensor."""
-    return isinstance(recipe, DelayedScaling) or getattr(recipe, "granularity", None) == "tensor"
+    return all(spec.granularity == "tensor" for spec in recipe.specs.linear.values())
 
 
 def spans(group: Any, members: Any) -> bool:

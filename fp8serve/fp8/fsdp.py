@@ -48,8 +48,7 @@ from fp8serve.fp8.casting import Codes, Pair, cast_by_amax, cast_delayed
 from fp8serve.fp8.distributed import one_scale
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.microbatch import Kept
-from fp8serve.fp8.ops import DTYPES
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import Recipe, delayed
 
 # What FSDP2, DTensor and `nn.Module` do to a parameter while they shard, move and load it: the result is a shard again.
 _KEEP = {
@@ -183,12 +182,12 @@ class ShardedWeight(torch.Tensor):
         return fresh[0] if fresh else kept
 
     def _cast_rows(self, mesh: DeviceMesh, layer: Linear, recipe: Recipe) -> Cast:
-        dtype = DTYPES[recipe.fp8_format.forward]
-        if isinstance(recipe, DelayedScaling):
-            pair, amax = cast_delayed(self.hp, dtype, layer.delayed_states(recipe)["weight"].scale, cols=False)
+        spec = recipe.specs.linear["weight"]
+        if (rules := delayed(recipe)) is not None:
+            pair, amax = cast_delayed(self.hp, spec, layer.delayed_states(rules)["weight"].scale, cols=False)
             return Cast(*cast(Codes, pair.rows), amax)
         amax = self.peers.whole_amax(self, cast(DTensor, layer.weight).device_mesh, mesh.get_group())
-        return Cast(*cast_by_amax(self.hp, amax, dtype, recipe.power_2_scale), None)
+        return Cast(*cast_by_amax(self.hp, amax, spec), None)
 
 
 class GatheredWeight(torch.Tensor):

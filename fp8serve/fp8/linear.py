@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 from fp8serve.fp8 import fast_paths, reference
 from fp8serve.fp8.announce import announcements, skipped
 from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
-from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes, has_infinity, unhidden
+from fp8serve.fp8.casting import Codes, Pair, cast_current, cast_delayed, from_codes, has_infinity, unhidden
 from fp8serve.fp8.microbatch import Kept, checked
 from fp8serve.fp8.ops import DTYPES
-from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
+from fp8serve.fp8.recipe import Precisions, Recipe, delayed
 from fp8serve.fp8.recompute import planned, refuse_reentrant
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.stateful import Stateful
@@ -69,12 +69,11 @@ class Call:
             if amax is not None:
                 self._stage(name, amax)
             return cast(Pair, pair)
-        fmt = self.recipe.fp8_format
-        dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
-        if self.rule is None:
-            pair, amax = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols, self.sharers), None
+        spec = self.recipe.specs.linear[name]
+        if spec.source == "current":
+            pair, amax = cast_current(x, spec, rows, cols, self.sharers), None
         else:
-            pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
+            pair, amax = cast_delayed(x, spec, self.states[name].scale, cols)
             self._stage(name, amax)
         if name == "grad_output":
             pair = unhidden(pair, has_infinity(x, pair) if amax is None else amax.isinf())
@@ -84,7 +83,7 @@ class Call:
     def cast_fused(self, fused: Fused, values: Callable[[], Tensor], cols: bool) -> Pair:
         """Codes of the input from an op that produces and casts it in one; `values` makes it for an observer."""
         scale = self.states["input"].scale
-        q, amax = fused(scale, DTYPES[self.recipe.fp8_format.forward])
+        q, amax = fused(scale, DTYPES[self.recipe.specs.linear["input"].element])
         self._stage("input", amax)
         pair = from_codes(q, scale, cols)
         self._show("input", lambda: values().reshape(q.shape), pair)
@@ -283,14 +282,15 @@ class Linear(Stateful, nn.Linear):
 
     def _call(self, context: autocast) -> Call:
         recipe = context.recipe
-        if isinstance(recipe, DelayedScaling):
-            prepare(self.key, recipe.amax_history_len)
+        rules = delayed(recipe)
+        if rules is not None:
+            prepare(self.key, rules.amax_history_len)
         return Call(
             module=self.key,
             recipe=recipe,
             rule=context.rule,
             held=context.held,
-            states=self.scaling if isinstance(recipe, DelayedScaling) else {},
+            states={} if rules is None else self.scaling,
             hp=recipe.override_linear_precision if context.enabled else (True, True, True),
             recording=torch.is_grad_enabled() or context.calibrating,
             observer=None if torch.compiler.is_compiling() else self.observer,
