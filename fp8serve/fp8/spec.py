@@ -66,6 +66,10 @@ class QuantSpec:
         """The shape of the scales of a matrix [rows, columns]: [] for one scale; blocks may be ragged at the edge."""
         return () if self.granularity == "tensor" else tuple(map(_count, (rows, columns), self.block))
 
+    def divides(self, rows: int, columns: int) -> bool:
+        """Whether a matrix [rows, columns] consists of whole blocks."""
+        return all(block is None or size % block == 0 for size, block in zip((rows, columns), self.block, strict=True))
+
     def at_rest(self) -> "QuantSpec":
         """The same numbers once training is over: a scale that came from state is stored."""
         return replace(self, source="stored") if self.source == "delayed" else self
