@@ -62,11 +62,6 @@ def from_codes(q: Tensor, scale: Tensor, cols: bool) -> Pair:
     return _both(Codes(q, scale.reciprocal()), cols)
 
 
-def op_name(spec: QuantSpec) -> str:
-    """The op that casts to this spec, by the name under which `backends` lists it."""
-    return "quantize" if spec.source != "current" else _OPS[spec.granularity, spec.scale_format][0]
-
-
 def content_cast(spec: QuantSpec) -> tuple[Any, tuple[Any, ...]]:
     """(op, arguments): `op(x, *arguments)` casts x [M, K] by its own content to (q, scale_inv)."""
     name, more = _OPS[spec.granularity, spec.scale_format]

@@ -173,6 +173,9 @@ class FrozenLinear(nn.Module):
             q, amax = torch.ops.fp8serve.quantize(x, self.input_scale, E4M3)
             self.watch(self.input_scale, amax, x)
             return q, self.input_scale_inv
+        return self._cast_by_content(x)
+
+    def _cast_by_content(self, x: Tensor) -> tuple[Tensor, Tensor]:
         op, arguments = self._content_cast
         return cast(tuple[Tensor, Tensor], op(x, *arguments))
 

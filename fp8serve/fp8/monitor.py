@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.reference import BLOCK, FP8_MAX
+from fp8serve.fp8.reference import FP8_MAX
+from fp8serve.fp8.spec import block_of
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.fp8.tally import Tally, tally
 
@@ -131,7 +132,8 @@ def _count(x: Tensor, q: Tensor, scale_inv: Tensor) -> _Sample:
     r, c = at // max(cols, 1), at % max(cols, 1)
     each = scale_inv
     if scale_inv.dim() > 0:
-        each = scale_inv[r if len(scale_inv) == rows else r // BLOCK, c // BLOCK if scale_inv.shape[1] > 1 else 0]
+        height, width = block_of(tuple(scale_inv.shape), rows, cols)
+        each = scale_inv[r // (height or rows), c // (width or cols)]
     counts = tally(x[r, c], q.view(torch.uint8)[r, c].view(q.dtype), each)
     coarsest = scale_inv if scale_inv.dim() == 0 else scale_inv.max()
     return _Sample(counts, coarsest, max(at.numel(), 1), FP8_MAX[q.dtype])

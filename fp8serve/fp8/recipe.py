@@ -15,14 +15,17 @@ import json
 from collections.abc import Callable
 from dataclasses import InitVar, asdict, dataclass, fields, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fp8serve.errors import RecipeError
+from fp8serve.fp8.amax_rules import RULES, RuleName
 from fp8serve.fp8.spec import ElementFormat, QuantSpec, RecipeSpecs, ScaleFormat, specs_of
 
-AmaxAlgo = Literal["max", "most_recent"] | Callable[[Any], Any]
+AmaxAlgo = RuleName | Callable[[Any], Any]
 ScaleAlgo = Callable[[Any, Any, float, Any], Any]
 Precisions = tuple[bool, bool, bool]
+Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # the recipes, as a command line names them
+RecipeName = Literal[Fp8Name, "bf16"]
 
 MAX_MARGIN = 8  # beyond it fp8_max / 2^margin / amax leaves FP32's range for the largest amax
 
@@ -96,9 +99,10 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 class DelayedScaling(_Specified):
     """One scale per tensor from the amax history of earlier steps, with one read of the tensor (docs/numerics.md).
 
-    `scale = (fp8_max / 2^margin) / amax`; `amax_compute_algo` reduces the history ("max", "most_recent" or a callable
-    `history [N] -> amax []`); `scaling_factor_compute_algo` replaces the formula by `(amax, old_scale, fp8_max, recipe)
-    -> scale`. The scale is recomputed on the first and then on every `interval`-th recorded step.
+    `scale = (fp8_max / 2^margin) / amax`; `amax_compute_algo` reduces the history ("max", "most_recent", any name of
+    amax_rules.py, or a callable `history [N] -> amax []`); `scaling_factor_compute_algo` replaces the formula by
+    `(amax, old_scale, fp8_max, recipe) -> scale`. The scale is recomputed on the first and then on every `interval`-th
+    recorded step.
     """
 
     margin: int = 0
@@ -118,10 +122,9 @@ class DelayedScaling(_Specified):
         _check_int("margin", self.margin, -MAX_MARGIN, MAX_MARGIN)
         _check_int("interval", self.interval, 1, 2**31 - 1)
         _check_int("amax_history_len", self.amax_history_len, 1, 2**20)
-        if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
-            raise RecipeError(
-                f'amax_compute_algo must be "max", "most_recent" or a callable, found {self.amax_compute_algo!r}.'
-            )
+        if self.amax_compute_algo not in RULES and not callable(self.amax_compute_algo):
+            names = ", ".join(f'"{name}"' for name in RULES)
+            raise RecipeError(f"amax_compute_algo must be {names} or a callable, found {self.amax_compute_algo!r}.")
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise RecipeError(
                 f"scaling_factor_compute_algo must be None or a callable, found {self.scaling_factor_compute_algo!r}."
@@ -181,13 +184,13 @@ class Float8BlockScaling(_Specified):
 Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling
 
 _CLASSES: dict[str, type[Recipe]] = {c.__name__: c for c in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)}
-_NAMED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
+_NAMED: dict[Fp8Name, tuple[type[Recipe], dict[str, Any]]] = {
     "delayed": (DelayedScaling, {}),
     "current": (Float8CurrentScaling, {}),
     "rowwise": (Float8CurrentScaling, {"granularity": "row"}),
     "block": (Float8BlockScaling, {}),
 }
-NAMES = (*_NAMED, "bf16")
+NAMES: tuple[str, ...] = get_args(RecipeName)
 
 
 def attends_in_fp8(recipe: Recipe | None) -> bool:

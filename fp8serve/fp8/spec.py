@@ -75,6 +75,17 @@ class QuantSpec:
         return replace(self, source="stored") if self.source == "delayed" else self
 
 
+def block_of(scale_shape: tuple[int, ...], rows: int, columns: int) -> Block:
+    """(rows, columns) that share a scale of a matrix [rows, columns] whose scales have this shape; None for all.
+
+    Granularities that give a matrix the same shape are the same for it. ValueError for a shape that none gives.
+    """
+    for granularity, block in _BLOCKS.items():
+        if QuantSpec(granularity=granularity).scale_shape(rows, columns) == scale_shape:
+            return block
+    raise ValueError(f"Scales of the shape {list(scale_shape)} fit no [{rows}, {columns}] matrix.")
+
+
 def _check(what: str, found: object, known: tuple[str, ...]) -> None:
     if found not in known:
         raise RecipeError(f"There is no {what} {found!r}; use {_either(known)}.")

@@ -82,8 +82,8 @@ def load_servable(
     """
     checkpoint = open_checkpoint(model_dir)
     recipe = "bf16" if recipe is None else recipe
-    named = None if isinstance(recipe, str) else recipe
-    freezer = _Freezer(checkpoint, _frozen_by(checkpoint, recipe, scales), named, torch.device(device), dtype)
+    frozen_by, named = _frozen_by(checkpoint, recipe, scales), _named(recipe)
+    freezer = _Freezer(checkpoint, frozen_by, named, torch.device(device), dtype)
     model = Decoder(checkpoint.config, device="meta", dtype=dtype)
     frozen = {name: module for name in linear_names(model) if (module := freezer(name)) is not None}
     for name in checkpoint:
@@ -95,13 +95,18 @@ def load_servable(
     return model.eval()
 
 
+def _named(recipe: str | Recipe) -> Recipe | None:
+    """The recipe that was asked for; None for "stored" and "bf16"."""
+    return None if isinstance(recipe, str) else recipe
+
+
 def _frozen_by(
     checkpoint: Checkpoint, recipe: str | Recipe, scales: Path | str | None
 ) -> ScalingCheckpoint | Literal["bf16", "stored", "recipe"]:
     """Where scales come from: a scaling state, nowhere, the directory's FP8 tensors, or the weights themselves."""
     if isinstance(recipe, str) and recipe not in ("stored", "bf16"):
         raise ModelError(f"recipe {recipe!r} is not 'stored', 'bf16' or a Recipe.")
-    named = None if isinstance(recipe, str) else recipe
+    named = _named(recipe)
     if recipe == "bf16" or (named is not None and delayed(named) is None):
         if scales is not None:
             raise ScalesError(f"{scales} was given, but this recipe uses no stored scales; leave one of the two out.")
@@ -138,7 +143,7 @@ class _Freezer:
 
     checkpoint: Checkpoint
     source: ScalingCheckpoint | Literal["bf16", "stored", "recipe"]
-    recipe: Recipe | None  # the one that was asked for; None: "stored" or "bf16"
+    recipe: Recipe | None  # see `_named`
     device: torch.device
     dtype: torch.dtype
 

@@ -2,7 +2,7 @@
 
 Two questions. How are the inputs of the layers quantized (`Scheme`)? The answer is a QuantSpec; the tables from others'
 words for granularity to ours are here, and quantization_config.py writes by the same ones. What does each scale tensor
-mean (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name says:
+mean (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name:
 `weight_scale_inv` of DeepSeek is no exception. Ours in memory are `weight_scale_inv` (dequantizes) and `input_scale`
 (quantizes), so input and KV scales are inverted at this border; 1 / (1 / s) is not always s, so where it is not our
 files note s in their header (`dequantizing_scale`). BF16 or FP32 is accepted, FP32 is kept; the ranks that

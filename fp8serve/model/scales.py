@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
+from fp8serve.fp8.amax_rules import RULES
 from fp8serve.fp8.autocast import fp8_max
 from fp8serve.fp8.recipe import Recipe, delayed, from_json, to_json
 from fp8serve.model.config import read_config
@@ -202,10 +203,11 @@ def _reached(recipe: Recipe | None, key: str, entry: TensorScale) -> float:
     rules = delayed(recipe)
     if rules is None or rules.interval != 1 or entry.amax_history is None:
         return 0.0
-    seen = entry.amax_history[1:]  # the staging slot is not in the scale yet
-    if not seen.numel():
+    algo, seen = rules.amax_compute_algo, entry.amax_history[1:]  # the staging slot is not in the scale yet
+    witness = None if callable(algo) else RULES[algo].witness
+    if witness is None or not seen.numel():
         return 0.0
-    amax = seen.max() if rules.amax_compute_algo == "max" else seen[-1]
+    amax = witness(seen)
     return float(amax.double() * entry.scale.double()) / fp8_max(rules, key.rpartition(".")[2])
 
 

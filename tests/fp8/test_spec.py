@@ -8,10 +8,10 @@ import torch
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, quantize
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.casting import cast_by_content, op_name
+from fp8serve.fp8.casting import cast_by_content
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import Recipe, delayed
-from fp8serve.fp8.spec import ATTENTION, LINEAR, Granularity, QuantSpec, ScaleFormat
+from fp8serve.fp8.spec import ATTENTION, LINEAR, Granularity, QuantSpec, ScaleFormat, block_of
 
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "block1x128", "block128x128")
 
@@ -28,6 +28,7 @@ def test_a_cast_by_a_spec_is_that_of_quantize(granularity: Granularity, scale_fo
         assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(scale_inv, expected_inv)
         assert spec.scale_shape(*x.shape) == tuple(scale_inv.shape)
+        assert block_of(tuple(scale_inv.shape), *x.shape) == spec.block
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,13 @@ def test_a_cast_by_a_spec_is_that_of_quantize(granularity: Granularity, scale_fo
 def test_what_does_not_exist_is_refused(found: dict[str, str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         QuantSpec(**found)  # type: ignore[arg-type]
+
+
+def test_a_shape_that_no_granularity_gives_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Scales of the shape \[7\] fit no \[300, 200\] matrix"):
+        block_of((7,), 300, 200)
+    assert QuantSpec(granularity="block128x128").divides(256, 128)
+    assert not QuantSpec(granularity="block128x128").divides(256, 192)
 
 
 def test_delayed_scaling() -> None:
@@ -81,8 +89,6 @@ def test_every_recipe_has_a_spec_for_every_role(recipe: Recipe) -> None:
     assert recipe.specs.element("grad_output") == recipe.fp8_format.backward
     assert recipe.specs.element("v") == recipe.fp8_format.forward
     assert delayed(recipe) is (recipe if isinstance(recipe, DelayedScaling) else None)
-    ops = {"quantize", "quantize_current", "quantize_block"}
-    assert {op_name(spec) for spec in recipe.specs.linear.values()} <= ops
 
 
 def test_specs_follow_a_recipe_that_is_copied_and_are_no_parameter() -> None:
