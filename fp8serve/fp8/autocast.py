@@ -174,7 +174,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
     gradients, and the states are updated at the end; together with enabled=False the maths stays in high precision.
     `amax_reduction_group`: the process group over which delayed amaxes are reduced with MAX, in every context that ends
     with gradients enabled. None: the default group, if one is initialised. A recipe with `reduce_amax=False` reduces
-    over none. `is_first_microbatch`, for gradient accumulation: True keeps the codes of the weights, False uses those
+    over none. `is_first_microbatch`, for gradient accumulation: True keeps the quantized weights, False uses those
     of the last True, None quantizes the weights (microbatch.py); the innermost context decides. Raises RecipeError if
     calibrating is asked of a recipe that has no history.
     """

@@ -1,7 +1,7 @@
-"""How a tensor's spec (spec.py) turns an operand into FP8 codes for the GEMMs that read it.
+"""How a tensor's spec (spec.py) quantizes an operand for the GEMMs that read it.
 
 A matrix x [M, K] is read in two ways: by rows, contracting K, and by columns, contracting M (as x^T [K, M]). A scale
-per tensor, and the 128x128 blocks of a weight, suit both: the codes are cast once and the columns are their transpose,
+per tensor, and the 128x128 blocks of a weight, suit both: the matrix is cast once, and the columns are its transpose,
 copied where the device's GEMM needs it (devices.py). A scale per row or per 1x128 block holds along one dimension only:
 there the columns are cast from x^T on their own.
 """
@@ -31,35 +31,35 @@ _OPS: dict[tuple[Granularity, ScaleFormat], tuple[str, tuple[Any, ...]]] = {
 }
 
 
-class Codes(NamedTuple):
-    """FP8 codes [rows, K] quantized for contraction along K, and the scale_inv that goes with them."""
+class Quantized(NamedTuple):
+    """FP8 data [rows, K] quantized for contraction along K, and the scale_inv that goes with them."""
 
     q: Tensor
     scale_inv: Tensor
 
 
-class Pair(NamedTuple):
-    """One operand for both directions: `rows` of x [M, K], `cols` of x^T [K, M]; None where no GEMM reads it."""
+class Operand(NamedTuple):
+    """One operand for both directions: `rowwise` is x [M, K], `columnwise` x^T [K, M]; None where no GEMM reads it."""
 
-    rows: Codes | None
-    cols: Codes | None
-
-
-def _turned(codes: Codes) -> Codes:
-    """The codes of the transposed matrix: a view where the device reads any layout, else a copy."""
-    scale_inv = codes.scale_inv.t()
-    if layout_of(codes.q.device) == "any":
-        return Codes(codes.q.t(), scale_inv)
-    return Codes(torch.ops.fp8serve.transpose_codes(codes.q), scale_inv.contiguous())
+    rowwise: Quantized | None
+    columnwise: Quantized | None
 
 
-def _both(codes: Codes, cols: bool) -> Pair:
-    return Pair(codes, _turned(codes) if cols else None)
+def _turned(data: Quantized) -> Quantized:
+    """The data of the transposed matrix: a view where the device reads any layout, else a copy."""
+    scale_inv = data.scale_inv.t()
+    if layout_of(data.q.device) == "any":
+        return Quantized(data.q.t(), scale_inv)
+    return Quantized(torch.ops.fp8serve.transpose_codes(data.q), scale_inv.contiguous())
 
 
-def from_codes(q: Tensor, scale: Tensor, cols: bool) -> Pair:
-    """Codes that another op has cast by this scale, for both directions."""
-    return _both(Codes(q, scale.reciprocal()), cols)
+def _both(data: Quantized, columnwise: bool) -> Operand:
+    return Operand(data, _turned(data) if columnwise else None)
+
+
+def from_quantized(q: Tensor, scale: Tensor, columnwise: bool) -> Operand:
+    """What another op has quantized by this scale, for both directions."""
+    return _both(Quantized(q, scale.reciprocal()), columnwise)
 
 
 def content_cast(spec: QuantSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -68,57 +68,57 @@ def content_cast(spec: QuantSpec) -> tuple[Any, tuple[Any, ...]]:
     return getattr(torch.ops.fp8serve, name), (DTYPES[spec.element], *more)
 
 
-def cast_by_content(x: Tensor, spec: QuantSpec) -> Codes:
+def cast_by_content(x: Tensor, spec: QuantSpec) -> Quantized:
     """Cast x [M, K] by its own content, for contraction along K."""
     op, arguments = content_cast(spec)
-    return Codes(*op(x, *arguments))
+    return Quantized(*op(x, *arguments))
 
 
-def cast_delayed(x: Tensor, spec: QuantSpec, scale: Tensor, cols: bool) -> tuple[Pair, Tensor]:
-    """Cast by a scale known beforehand: the codes, and amax of x in the same read; cast and transpose are one op."""
+def cast_delayed(x: Tensor, spec: QuantSpec, scale: Tensor, columnwise: bool) -> tuple[Operand, Tensor]:
+    """Cast by a scale known beforehand: the operand, and amax of x in the same read; cast and transpose are one op."""
     dtype, scale_inv = DTYPES[spec.element], scale.reciprocal()
-    if cols and layout_of(x.device) == "tn":
+    if columnwise and layout_of(x.device) == "tn":
         q, q_t, amax = torch.ops.fp8serve.quantize_transpose(x, scale, dtype)
-        return Pair(Codes(q, scale_inv), Codes(q_t, scale_inv)), cast(Tensor, amax)
+        return Operand(Quantized(q, scale_inv), Quantized(q_t, scale_inv)), cast(Tensor, amax)
     q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
-    return _both(Codes(q, scale_inv), cols), cast(Tensor, amax)
+    return _both(Quantized(q, scale_inv), columnwise), cast(Tensor, amax)
 
 
-def cast_by_amax(x: Tensor, amax: Tensor, spec: QuantSpec) -> Codes:
+def cast_by_amax(x: Tensor, amax: Tensor, spec: QuantSpec) -> Quantized:
     """Cast by an amax [] found elsewhere: of a tensor of which x is one rank's part (distributed.py)."""
     dtype = DTYPES[spec.element]
     scale = scale_from_amax(amax, FP8_MAX[dtype], spec.scale_format == "power_of_2")
     q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
-    return Codes(q, scale.reciprocal())
+    return Quantized(q, scale.reciprocal())
 
 
-def has_infinity(x: Tensor, pair: Pair) -> Tensor:
-    """Whether x, cast by its own content into `pair`, holds an infinity, bool []; NaN beside it may hide it.
+def has_infinity(x: Tensor, operand: Operand) -> Tensor:
+    """Whether x, cast by its own content into `operand`, holds an infinity, bool []; NaN beside it may hide it.
 
     An infinite amax makes the scale 1. So a CPU, which can look at a scale without waiting for it, reads x once more
     only where some scale is 1.
     """
-    codes = pair.rows or pair.cols
+    data = operand.rowwise or operand.columnwise
     looks = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if codes is None or x.numel() == 0 or (looks and not (codes.scale_inv == 1).any()):
+    if data is None or x.numel() == 0 or (looks and not (data.scale_inv == 1).any()):
         return x.new_zeros((), dtype=torch.bool)
     low, high = x.aminmax()
     return low.isinf() | high.isinf()
 
 
-def unhidden(pair: Pair, overflowed: Tensor) -> Pair:
-    """The codes of a gradient; with NaN for their scale_inv if it `overflowed`, bool [].
+def unhidden(operand: Operand, overflowed: Tensor) -> Operand:
+    """A quantized gradient; with NaN for its scale_inv if it `overflowed`, bool [].
 
     A cast saturates infinities, and yet a loss scaler or a finite-norm check must see them. NaN has a code of its own.
     """
 
-    def marked(codes: Codes | None) -> Codes | None:
-        return codes and Codes(codes.q, torch.where(overflowed, torch.nan, codes.scale_inv))
+    def marked(data: Quantized | None) -> Quantized | None:
+        return data and Quantized(data.q, torch.where(overflowed, torch.nan, data.scale_inv))
 
-    return Pair(marked(pair.rows), marked(pair.cols))
+    return Operand(marked(operand.rowwise), marked(operand.columnwise))
 
 
-def cast_current(x: Tensor, spec: QuantSpec, rows: bool, cols: bool, sharers: Any = None) -> Pair:
+def cast_current(x: Tensor, spec: QuantSpec, rowwise: bool, columnwise: bool, sharers: Any = None) -> Operand:
     """Cast x [M, K] by its own content, for the asked directions.
 
     A scale for the whole tensor is found together with the `sharers`, the ranks that hold its other parts.
@@ -126,10 +126,10 @@ def cast_current(x: Tensor, spec: QuantSpec, rows: bool, cols: bool, sharers: An
     if spec.granularity == "tensor" and sharers is not None:
         amax = reference.amax(x)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharers)
-        return _both(cast_by_amax(x, amax, spec), cols)
+        return _both(cast_by_amax(x, amax, spec), columnwise)
     if spec.serves_both_directions:
-        return _both(cast_by_content(x, spec), cols)
-    return Pair(
-        cast_by_content(x, spec) if rows else None,
-        cast_by_content(x.t().contiguous(), spec) if cols else None,
+        return _both(cast_by_content(x, spec), columnwise)
+    return Operand(
+        cast_by_content(x, spec) if rowwise else None,
+        cast_by_content(x.t().contiguous(), spec) if columnwise else None,
     )

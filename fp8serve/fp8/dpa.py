@@ -26,7 +26,7 @@ from torch import Tensor
 from fp8serve.fp8 import reference
 from fp8serve.fp8.attention import causal_attention, check_lengths
 from fp8serve.fp8.autocast import current, expect_backward, prepare, record
-from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, has_infinity, unhidden
+from fp8serve.fp8.casting import Operand, Quantized, cast_by_content, cast_delayed, has_infinity, unhidden
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, delayed
 from fp8serve.fp8.recompute import planned
 from fp8serve.fp8.scaling import Direction, ScalingState
@@ -50,18 +50,18 @@ class Rounding:
     def __call__(self, x: Tensor, name: str) -> Tensor:
         spec = self.recipe.specs.attention[name]
         if spec.source == "current":
-            pair = Pair(cast_by_content(x, spec), None)
-            return self._values(pair, name, has_infinity(x, pair))
+            operand = Operand(cast_by_content(x, spec), None)
+            return self._values(operand, name, has_infinity(x, operand))
         if not self.enabled:
             self._stage(name, reference.amax(x))
             return x.float()
-        pair, amax = cast_delayed(x, spec, self.states[name].scale, cols=False)
+        operand, amax = cast_delayed(x, spec, self.states[name].scale, columnwise=False)
         self._stage(name, amax)
-        return self._values(pair, name, amax.isinf())
+        return self._values(operand, name, amax.isinf())
 
-    def _values(self, pair: Pair, name: str, overflowed: Tensor) -> Tensor:
-        codes = cast(Codes, (unhidden(pair, overflowed) if name in BACKWARD else pair).rows)
-        return codes.q.float() * codes.scale_inv
+    def _values(self, operand: Operand, name: str, overflowed: Tensor) -> Tensor:
+        data = cast(Quantized, (unhidden(operand, overflowed) if name in BACKWARD else operand).rowwise)
+        return data.q.float() * data.scale_inv
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name in BACKWARD else "forward"

@@ -168,7 +168,7 @@ class FrozenLinear(nn.Module):
             self.quantize_input_by(replace(spec, granularity="row"))
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] -> the codes that this layer multiplies, and their scale_inv."""
+        """x [M, K] -> the FP8 data that this layer multiplies, and their scale_inv."""
         if self.input_scale is not None and self.input_scale_inv is not None:
             q, amax = torch.ops.fp8serve.quantize(x, self.input_scale, E4M3)
             self.watch(self.input_scale, amax, x)
