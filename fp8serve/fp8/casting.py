@@ -29,6 +29,7 @@ _OPS: dict[tuple[Granularity, ScaleFormat], tuple[str, tuple[Any, ...]]] = {
     ("block128x128", "fp32"): ("quantize_block", (128, False)),
     ("block128x128", "power_of_2"): ("quantize_block", (128, True)),
 }
+SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {"fp32": torch.float32, "power_of_2": torch.float32}
 
 
 class Quantized(NamedTuple):

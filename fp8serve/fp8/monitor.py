@@ -130,7 +130,7 @@ def _count(x: Tensor, q: Tensor, scale_inv: Tensor) -> _Sample:
     rows, cols = q.shape
     at = torch.arange(0, q.numel(), (q.numel() // SAMPLED) | 1, device=q.device)
     r, c = at // max(cols, 1), at % max(cols, 1)
-    each = scale_inv
+    each = scale_inv = scale_inv.float()
     if scale_inv.dim() > 0:
         height, width = block_of(tuple(scale_inv.shape), rows, cols)
         each = scale_inv[r // (height or rows), c // (width or cols)]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
-from fp8serve.fp8.casting import cast_by_content
+from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
 from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.files import (
@@ -152,7 +152,8 @@ class _Quantizer:
         scale_shape = self._scale_shape(*shape)
         yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantized(linear)[0])
         scale_name = f"{linear}.weight_scale{'_inv' if self.weight.is_blocked and self.format == 'fp8' else ''}"
-        yield _Item(scale_name, torch.float32, scale_shape, lambda: self.quantized(linear)[1].reshape(scale_shape))
+        scale_dtype = SCALE_DTYPES[self.weight.scale_format]
+        yield _Item(scale_name, scale_dtype, scale_shape, lambda: self.quantized(linear)[1].reshape(scale_shape))
         if self.input.source == "delayed":
             yield self._scalar(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale)
 
