@@ -11,7 +11,7 @@ import torch
 
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.decoder import Decoder
 
@@ -47,7 +47,7 @@ def freezer(recipe: Recipe, states: Mapping[str, ScalingState]) -> Callable[[str
     """What makes a linear as it is served under `recipe`, with the scales in `states` where the recipe stores any."""
 
     def freeze(name: str, linear: Linear) -> FrozenLinear:
-        if not isinstance(recipe, DelayedScaling):
+        if delayed(recipe) is None:
             return FrozenLinear.from_linear(linear, recipe)
         return FrozenLinear.from_linear(linear, recipe, states[f"{name}.input"].scale, states[f"{name}.weight"].scale)
 

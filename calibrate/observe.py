@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.autocast import autocast, fp8_max
 from fp8serve.fp8.ops.arithmetic import amax
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import Entry, ScalingState, update
 from fp8serve.model.decoder import Decoder
 
@@ -79,7 +79,7 @@ class Observer:
     def end_batch(self) -> None:
         """Read what this batch recorded; after the context and the backward pass have ended. One transfer per batch."""
         if self.kv:
-            update([Entry(state, fp8_max(self.recipe, "input")) for state in self.kv.values()], self.recipe)
+            update([Entry(state, fp8_max(self.recipe, "k")) for state in self.kv.values()], self.recipe)
         states = self.states()
         rows = torch.stack([_row(state) for state in states.values()]).tolist()
         for name, (newest, steps, nonfinite) in zip(states, rows, strict=True):
@@ -149,8 +149,9 @@ def observe(
     stages: Stages | None = None,
 ) -> Observer:
     """Run every batch once in high precision and record. ScalesError: a tensor is not finite or can have no scale."""
-    delayed = recipe if isinstance(recipe, DelayedScaling) else DelayedScaling()
-    observer = Observer(linears, delayed, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
+    rules = delayed(recipe)
+    asked = DelayedScaling() if rules is None else rules
+    observer = Observer(linears, asked, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
     with tracked(decoder) if gradients else torch.no_grad():
         for batch in (stages or Stages()).steps("observe", batches):
             with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
@@ -160,6 +161,6 @@ def observe(
             if gradients:
                 backward(decoder, hidden, batch.targets)
             observer.end_batch()
-    needed = observer.seen if isinstance(recipe, DelayedScaling) else observer.kv
+    needed = observer.kv if rules is None else observer.seen
     check(observer.seen, needed, len(batches))
     return observer

@@ -27,7 +27,7 @@ import torch
 import fp8serve
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear, convert
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, name_of, to_json
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, name_of, to_json
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.checkpoint import (
     ScalingCheckpoint,
@@ -153,11 +153,11 @@ def _check_settings(
     quantization_files(format_, recipe, kv_cache)  # ModelError when the format cannot say it
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
-    if gradients and not isinstance(recipe, DelayedScaling):
+    if gradients and delayed(recipe) is None:
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration."
         )
-    if scales_only and not (kv_cache or isinstance(recipe, DelayedScaling)):
+    if scales_only and not (kv_cache or delayed(recipe) is not None):
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
         )
@@ -192,7 +192,7 @@ def _data_report(
 
 def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
     """The states whose scales the directory carries: all for delayed scaling, only the cache's for other recipes."""
-    return {n: s for n, s in states.items() if isinstance(recipe, DelayedScaling) or n.endswith((".k", ".v"))}
+    return {n: s for n, s in states.items() if delayed(recipe) is not None or n.endswith((".k", ".v"))}
 
 
 def _checkpoint(

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fp8serve.errors import RecipeError
+from fp8serve.fp8.amax_rules import RuleName
+from fp8serve.fp8.recipe import Fp8Name
 from fp8serve.terminal import AsJson, print_rich, progress, remark
-
-RecipeName = Literal["delayed", "current", "rowwise", "block"]
 
 
 def command(
@@ -27,7 +27,7 @@ def command(
             show_default="passages that ship with fp8serve",
         ),
     ] = None,
-    recipe: Annotated[RecipeName, typer.Option(help="How tensors are scaled.")] = "delayed",
+    recipe: Annotated[Fp8Name, typer.Option(help="How tensors are scaled.")] = "delayed",
     samples: Annotated[int, typer.Option(min=1, help="Sequences to observe.")] = 128,
     seq_len: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
@@ -35,7 +35,7 @@ def command(
         int | None, typer.Option(min=1, help="Length of the amax history (delayed).", show_default="1024")
     ] = None,
     algo: Annotated[
-        Literal["max", "most_recent"] | None,
+        RuleName | None,
         typer.Option(help="How a history becomes one amax (delayed).", show_default="max"),
     ] = None,
     margin: Annotated[

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fp8serve.errors import RecipeError
+from fp8serve.fp8.recipe import RecipeName
 from fp8serve.terminal import Advance, AsJson, print_json, progress, remark
 
 
@@ -17,9 +18,7 @@ def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face-format directory, or a name on the hub.")],
     data: Annotated[list[Path], typer.Option(help="Text or JSON-lines file; repeat for several.")],
     out: Annotated[Path, typer.Option(help="Directory for checkpoints/ and, at the end, model/.")],
-    recipe: Annotated[
-        Literal["delayed", "current", "rowwise", "block", "bf16"], typer.Option(help="How tensors are scaled.")
-    ] = "delayed",
+    recipe: Annotated[RecipeName, typer.Option(help="How tensors are scaled.")] = "delayed",
     recipe_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="A parameter of the recipe, its value in JSON; repeat for several."),

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 import typer
 
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.fp8.recipe import RecipeName
 
 KEY_VARIABLE = "FP8SERVE_API_KEY"
-RecipeChoice = Literal["stored", "delayed", "current", "rowwise", "block", "bf16"]
+RecipeChoice = Literal["stored", RecipeName]
 
 
 def command(

@@ -245,11 +245,7 @@ def _can_join(parts: Sequence[FrozenLinear]) -> bool:
     """All cast their input alike, and a scale of their own for each row, or whole blocks of rows, says it all."""
     first = parts[0]
     for part in parts:
-        if (part.granularity, part.power_2_scale, part.out_dtype) != (
-            first.granularity,
-            first.power_2_scale,
-            first.out_dtype,
-        ):
+        if (part.input_spec, part.out_dtype) != (first.input_spec, first.out_dtype):
             return False
         if not _equal(part.input_scale, first.input_scale) or (part.bias is None) != (first.bias is None):
             return False
@@ -276,8 +272,7 @@ def _join(parts: Sequence[FrozenLinear]) -> FrozenLinear:
         torch.cat(scales),
         torch.cat(biases) if biases else None,
         first.input_scale,
-        first.granularity,
-        first.power_2_scale,
+        first.input_spec,
         first.out_dtype,
     )
     _share_weight(joined, parts)

@@ -144,8 +144,7 @@ def _separate_rows(
     needed. On a GPU products choose their kernel by the number of rows, and tiles would cost most of its speed.
     """
     for layer in frozen.values():
-        if layer.input_scale is None and layer.granularity == "tensor":
-            layer.granularity = "row"
+        layer.make_rows_independent()
     if torch.device(options.device).type == "cuda":
         return fuse(model), {}
     if own_products(options.device):
@@ -190,8 +189,12 @@ def _kv_scale(k: Tensor, v: Tensor) -> KvScale:
 
 def _input_scales(frozen: dict[str, FrozenLinear]) -> str | None:
     """How the inputs of FP8 layers are scaled, in one word."""
-    kinds = {"stored" if layer.input_scale is not None else f"per {layer.granularity}" for layer in frozen.values()}
-    return ", ".join(sorted(kinds)) or None
+    return ", ".join(sorted({_input_scale(layer) for layer in frozen.values()})) or None
+
+
+def _input_scale(layer: FrozenLinear) -> str:
+    spec = layer.input_spec
+    return "stored" if spec.source == "stored" else f"per {spec.granularity}"
 
 
 def _weight_bytes(model: nn.Module) -> int:
@@ -207,12 +210,12 @@ def _scale_record(name: str, layer: FrozenLinear, rows: int) -> dict[str, Any]:
     """
     if layer.input_scale is None:
         unmeasured = dict.fromkeys(("amax", "scale", "headroom", "saturated", "saturation"))
-        return {"name": name, "input": f"per {layer.granularity}", **unmeasured}
+        return {"name": name, "input": _input_scale(layer), **unmeasured}
     amax, scale, saturated = float(layer.amax), float(layer.input_scale), int(layer.saturated)
     elements = rows * layer.in_features
     return {
         "name": name,
-        "input": "stored",
+        "input": _input_scale(layer),
         "amax": amax,
         "scale": scale,
         "headroom": FP8_MAX / (amax * scale) if amax else None,

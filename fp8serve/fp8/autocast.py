@@ -38,7 +38,7 @@ from fp8serve.fp8.loops import LoopWatch
 from fp8serve.fp8.microbatch import checked
 from fp8serve.fp8.ops import DTYPES, implement
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import Direction, Entry, Scaled, update
 from fp8serve.fp8.torch_private import backward_pass, constant_in_graphs, when_backward_ends
 
@@ -112,8 +112,8 @@ def _update(modules: Iterable[Scaled], direction: Direction, recipe: DelayedScal
 
 
 def fp8_max(recipe: Recipe, name: str) -> float:
-    """The largest value of the format that a tensor is cast to; a gradient's name begins with "grad_"."""
-    return FP8_MAX[DTYPES[recipe.fp8_format.backward if name.startswith("grad_") else recipe.fp8_format.forward]]
+    """The largest value of the format that the tensor of a role is cast to."""
+    return FP8_MAX[DTYPES[recipe.specs.element(name)]]
 
 
 @dataclass
@@ -173,7 +173,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
     gradients, and the states are updated at the end; together with enabled=False the maths stays in high precision.
     `amax_reduction_group`: the process group over which delayed amaxes are reduced with MAX, in every context that ends
     with gradients enabled. None: the default group, if one is initialised. A recipe with `reduce_amax=False` reduces
-    over none. `is_first_microbatch`, for gradient accumulation: True keeps the codes of the weights, False uses those
+    over none. `is_first_microbatch`, for gradient accumulation: True keeps the quantized weights, False uses those
     of the last True, None quantizes the weights (microbatch.py); the innermost context decides. Raises RecipeError if
     calibrating is asked of a recipe that has no history.
     """
@@ -199,15 +199,15 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
             raise RecipeError(
                 f"recipe must be DelayedScaling, Float8CurrentScaling or Float8BlockScaling, found {recipe!r}."
             )
-        if calibrating and not isinstance(self.recipe, DelayedScaling):
+        if calibrating and delayed(self.recipe) is None:
             kind = type(self.recipe).__name__
             raise RecipeError(f"calibrating records amax histories, and {kind} has none; use DelayedScaling.")
 
     def __enter__(self) -> "autocast":
         _LOCAL.stack.append(self)
-        if isinstance(self.recipe, DelayedScaling):
+        if (rules := delayed(self.recipe)) is not None:
             self.group = default_group() if self.named_group is None else self.named_group
-            self.rule, self.held = known(Rule(self.recipe, self.group))
+            self.rule, self.held = known(Rule(rules, self.group))
             if self.held.shared and (self.enabled or self.calibrating):
                 _LOCAL.session.open(self.held)
         return self

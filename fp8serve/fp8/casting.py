@@ -1,7 +1,7 @@
-"""How each recipe turns an operand into FP8 codes for the GEMMs that read it.
+"""How a tensor's spec (spec.py) quantizes an operand for the GEMMs that read it.
 
 A matrix x [M, K] is read in two ways: by rows, contracting K, and by columns, contracting M (as x^T [K, M]). A scale
-per tensor, and the 128x128 blocks of a weight, suit both: the codes are cast once and the columns are their transpose,
+per tensor, and the 128x128 blocks of a weight, suit both: the matrix is cast once, and the columns are its transpose,
 copied where the device's GEMM needs it (devices.py). A scale per row or per 1x128 block holds along one dimension only:
 there the columns are cast from x^T on their own.
 """
@@ -13,111 +13,123 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8serve.fp8.devices import layout_of
-from fp8serve.fp8.ops import arithmetic
-from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, scale_from_amax
-from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
+from fp8serve.fp8.ops import DTYPES, arithmetic
+from fp8serve.fp8.ops.arithmetic import FP8_MAX, scale_from_amax
+from fp8serve.fp8.spec import Granularity, QuantSpec, ScaleFormat
+
+# The op that casts a tensor by its own content, and what follows (x, dtype) among its arguments.
+_OPS: dict[tuple[Granularity, ScaleFormat], tuple[str, tuple[Any, ...]]] = {
+    ("tensor", "fp32"): ("quantize_current", (False,)),
+    ("tensor", "power_of_2"): ("quantize_current", (True,)),
+    ("row", "fp32"): ("quantize_rowwise", (False,)),
+    ("row", "power_of_2"): ("quantize_rowwise", (True,)),
+    ("block1x128", "fp32"): ("quantize_block", (1, False)),
+    ("block1x128", "power_of_2"): ("quantize_block", (1, True)),
+    ("block128x128", "fp32"): ("quantize_block", (128, False)),
+    ("block128x128", "power_of_2"): ("quantize_block", (128, True)),
+}
+SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {"fp32": torch.float32, "power_of_2": torch.float32}
 
 
-class Codes(NamedTuple):
-    """FP8 codes [rows, K] quantized for contraction along K, and the scale_inv that goes with them."""
+class Quantized(NamedTuple):
+    """FP8 data [rows, K] quantized for contraction along K, and the scale_inv that goes with them."""
 
     q: Tensor
     scale_inv: Tensor
 
 
-class Pair(NamedTuple):
-    """One operand for both directions: `rows` of x [M, K], `cols` of x^T [K, M]; None where no GEMM reads it."""
+class Operand(NamedTuple):
+    """One operand for both directions: `rowwise` is x [M, K], `columnwise` x^T [K, M]; None where no GEMM reads it."""
 
-    rows: Codes | None
-    cols: Codes | None
-
-
-def _turned(codes: Codes) -> Codes:
-    """The codes of the transposed matrix: a view where the device reads any layout, else a copy."""
-    scale_inv = codes.scale_inv.t()
-    if layout_of(codes.q.device) == "any":
-        return Codes(codes.q.t(), scale_inv)
-    return Codes(torch.ops.fp8serve.transpose_codes(codes.q), scale_inv.contiguous())
+    rowwise: Quantized | None
+    columnwise: Quantized | None
 
 
-def _both(codes: Codes, cols: bool) -> Pair:
-    return Pair(codes, _turned(codes) if cols else None)
+def _turned(data: Quantized) -> Quantized:
+    """The data of the transposed matrix: a view where the device reads any layout, else a copy."""
+    scale_inv = data.scale_inv.t()
+    if layout_of(data.q.device) == "any":
+        return Quantized(data.q.t(), scale_inv)
+    return Quantized(torch.ops.fp8serve.transpose_codes(data.q), scale_inv.contiguous())
 
 
-def from_codes(q: Tensor, scale: Tensor, cols: bool) -> Pair:
-    """Codes that another op has cast by this scale, for both directions."""
-    return _both(Codes(q, scale.reciprocal()), cols)
+def _both(data: Quantized, columnwise: bool) -> Operand:
+    return Operand(data, _turned(data) if columnwise else None)
 
 
-def cast_delayed(x: Tensor, dtype: torch.dtype, scale: Tensor, cols: bool) -> tuple[Pair, Tensor]:
-    """Cast by a scale known beforehand: the codes, and amax of x in the same read; cast and transpose are one op."""
-    scale_inv = scale.reciprocal()
-    if cols and layout_of(x.device) == "tn":
+def from_quantized(q: Tensor, scale: Tensor, columnwise: bool) -> Operand:
+    """What another op has quantized by this scale, for both directions."""
+    return _both(Quantized(q, scale.reciprocal()), columnwise)
+
+
+def content_cast(spec: QuantSpec) -> tuple[Any, tuple[Any, ...]]:
+    """(op, arguments): `op(x, *arguments)` casts x [M, K] by its own content to (q, scale_inv)."""
+    name, more = _OPS[spec.granularity, spec.scale_format]
+    return getattr(torch.ops.fp8serve, name), (DTYPES[spec.element], *more)
+
+
+def cast_by_content(x: Tensor, spec: QuantSpec) -> Quantized:
+    """Cast x [M, K] by its own content, for contraction along K."""
+    op, arguments = content_cast(spec)
+    return Quantized(*op(x, *arguments))
+
+
+def cast_delayed(x: Tensor, spec: QuantSpec, scale: Tensor, columnwise: bool) -> tuple[Operand, Tensor]:
+    """Cast by a scale known beforehand: the operand, and amax of x in the same read; cast and transpose are one op."""
+    dtype, scale_inv = DTYPES[spec.element], scale.reciprocal()
+    if columnwise and layout_of(x.device) == "tn":
         q, q_t, amax = torch.ops.fp8serve.quantize_transpose(x, scale, dtype)
-        return Pair(Codes(q, scale_inv), Codes(q_t, scale_inv)), cast(Tensor, amax)
+        return Operand(Quantized(q, scale_inv), Quantized(q_t, scale_inv)), cast(Tensor, amax)
     q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
-    return _both(Codes(q, scale_inv), cols), cast(Tensor, amax)
+    return _both(Quantized(q, scale_inv), columnwise), cast(Tensor, amax)
 
 
-def _cast_along_rows(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> Codes:
-    if isinstance(recipe, Float8BlockScaling):
-        return Codes(*torch.ops.fp8serve.quantize_block(x, dtype, 1, recipe.power_2_scale))
-    return Codes(*torch.ops.fp8serve.quantize_rowwise(x, dtype, _power_2(recipe)))
-
-
-def _power_2(recipe: Recipe) -> bool:
-    return not isinstance(recipe, DelayedScaling) and recipe.power_2_scale
-
-
-def cast_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_2: bool) -> Codes:
+def cast_by_amax(x: Tensor, amax: Tensor, spec: QuantSpec) -> Quantized:
     """Cast by an amax [] found elsewhere: of a tensor of which x is one rank's part (distributed.py)."""
-    scale = scale_from_amax(amax, FP8_MAX[dtype], power_2)
+    dtype = DTYPES[spec.element]
+    scale = scale_from_amax(amax, FP8_MAX[dtype], spec.scale_format == "power_of_2")
     q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
-    return Codes(q, scale.reciprocal())
+    return Quantized(q, scale.reciprocal())
 
 
-def has_infinity(x: Tensor, pair: Pair) -> Tensor:
-    """Whether x, cast by its own content into `pair`, holds an infinity, bool []; NaN beside it may hide it.
+def has_infinity(x: Tensor, operand: Operand) -> Tensor:
+    """Whether x, cast by its own content into `operand`, holds an infinity, bool []; NaN beside it may hide it.
 
     An infinite amax makes the scale 1. So a CPU, which can look at a scale without waiting for it, reads x once more
     only where some scale is 1.
     """
-    codes = pair.rows or pair.cols
+    data = operand.rowwise or operand.columnwise
     looks = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if codes is None or x.numel() == 0 or (looks and not (codes.scale_inv == 1).any()):
+    if data is None or x.numel() == 0 or (looks and not (data.scale_inv == 1).any()):
         return x.new_zeros((), dtype=torch.bool)
     low, high = x.aminmax()
     return low.isinf() | high.isinf()
 
 
-def unhidden(pair: Pair, overflowed: Tensor) -> Pair:
-    """The codes of a gradient; with NaN for their scale_inv if it `overflowed`, bool [].
+def unhidden(operand: Operand, overflowed: Tensor) -> Operand:
+    """A quantized gradient; with NaN for its scale_inv if it `overflowed`, bool [].
 
     A cast saturates infinities, and yet a loss scaler or a finite-norm check must see them. NaN has a code of its own.
     """
 
-    def marked(codes: Codes | None) -> Codes | None:
-        return codes and Codes(codes.q, torch.where(overflowed, torch.nan, codes.scale_inv))
+    def marked(data: Quantized | None) -> Quantized | None:
+        return data and Quantized(data.q, torch.where(overflowed, torch.nan, data.scale_inv))
 
-    return Pair(marked(pair.rows), marked(pair.cols))
+    return Operand(marked(operand.rowwise), marked(operand.columnwise))
 
 
-def cast_by_content(
-    x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, rows: bool, cols: bool, sharers: Any = None
-) -> Pair:
-    """Cast x [M, K] by its own amax, at the granularity of a recipe without state, for the asked directions.
+def cast_current(x: Tensor, spec: QuantSpec, rowwise: bool, columnwise: bool, sharers: Any = None) -> Operand:
+    """Cast x [M, K] by its own content, for the asked directions.
 
     A scale for the whole tensor is found together with the `sharers`, the ranks that hold its other parts.
     """
-    if isinstance(recipe, Float8BlockScaling) and weight:
-        return _both(Codes(*torch.ops.fp8serve.quantize_block(x, dtype, BLOCK, recipe.power_2_scale)), cols)
-    if not isinstance(recipe, Float8BlockScaling) and getattr(recipe, "granularity", "tensor") == "tensor":
-        if sharers is not None:
-            amax = arithmetic.amax(x)
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharers)
-            return _both(cast_by_amax(x, amax, dtype, _power_2(recipe)), cols)
-        return _both(Codes(*torch.ops.fp8serve.quantize_current(x, dtype, _power_2(recipe))), cols)
-    return Pair(
-        _cast_along_rows(x, dtype, recipe) if rows else None,
-        _cast_along_rows(x.t().contiguous(), dtype, recipe) if cols else None,
+    if spec.granularity == "tensor" and sharers is not None:
+        amax = arithmetic.amax(x)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharers)
+        return _both(cast_by_amax(x, amax, spec), columnwise)
+    if spec.serves_both_directions:
+        return _both(cast_by_content(x, spec), columnwise)
+    return Operand(
+        cast_by_content(x, spec) if rowwise else None,
+        cast_by_content(x.t().contiguous(), spec) if columnwise else None,
     )

@@ -1,8 +1,8 @@
 """What the FP8 GEMM of a device can read.
 
 Ada and Hopper multiply FP8 only with the contracted dimension contiguous in both operands ("tn"), and our CPU kernels
-are written for that layout, too: the backward pass needs transposed codes, made when the tensor is cast. Blackwell
-reads any layout: there a transposed view of the same codes does, and no copy is made. It is a property of the device,
+are written for that layout, too: the backward pass needs transposed data, made when the tensor is cast. Blackwell
+reads any layout: there a transposed view of the same data does, and no copy is made. It is a property of the device,
 not of the code path, and `operand_layout` sets it, so both paths are tested on any machine.
 """
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import Direction, Scaled
 from fp8serve.fp8.torch_private import copy_each
 
@@ -151,8 +151,8 @@ def one_scale(recipe: Recipe, group: Any, members: Any, user: str) -> None:
     group: the one over which amaxes are reduced. Delayed scales are equal on ranks that reduce their amaxes together;
     current ones can be found together; a scale for each row or block cannot be shared by both directions.
     """
-    if isinstance(recipe, DelayedScaling):
-        if not (recipe.reduce_amax and spans(group, members)):
+    if (rules := delayed(recipe)) is not None:
+        if not (rules.reduce_amax and spans(group, members)):
             raise RecipeError(
                 f"{user} needs equal delayed scales on its ranks: give autocast an amax_reduction_group that spans "
                 "them, and leave reduce_amax on."
@@ -163,7 +163,7 @@ def one_scale(recipe: Recipe, group: Any, members: Any, user: str) -> None:
 
 def one_per_tensor(recipe: Recipe) -> bool:
     """Whether the recipe has one scale for a whole tensor."""
-    return isinstance(recipe, DelayedScaling) or getattr(recipe, "granularity", None) == "tensor"
+    return all(spec.granularity == "tensor" for spec in recipe.specs.linear.values())
 
 
 def spans(group: Any, members: Any) -> bool:

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from fp8serve.fp8.attention import causal_attention, check_lengths
 from fp8serve.fp8.autocast import current, expect_backward, prepare, record
-from fp8serve.fp8.casting import Codes, Pair, has_infinity, unhidden
-from fp8serve.fp8.ops import DTYPES, arithmetic
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, attends_in_fp8
+from fp8serve.fp8.casting import Operand, Quantized, cast_by_content, cast_delayed, has_infinity, unhidden
+from fp8serve.fp8.ops import arithmetic
+from fp8serve.fp8.recipe import Recipe, attends_in_fp8, delayed
 from fp8serve.fp8.recompute import planned
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.stateful import Stateful
@@ -48,24 +48,20 @@ class Rounding:
     recording: bool  # stage amaxes in the forward pass
 
     def __call__(self, x: Tensor, name: str) -> Tensor:
-        fmt = self.recipe.fp8_format
-        dtype = DTYPES[fmt.backward if name in BACKWARD else fmt.forward]
-        if self.rule is None:
-            power_2 = not isinstance(self.recipe, DelayedScaling) and self.recipe.power_2_scale
-            codes = Codes(*torch.ops.fp8serve.quantize_current(x, dtype, power_2))
-            return self._values(codes, name, has_infinity(x, Pair(codes, None)))
+        spec = self.recipe.specs.attention[name]
+        if spec.source == "current":
+            operand = Operand(cast_by_content(x, spec), None)
+            return self._values(operand, name, has_infinity(x, operand))
         if not self.enabled:
             self._stage(name, arithmetic.amax(x))
             return x.float()
-        scale = self.states[name].scale
-        q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
+        operand, amax = cast_delayed(x, spec, self.states[name].scale, columnwise=False)
         self._stage(name, amax)
-        return self._values(Codes(q, scale.reciprocal()), name, amax.isinf())
+        return self._values(operand, name, amax.isinf())
 
-    def _values(self, codes: Codes, name: str, overflowed: Tensor) -> Tensor:
-        if name in BACKWARD:
-            codes = cast(Codes, unhidden(Pair(codes, None), overflowed).rows)
-        return codes.q.float() * codes.scale_inv
+    def _values(self, operand: Operand, name: str, overflowed: Tensor) -> Tensor:
+        data = cast(Quantized, (unhidden(operand, overflowed) if name in BACKWARD else operand).rowwise)
+        return data.q.float() * data.scale_inv
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name in BACKWARD else "forward"
@@ -144,7 +140,7 @@ class DotProductAttention(Stateful):
         sequences = zip(*(torch.split(x, list(lengths)) for x in rounded), strict=True)
         mixed = torch.cat([_attend(a, b, c, softmax_scale, rounding) for a, b, c in sequences])
         out = _round(mixed, rounding, "grad_output")
-        return out if rounding.enabled and getattr(rounding.recipe, "fp8_mha", False) else out.to(q.dtype)
+        return out if rounding.enabled and rounding.recipe.specs.keeps_attention_wide else out.to(q.dtype)
 
     def _rounding(self, differentiable: bool) -> Rounding | None:
         """How this call rounds by the recipe in force. None: it does not."""
@@ -152,9 +148,9 @@ class DotProductAttention(Stateful):
         if context is None or not attends_in_fp8(context.recipe):
             return None
         recipe, graph = context.recipe, torch.is_grad_enabled()
-        if isinstance(recipe, DelayedScaling):
-            prepare(self.key, recipe.amax_history_len)
-        states = self.scaling if isinstance(recipe, DelayedScaling) else {}
+        if (rules := delayed(recipe)) is not None:
+            prepare(self.key, rules.amax_history_len)
+        states = {} if rules is None else self.scaling
         if context.rule is not None and graph and differentiable:
             expect_backward(states["q"].amax_history, context.rule)
         return Rounding(

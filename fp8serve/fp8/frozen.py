@@ -6,19 +6,19 @@ many elements were cut off at +-448. Watching costs a comparison per call, and a
 rare call that saturates; on a GPU, where looking would mean waiting, a kernel compares and decides.
 """
 
-from typing import Literal, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import ScalesError
+from fp8serve.fp8.casting import content_cast
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.ops import blocks
-from fp8serve.fp8.ops.arithmetic import BLOCK
 from fp8serve.fp8.ops.packing import GROUP, RUN, packed_shape
-from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe
+from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.spec import WEIGHTS, QuantSpec, listed
 
-InputGranularity = Literal["tensor", "row", "block"]
 E4M3 = torch.float8_e4m3fn
 _count_saturated = torch.ops.fp8serve.count_saturated.default  # looked up once: it is called for every input
 
@@ -43,27 +43,23 @@ def _given_scale(linear: nn.Linear, name: str, scale: Tensor | None) -> Tensor:
     return _valid_scale(f"the {name} scale", scale)
 
 
-def _quantized_weight(
-    linear: nn.Linear, recipe: Recipe, scale: Tensor | None
-) -> tuple[Tensor, Tensor, InputGranularity]:
-    """(weight_q, weight_scale_inv, how the input is quantized) of a recipe."""
-    weight, op = linear.weight.detach(), torch.ops.fp8serve
-    if isinstance(recipe, DelayedScaling):
+def _quantized_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weight_q, weight_scale_inv) by a recipe's spec of weights."""
+    weight = linear.weight.detach()
+    if spec.source == "delayed":
         scale = _given_scale(linear, "weight", scale)
-        return op.quantize(weight, scale, E4M3)[0], scale.reciprocal(), "tensor"
-    if isinstance(recipe, Float8BlockScaling):
-        return *op.quantize_block(weight, E4M3, BLOCK, recipe.power_2_scale), "block"
-    if recipe.granularity == "row":
-        return *op.quantize_rowwise(weight, E4M3, recipe.power_2_scale), "row"
-    return *op.quantize_current(weight, E4M3, recipe.power_2_scale), "tensor"
+        return torch.ops.fp8serve.quantize(weight, scale, E4M3)[0], scale.reciprocal()
+    op, arguments = content_cast(spec)
+    return cast(tuple[Tensor, Tensor], op(weight, *arguments))
 
 
 class FrozenLinear(nn.Module):
     """[..., K] -> [..., N] from FP8 weights.
 
     weight_q: E4M3 [N, K], or packed (see `pack`) [N / 16, K / 8, 128]. weight_scale_inv: FP32 [], [N, 1] or
-    [ceil(N/128), ceil(K/128)]. bias: [N] or None. input_scale: FP32 [], multiplies to quantize the input; None: the
-    input's own amax, per `granularity` ("tensor", "row", "block"). out_dtype: of the output; None for the input's.
+    [ceil(N/128), ceil(K/128)]. bias: [N] or None. input_scale: FP32 [], multiplies to quantize the input. input_spec:
+    how inputs are quantized, by the stored `input_scale` or each by its own content; None: with one scale a tensor.
+    out_dtype: of the output; None for the input's.
     """
 
     weight_q: Tensor
@@ -80,15 +76,14 @@ class FrozenLinear(nn.Module):
         weight_scale_inv: Tensor,
         bias: Tensor | None = None,
         input_scale: Tensor | None = None,
-        granularity: InputGranularity = "tensor",
-        power_2_scale: bool = False,
+        input_spec: QuantSpec | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         _check_weight(weight_q, weight_scale_inv)
-        if granularity not in ("tensor", "row", "block"):
-            raise ValueError(f'granularity must be "tensor", "row" or "block", found {granularity!r}.')
-        self.granularity, self.power_2_scale, self.out_dtype = granularity, power_2_scale, out_dtype
+        self.out_dtype = out_dtype
+        self.quantize_input_by(input_spec or QuantSpec(source="current" if input_scale is None else "stored"))
+        _check_source(self.input_spec, input_scale)
         self.out_features, self.in_features = _features(weight_q)
         self.register_buffer("weight_q", weight_q)
         self.register_buffer("weight_scale_inv", weight_scale_inv)
@@ -113,13 +108,13 @@ class FrozenLinear(nn.Module):
 
         Raises ScalesError if a delayed scale is missing, zero, negative or not finite.
         """
-        if isinstance(recipe, DelayedScaling):
+        specs = recipe.specs.linear
+        if specs["input"].source == "delayed":
             input_scale = _given_scale(linear, "input", input_scale)
         elif input_scale is not None or weight_scale is not None:
             raise ScalesError(f"{type(recipe).__name__} computes its scales from the data; do not give stored ones.")
-        weight_q, weight_scale_inv, granularity = _quantized_weight(linear, recipe, weight_scale)
-        power_2 = not isinstance(recipe, DelayedScaling) and recipe.power_2_scale
-        return cls(weight_q, weight_scale_inv, linear.bias, input_scale, granularity, power_2, out_dtype)
+        weight_q, weight_scale_inv = _quantized_weight(linear, specs["weight"], weight_scale)
+        return cls(weight_q, weight_scale_inv, linear.bias, input_scale, specs["input"].at_rest(), out_dtype)
 
     @classmethod
     def from_quantized(
@@ -128,11 +123,11 @@ class FrozenLinear(nn.Module):
         weight_scale_inv: Tensor,
         bias: Tensor | None,
         input_scale: Tensor | None,
-        granularity: InputGranularity = "tensor",
+        input_spec: QuantSpec | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> "FrozenLinear":
         """A layer from the tensors of an FP8 checkpoint; input_scale multiplies to quantize, None is dynamic."""
-        return cls(weight_q, weight_scale_inv, bias, input_scale, granularity, False, out_dtype)
+        return cls(weight_q, weight_scale_inv, bias, input_scale, input_spec, out_dtype)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -159,18 +154,30 @@ class FrozenLinear(nn.Module):
         """Reads the weight from now on where it is packed: `out`, E4M3 of as many elements. For serving on a CPU."""
         self.weight_q = packed(self.weight_q, out)
 
+    def quantize_input_by(self, spec: QuantSpec) -> None:
+        """Quantize inputs from now on by `spec`; what that means is found here and not in every call."""
+        if spec.element != "e4m3":
+            raise ValueError(f"A FrozenLinear quantizes its input to e4m3, found {spec}.")
+        self.input_spec = spec
+        self._content_cast: Any = content_cast(spec)
+
+    def make_rows_independent(self) -> None:
+        """Quantize every row of an input by its own content where one scale would be found for the whole input."""
+        spec = self.input_spec
+        if (spec.source, spec.granularity) == ("current", "tensor"):
+            self.quantize_input_by(replace(spec, granularity="row"))
+
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] -> the codes that this layer multiplies, and their scale_inv."""
-        op = torch.ops.fp8serve
+        """x [M, K] -> the FP8 data that this layer multiplies, and their scale_inv."""
         if self.input_scale is not None and self.input_scale_inv is not None:
-            q, amax = op.quantize(x, self.input_scale, E4M3)
+            q, amax = torch.ops.fp8serve.quantize(x, self.input_scale, E4M3)
             self.watch(self.input_scale, amax, x)
             return q, self.input_scale_inv
-        if self.granularity == "row":
-            return cast(tuple[Tensor, Tensor], op.quantize_rowwise(x, E4M3, self.power_2_scale))
-        if self.granularity == "block":
-            return cast(tuple[Tensor, Tensor], op.quantize_block(x, E4M3, 1, self.power_2_scale))
-        return cast(tuple[Tensor, Tensor], op.quantize_current(x, E4M3, self.power_2_scale))
+        return self._cast_by_content(x)
+
+    def _cast_by_content(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        op, arguments = self._content_cast
+        return cast(tuple[Tensor, Tensor], op(x, *arguments))
 
     def watch(
         self, scale: Tensor, amax: Tensor, x: Tensor, other: Tensor | None = None, eps: float | None = None
@@ -184,8 +191,8 @@ class FrozenLinear(nn.Module):
         self.saturated.zero_()
 
     def extra_repr(self) -> str:
-        kind = "dynamic" if self.input_scale is None else "static"
-        return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {self.granularity}"
+        kind, granularity = "dynamic" if self.input_scale is None else "static", self.input_spec.granularity
+        return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {granularity}"
 
 
 def packed(weight: Tensor, out: Tensor) -> Tensor:
@@ -205,8 +212,14 @@ def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor) -> None:
     if weight_q.dtype != E4M3 or weight_q.dim() not in (2, 3):
         raise ValueError(f"weight_q must be float8_e4m3fn [N, K], found {weight_q.dtype} {list(weight_q.shape)}.")
     rows, cols = _features(weight_q)
-    if tuple(weight_scale_inv.shape) not in {(), (rows, 1), (blocks(rows), blocks(cols))}:
+    shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS]
+    if tuple(weight_scale_inv.shape) not in shapes:
         raise ValueError(
-            f"weight_scale_inv of a [{rows}, {cols}] weight must be [], [{rows}, 1] or"
-            f" [{blocks(rows)}, {blocks(cols)}], found {list(weight_scale_inv.shape)}."
+            f"weight_scale_inv of a [{rows}, {cols}] weight must be {listed(shapes)}, found"
+            f" {list(weight_scale_inv.shape)}."
         )
+
+
+def _check_source(spec: QuantSpec, input_scale: Tensor | None) -> None:
+    if (spec.source == "stored") is (input_scale is None):
+        raise ValueError(f"An input scale goes with a spec whose source is stored, and with no other; found {spec}.")

@@ -7,7 +7,7 @@
     with autocast(recipe=recipe): loss = model(x)
 
 Each rank holds its rows of a weight in high precision. Before an all-gather it casts them with the scale of the *whole*
-weight, so the gathered codes are those that one process would have made, bit for bit:
+weight, so the gathered data are those that one process would have made, bit for bit:
 
 * delayed: the scale is known beforehand and equal on all ranks, because the amaxes are reduced over the group of the
   `autocast`; it must span the ranks that share the weight. The shard's own amax is staged in the same read.
@@ -15,16 +15,16 @@ weight, so the gathered codes are those that one process would have made, bit fo
   shard of the model and reduces them with one MAX, not one for each weight (and one more over a tensor-parallel group).
   Each is used once: the first weight that is gathered a second time has them all found anew.
 
-The codes are kept with the shard (1 / ranks bytes an element) for the backward pass's second all-gather, which must
+The FP8 data are kept with the shard (1 / ranks bytes an element) for the backward pass's second all-gather, which must
 send what the forward pass computed with although the scale has moved on by then, and for the following microbatches if
 the `autocast` announces them (microbatch.py). Two forward passes before one backward pass share a buffer, as FSDP has
-one: the first's gradients are then computed with the second's codes and scale.
+one: the first's gradients are then computed with the second's data and scale.
 
 FSDP2's extension points are methods of a tensor, so two tensor subclasses are needed here, and only here: what a rank
-holds (`ShardedWeight`), and what a layer sees once it is gathered (`GatheredWeight`), which has the codes in FSDP's own
+holds (`ShardedWeight`), and what a layer sees once it is gathered (`GatheredWeight`), which has FP8 data in FSDP's own
 buffer (freed and filled again by FSDP, also under the tensors that autograd has saved) and no high-precision values.
 Hence what needs those is refused in words: row-wise and block recipes, whose two directions would gather two sets of
-codes, high-precision fprop or dgrad, and a forward pass outside of `autocast`. FSDP itself, without `gather_in_fp8`,
+data, high-precision fprop or dgrad, and a forward pass outside of `autocast`. FSDP itself, without `gather_in_fp8`,
 serves them all in high precision.
 """
 
@@ -41,12 +41,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8 import autocast as contexts
-from fp8serve.fp8.casting import Codes, Pair, cast_by_amax, cast_delayed
+from fp8serve.fp8.casting import Operand, Quantized, cast_by_amax, cast_delayed
 from fp8serve.fp8.distributed import one_scale
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.microbatch import Kept
-from fp8serve.fp8.ops import DTYPES, arithmetic
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.ops import arithmetic
+from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.torch_private import backward_pass, map_tensors, plain_torch_function, preserving_version, wrapper
 
 # What FSDP2, DTensor and `nn.Module` do to a parameter while they shard, move and load it: the result is a shard again.
@@ -99,7 +99,7 @@ class Peers:
 
 
 class Cast(NamedTuple):
-    """Codes float8 [rows, K] and their scale_inv []; the amax [] of a shard, if it is still to be staged."""
+    """FP8 data [rows, K] and their scale_inv []; the amax [] of a shard, if it is still to be staged."""
 
     q: Tensor
     scale_inv: Tensor
@@ -107,7 +107,7 @@ class Cast(NamedTuple):
 
 
 class ShardedWeight(torch.Tensor):
-    """A rank's rows [n, K] of a weight, in high precision (`hp`), that FSDP2 gathers as FP8 codes."""
+    """A rank's rows [n, K] of a weight, in high precision (`hp`), that FSDP2 gathers in FP8."""
 
     hp: Tensor
     peers: Peers
@@ -147,11 +147,11 @@ class ShardedWeight(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast]]:
-        """Codes of this rank's rows as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass."""
+        """This rank's rows, quantized, as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass."""
         in_backward = backward_pass() is not None
         sent = self.sent
         if sent is None or not in_backward:
-            sent = self._codes(mesh, cast(Linear, module))
+            sent = self._quantized(mesh, cast(Linear, module))
             self.sent = sent._replace(amax=None)  # the layer stages it once
         q = F.pad(sent.q.view(torch.uint8), (0, 0, 0, -(-outer_size[0] // mesh.size()) - sent.q.shape[0]))
         return (q,), (outer_size, sent)
@@ -159,7 +159,7 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast], dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The weight that the layer sees; `out` is the one of an earlier gather, whose codes FSDP has just renewed."""
+        """The weight that the layer sees; `out` is the one of an earlier gather, whose data FSDP has just renewed."""
         size, mine = sent
         if out is not None:
             out.renew(mine)
@@ -167,7 +167,7 @@ class ShardedWeight(torch.Tensor):
         q = outputs[0].view(mine.q.dtype)[: size[0]]
         return GatheredWeight(Cast(q, mine.scale_inv.clone(), mine.amax), dtype), ()
 
-    def _codes(self, mesh: DeviceMesh, layer: Linear) -> Cast:
+    def _quantized(self, mesh: DeviceMesh, layer: Linear) -> Cast:
         """Cast now, or by the first microbatch; only what is cast now has an amax to stage."""
         context, fresh = _usable(mesh), []
 
@@ -181,38 +181,38 @@ class ShardedWeight(torch.Tensor):
         return fresh[0] if fresh else kept
 
     def _cast_rows(self, mesh: DeviceMesh, layer: Linear, recipe: Recipe) -> Cast:
-        dtype = DTYPES[recipe.fp8_format.forward]
-        if isinstance(recipe, DelayedScaling):
-            pair, amax = cast_delayed(self.hp, dtype, layer.delayed_states(recipe)["weight"].scale, cols=False)
-            return Cast(*cast(Codes, pair.rows), amax)
+        spec = recipe.specs.linear["weight"]
+        if (rules := delayed(recipe)) is not None:
+            operand, amax = cast_delayed(self.hp, spec, layer.delayed_states(rules)["weight"].scale, columnwise=False)
+            return Cast(*cast(Quantized, operand.rowwise), amax)
         amax = self.peers.whole_amax(self, cast(DTensor, layer.weight).device_mesh, mesh.get_group())
-        return Cast(*cast_by_amax(self.hp, amax, dtype, recipe.power_2_scale), None)
+        return Cast(*cast_by_amax(self.hp, amax, spec), None)
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight [N, K] that exists as FP8 codes only; its dtype is that of the gradient it wants."""
+    """A whole weight [N, K] that exists in FP8 only; its dtype is that of the gradient it wants."""
 
-    codes: Cast  # q [N, K] in FSDP's buffer; amax of this rank's rows, until it is staged
+    quantized: Cast  # q [N, K] in FSDP's buffer; amax of this rank's rows, until it is staged
 
     @staticmethod
-    def __new__(cls, codes: Cast, dtype: torch.dtype) -> "GatheredWeight":
-        return wrapper(cls, codes.q.size(), dtype=dtype, device=codes.q.device)  # type: ignore[no-any-return]
+    def __new__(cls, quantized: Cast, dtype: torch.dtype) -> "GatheredWeight":
+        return wrapper(cls, quantized.q.size(), dtype=dtype, device=quantized.q.device)  # type: ignore[no-any-return]
 
-    def __init__(self, codes: Cast, dtype: torch.dtype) -> None:
-        self.codes = codes
+    def __init__(self, quantized: Cast, dtype: torch.dtype) -> None:
+        self.quantized = quantized
 
     def renew(self, sent: Cast) -> None:
-        """Take the scale of codes that FSDP has just gathered; unseen by autograd, like FSDP's refilling of `q`."""
-        with preserving_version(self.codes.scale_inv):
-            self.codes.scale_inv.copy_(sent.scale_inv)
-        self.codes = self.codes._replace(amax=sent.amax)
+        """Take the scale of data that FSDP has just gathered; unseen by autograd, like FSDP's refilling of `q`."""
+        with preserving_version(self.quantized.scale_inv):
+            self.quantized.scale_inv.copy_(sent.scale_inv)
+        self.quantized = self.quantized._replace(amax=sent.amax)
 
-    def received_codes(self, recording: bool) -> tuple[Pair, Tensor | None]:
-        """The codes for both directions (a view, so that FSDP's buffer stays the only copy) and an amax to stage."""
-        q, scale_inv, amax = self.codes
+    def received_quantized(self, recording: bool) -> tuple[Operand, Tensor | None]:
+        """The weight for both directions (a view, so that FSDP's buffer stays the only copy) and an amax to stage."""
+        q, scale_inv, amax = self.quantized
         if recording:
-            self.codes = self.codes._replace(amax=None)
-        return Pair(Codes(q, scale_inv), Codes(q.t(), scale_inv)), amax
+            self.quantized = self.quantized._replace(amax=None)
+        return Operand(Quantized(q, scale_inv), Quantized(q.t(), scale_inv)), amax
 
     __torch_function__ = plain_torch_function
 
@@ -223,7 +223,7 @@ class GatheredWeight(torch.Tensor):
         """What FSDP and `nn.Parameter` do to an unsharded parameter; it has no values for anything else."""
         self = next(a for a in args if isinstance(a, GatheredWeight))
         if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
-            return GatheredWeight(self.codes, self.dtype)
+            return GatheredWeight(self.quantized, self.dtype)
         if func is torch.ops.aten.zeros_like.default:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         raise RecipeError(
@@ -232,7 +232,7 @@ class GatheredWeight(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GatheredWeight({self.codes!r})"
+        return f"GatheredWeight({self.quantized!r})"
 
 
 def _plain(value: Any) -> Any:
@@ -250,7 +250,7 @@ def _usable(mesh: DeviceMesh) -> contexts.autocast:
     if any(recipe.override_linear_precision[:2]):
         raise RecipeError(
             f"override_linear_precision={recipe.override_linear_precision} needs high-precision weights for fprop or "
-            "dgrad, but gather_in_fp8 gathers FP8 codes; leave one of them out."
+            "dgrad, but gather_in_fp8 gathers FP8 data; leave one of them out."
         )
     one_scale(recipe, context.group, mesh.get_group(), "gather_in_fp8")
     return context

@@ -3,9 +3,9 @@
     NormLinear      RMSNorm or LayerNorm, then Linear
     SiluMulLinear   silu(gate) * up, then Linear (the second half of a gated MLP)
 
-Fused, the high-precision activation between the two is never written: one op produces its FP8 codes and its amax. The
-backward pass computes it again from the layer's own inputs, which are alive anyway, so nothing but the codes is stored
-for it. The codes, and with them everything that follows, are bit-equal to those of the unfused layers in FP32, BF16
+Fused, the high-precision activation between the two is never written: one op produces its FP8 data and its amax. The
+backward pass computes it again from the layer's own inputs, which are alive anyway, so nothing but FP8 data is stored
+for it. These, and with them everything that follows, are bit-equal to those of the unfused layers in FP32, BF16
 and FP16: `elementwise.rms_norm` (or torch's layer norm) or `elementwise.silu_mul`, then the Linear. A kernel computes
 both from one function, so sums have one order and roundings one place. torch's own `nn.RMSNorm` and `silu` may differ
 from them by the last bit of a sum or an exponential.

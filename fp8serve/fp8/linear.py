@@ -4,7 +4,7 @@
     dgrad     dX [M, K] = dY [M, N] W       dY in the backward format (E5M2 with HYBRID)
     wgrad     dW [N, K] = dY^T X
 
-Every GEMM wants both operands quantized along the dimension it contracts. Under per-tensor scaling one set of codes
+Every GEMM wants both operands quantized along the dimension it contracts. Under per-tensor scaling one cast
 serves all, transposed for the backward pass as the device needs it (devices.py). Under row-wise and block scaling an
 activation is quantized twice in the forward pass, along K for the forward GEMM and, transposed, along M for wgrad.
 Either way a layer keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128
@@ -28,17 +28,17 @@ from torch.autograd.function import once_differentiable
 from fp8serve.fp8 import fast_paths
 from fp8serve.fp8.announce import announcements, skipped
 from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
-from fp8serve.fp8.casting import Codes, Pair, cast_by_content, cast_delayed, from_codes, has_infinity, unhidden
+from fp8serve.fp8.casting import Operand, Quantized, cast_current, cast_delayed, from_quantized, has_infinity, unhidden
 from fp8serve.fp8.microbatch import Kept, checked
 from fp8serve.fp8.ops import DTYPES, arithmetic
-from fp8serve.fp8.recipe import DelayedScaling, Precisions, Recipe
+from fp8serve.fp8.recipe import Precisions, Recipe, delayed
 from fp8serve.fp8.recompute import planned, refuse_reentrant
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.stateful import Stateful
 
-Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (codes [M, K], amax)
+Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (FP8 data [M, K], amax)
 
-Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, codes, scale_inv)
+Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, FP8 data, scale_inv)
 
 NAMES = ("input", "weight", "grad_output")
 
@@ -54,47 +54,47 @@ class Call:
     states: dict[str, ScalingState]  # empty for recipes without state
     hp: Precisions  # which of fprop, dgrad, wgrad run in high precision
     recording: bool  # stage amaxes in the forward pass
-    observer: Observer | None  # a monitor that wants to see the codes
+    observer: Observer | None  # a monitor that wants to see the FP8 data
     observing: bool  # calibrating: stage the amax of operands that stay in high precision, too
     sharers: Any = None  # process group whose ranks hold the other parts of every operand, see tensor_parallel.py
 
-    def cast(self, name: str, x: Tensor, rows: bool, cols: bool) -> Pair:
-        """Codes of the named tensor for the directions asked for; its amax is staged if the recipe has states."""
-        if not (rows or cols):
+    def cast(self, name: str, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
+        """Quantize the named tensor for the directions asked for; its amax is staged if the recipe has states."""
+        if not (rowwise or columnwise):
             if self.observing:
                 self._stage(name, arithmetic.amax(x))
-            return Pair(None, None)
-        if (receive := getattr(x, "received_codes", None)) is not None:  # a weight that FSDP2 gathered in FP8 (fsdp.py)
-            pair, amax = receive(self.recording)
+            return Operand(None, None)
+        receive = getattr(x, "received_quantized", None)  # of a weight that FSDP2 gathered in FP8 (fsdp.py)
+        if receive is not None:
+            operand, amax = receive(self.recording)
             if amax is not None:
                 self._stage(name, amax)
-            return cast(Pair, pair)
-        fmt = self.recipe.fp8_format
-        dtype = DTYPES[fmt.backward if name == "grad_output" else fmt.forward]
-        if self.rule is None:
-            pair, amax = cast_by_content(x, dtype, self.recipe, name == "weight", rows, cols, self.sharers), None
+            return cast(Operand, operand)
+        spec = self.recipe.specs.linear[name]
+        if spec.source == "current":
+            operand, amax = cast_current(x, spec, rowwise, columnwise, self.sharers), None
         else:
-            pair, amax = cast_delayed(x, dtype, self.states[name].scale, cols)
+            operand, amax = cast_delayed(x, spec, self.states[name].scale, columnwise)
             self._stage(name, amax)
         if name == "grad_output":
-            pair = unhidden(pair, has_infinity(x, pair) if amax is None else amax.isinf())
-        self._show(name, lambda: x, pair)
-        return Pair(pair.rows if rows else None, pair.cols if cols else None)
+            operand = unhidden(operand, has_infinity(x, operand) if amax is None else amax.isinf())
+        self._show(name, lambda: x, operand)
+        return Operand(operand.rowwise if rowwise else None, operand.columnwise if columnwise else None)
 
-    def cast_fused(self, fused: Fused, values: Callable[[], Tensor], cols: bool) -> Pair:
-        """Codes of the input from an op that produces and casts it in one; `values` makes it for an observer."""
+    def cast_fused(self, fused: Fused, values: Callable[[], Tensor], columnwise: bool) -> Operand:
+        """The input from an op that produces and quantizes it in one; `values` makes it for an observer."""
         scale = self.states["input"].scale
-        q, amax = fused(scale, DTYPES[self.recipe.fp8_format.forward])
+        q, amax = fused(scale, DTYPES[self.recipe.specs.linear["input"].element])
         self._stage("input", amax)
-        pair = from_codes(q, scale, cols)
-        self._show("input", lambda: values().reshape(q.shape), pair)
-        return pair
+        operand = from_quantized(q, scale, columnwise)
+        self._show("input", lambda: values().reshape(q.shape), operand)
+        return operand
 
-    def _show(self, name: str, values: Callable[[], Tensor], pair: Pair) -> None:
-        if self.observer is not None and pair.rows is not None:
-            self.observer(name, values(), *pair.rows)
-        elif self.observer is not None and pair.cols is not None:
-            self.observer(name, values().t(), *pair.cols)
+    def _show(self, name: str, values: Callable[[], Tensor], operand: Operand) -> None:
+        if self.observer is not None and operand.rowwise is not None:
+            self.observer(name, values(), *operand.rowwise)
+        elif self.observer is not None and operand.columnwise is not None:
+            self.observer(name, values().t(), *operand.columnwise)
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name == "grad_output" else "forward"
@@ -107,14 +107,14 @@ class Plan:
     """How one forward call runs, and how it runs again if its activations are recomputed."""
 
     call: Call
-    input_rows: bool  # which codes of the input its GEMMs read
-    input_cols: bool
-    weight_codes: Pair
+    input_rowwise: bool  # in which directions its GEMMs read the input
+    input_columnwise: bool
+    weight: Operand
 
     @property
-    def reads_codes_only(self) -> bool:
+    def reads_quantized_only(self) -> bool:
         """The input's values are not needed: its scale is known beforehand and no GEMM reads it in high precision."""
-        return self.call.rule is not None and self.input_rows and not self.call.hp[2]
+        return self.call.rule is not None and self.input_rowwise and not self.call.hp[2]
 
     def repeated(self) -> "Plan":
         """The plan of the second run: the scale as it is now, nothing recorded."""
@@ -122,7 +122,7 @@ class Plan:
         return replace(self, call=replace(self.call, states=states, recording=False, observer=None))
 
 
-def mm(a: Codes, b: Codes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def mm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """[M, K] x [N, K] -> [M, N]."""
     return cast(Tensor, torch.ops.fp8serve.scaled_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
 
@@ -132,35 +132,35 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, x_codes: Pair, w_codes: Pair
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, x_q: Operand, weight_q: Operand
     ) -> Tensor:
         _, dgrad_hp, wgrad_hp = call.hp
         ctx.call, ctx.dtypes = call, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(
-            x if wgrad_hp else None, weight if dgrad_hp else None, *(x_codes.cols or ()), *(w_codes.cols or ())
+            x if wgrad_hp else None, weight if dgrad_hp else None, *(x_q.columnwise or ()), *(weight_q.columnwise or ())
         )
-        ctx.has_cols = (x_codes.cols is not None, w_codes.cols is not None)
-        if x_codes.rows is None or w_codes.rows is None:
+        ctx.has_columnwise = (x_q.columnwise is not None, weight_q.columnwise is not None)
+        if x_q.rowwise is None or weight_q.rowwise is None:
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        return mm(x_codes.rows, w_codes.rows, bias, x.dtype)
+        return mm(x_q.rowwise, weight_q.rowwise, bias, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         (x_dtype, w_dtype, b_dtype), (want_dx, want_dw, want_db) = ctx.dtypes, ctx.needs_input_grad[:3]
-        x, weight, *codes = ctx.saved_tensors
-        x_cols = Codes(*codes[:2]) if ctx.has_cols[0] else None
-        w_cols = Codes(*codes[-2:]) if ctx.has_cols[1] else None
-        pair = call.cast("grad_output", dy, want_dx and not call.hp[1], want_dw and not call.hp[2])
-        dx = gradient(want_dx, pair.rows, w_cols, lambda: dy @ weight.to(dy.dtype), x_dtype)
-        dw = gradient(want_dw, pair.cols, x_cols, lambda: dy.t() @ x.to(dy.dtype), w_dtype)
+        x, weight, *data = ctx.saved_tensors
+        x_columnwise = Quantized(*data[:2]) if ctx.has_columnwise[0] else None
+        weight_columnwise = Quantized(*data[-2:]) if ctx.has_columnwise[1] else None
+        operand = call.cast("grad_output", dy, want_dx and not call.hp[1], want_dw and not call.hp[2])
+        dx = gradient(want_dx, operand.rowwise, weight_columnwise, lambda: dy @ weight.to(dy.dtype), x_dtype)
+        dw = gradient(want_dw, operand.columnwise, x_columnwise, lambda: dy.t() @ x.to(dy.dtype), w_dtype)
         db = dy.float().sum(0).to(b_dtype) if want_db else None
         return dx, dw, db, None, None, None
 
 
 def gradient(
-    wanted: bool, a: Codes | None, b: Codes | None, in_high_precision: Callable[[], Tensor], dtype: torch.dtype
+    wanted: bool, a: Quantized | None, b: Quantized | None, in_high_precision: Callable[[], Tensor], dtype: torch.dtype
 ) -> Tensor | None:
     if not wanted:
         return None
@@ -194,7 +194,7 @@ class Linear(Stateful, nn.Linear):
 
     def _begin(self) -> None:
         super()._begin()
-        self._weight_codes: Kept[Pair] = Kept()
+        self._kept_weight: Kept[Operand] = Kept()
         self.observer: Observer | None = None
         self._ran_frozen = False  # the last call ran in FP8 without gradients
 
@@ -213,7 +213,7 @@ class Linear(Stateful, nn.Linear):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x [..., in_features] -> [..., out_features].
 
-        is_first_microbatch: True keeps the codes of the weight, False uses those of the last True, None asks the
+        is_first_microbatch: True keeps the quantized weight, False uses that of the last True, None asks the
         `autocast`, which quantizes anew unless it says otherwise. Raises RecipeError for anything else.
         """
         kind = x.device.type
@@ -224,7 +224,7 @@ class Linear(Stateful, nn.Linear):
     def run(
         self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, is_first_microbatch: bool | None = None
     ) -> Tensor:
-        """The layer on `values()`; on the codes of `fused` instead where the plan reads nothing but codes.
+        """The layer on `values()`; on what `fused` quantizes instead where the plan reads nothing else.
 
         edge: the input's place in the autograd graph, of its shape and dtype; the input itself, or a stand-in for it.
         """
@@ -248,7 +248,7 @@ class Linear(Stateful, nn.Linear):
         return self.bias
 
     def _plan(self, x: Tensor, first: bool | None) -> Plan | None:
-        """How this call runs: the recipe in force and the codes of the weight. None: in high precision."""
+        """How this call runs: the recipe in force and the quantized weight. None: in high precision."""
         context, graph = current(), torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             if context is None:
@@ -261,23 +261,25 @@ class Linear(Stateful, nn.Linear):
             raise ValueError(f"The input is on {x.device} and the weight on {self.weight.device}; move one of them.")
         call = self._call(context)
         fprop_hp, dgrad_hp, wgrad_hp = call.hp
-        rows, cols = not fprop_hp, graph and x.requires_grad and not dgrad_hp
-        input_cols = graph and self.weight.requires_grad and not wgrad_hp
-        if call.rule is not None and (cols or input_cols or (call.observing and graph and self._differentiable(x))):
+        rowwise, columnwise = not fprop_hp, graph and x.requires_grad and not dgrad_hp
+        input_columnwise = graph and self.weight.requires_grad and not wgrad_hp
+        observed = call.observing and graph and self._differentiable(x)
+        if call.rule is not None and (columnwise or input_columnwise or observed):
             expect_backward(call.states["weight"].amax_history, call.rule)
-        weight_codes = self._codes_of_weight(call, context.is_first_microbatch if first is None else first, rows, cols)
-        return Plan(call, rows, input_cols, weight_codes)
+        first = context.is_first_microbatch if first is None else first
+        weight = self._quantized_weight(call, first, rowwise, columnwise)
+        return Plan(call, rowwise, input_columnwise, weight)
 
-    def _codes_of_weight(self, call: Call, first: bool | None, rows: bool, cols: bool) -> Pair:
-        if hasattr(self.weight, "received_codes"):  # gathered by FSDP2, which keeps them itself
+    def _quantized_weight(self, call: Call, first: bool | None, rowwise: bool, columnwise: bool) -> Operand:
+        if hasattr(self.weight, "received_quantized"):  # gathered by FSDP2, which keeps them itself
             first = None
 
-        def suits(pair: Pair) -> bool:
-            return not (rows and pair.rows is None) and not (cols and pair.cols is None)
+        def suits(operand: Operand) -> bool:
+            return not (rowwise and operand.rowwise is None) and not (columnwise and operand.columnwise is None)
 
         with torch.no_grad():
-            return self._weight_codes.get(
-                self.weight, call.recipe, first, lambda: call.cast("weight", self.weight, rows, cols), suits
+            return self._kept_weight.get(
+                self.weight, call.recipe, first, lambda: call.cast("weight", self.weight, rowwise, columnwise), suits
             )
 
     def _differentiable(self, x: Tensor) -> bool:
@@ -285,14 +287,15 @@ class Linear(Stateful, nn.Linear):
 
     def _call(self, context: autocast) -> Call:
         recipe = context.recipe
-        if isinstance(recipe, DelayedScaling):
-            prepare(self.key, recipe.amax_history_len)
+        rules = delayed(recipe)
+        if rules is not None:
+            prepare(self.key, rules.amax_history_len)
         return Call(
             module=self.key,
             recipe=recipe,
             rule=context.rule,
             held=context.held,
-            states=self.scaling if isinstance(recipe, DelayedScaling) else {},
+            states={} if rules is None else self.scaling,
             hp=recipe.override_linear_precision if context.enabled else (True, True, True),
             recording=torch.is_grad_enabled() or context.calibrating,
             observer=None if torch.compiler.is_compiling() else self.observer,
@@ -300,21 +303,21 @@ class Linear(Stateful, nn.Linear):
         )
 
     def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
-        x, x_codes = self._input(edge, values, fused, plan)
-        args = (x, self.weight, self._bias(), plan.call, x_codes, plan.weight_codes)
+        x, x_q = self._input(edge, values, fused, plan)
+        args = (x, self.weight, self._bias(), plan.call, x_q, plan.weight)
         return cast(Tensor, _Matmul.apply(*args))  # type: ignore[no-untyped-call]
 
     def _input(
         self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan
-    ) -> tuple[Tensor, Pair]:
-        """The input as a matrix in the autograd graph, and its codes."""
-        by_codes = fused is not None and plan.reads_codes_only
-        x = edge if by_codes else values()
+    ) -> tuple[Tensor, Operand]:
+        """The input as a matrix in the autograd graph, and quantized."""
+        quantized_only = fused is not None and plan.reads_quantized_only
+        x = edge if quantized_only else values()
         x = x.reshape(math.prod(x.shape[:-1]), self.in_features)  # not -1, which is ambiguous for no features
         with torch.no_grad():
-            if fused is not None and by_codes:
-                return x, plan.call.cast_fused(fused, values, plan.input_cols)
-            return x, plan.call.cast("input", x, plan.input_rows, plan.input_cols)
+            if fused is not None and quantized_only:
+                return x, plan.call.cast_fused(fused, values, plan.input_columnwise)
+            return x, plan.call.cast("input", x, plan.input_rowwise, plan.input_columnwise)
 
 
 def _plain_linears(module: nn.Module, skip: tuple[str, ...]) -> Iterator[nn.Linear]:

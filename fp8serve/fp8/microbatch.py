@@ -1,4 +1,4 @@
-"""When codes that were made of a weight may serve another forward pass: only when the caller says so.
+"""When a quantized weight may serve another forward pass: only when the caller says so.
 
     for i, part in enumerate(microbatches):
         with autocast(recipe=recipe, is_first_microbatch=i == 0):     # or layer(x, is_first_microbatch=i == 0)
@@ -7,8 +7,8 @@
     optimizer.step()
 
     None     quantize the weight (the default)
-    True     quantize it and keep its codes: one byte an element, until the next True
-    False    the weight is what it was at the last True: use the kept codes
+    True     quantize it and keep the result: one byte an element, until the next True
+    False    the weight is what it was at the last True: use what was kept
 
 Nothing but the caller knows that a weight is unchanged. A version counter does not: fused optimizers, writes through
 `.data` and writes through NumPy leave it as it was. What is known to have changed a weight is believed all the same:

@@ -8,8 +8,8 @@
 
 At every step: amax, scale, headroom and dropped (non-finite) steps, read from the delayed states, which hold them
 anyway. At every `every`-th step: the fractions of values that were cut off (saturated), rounded to the topmost code or
-lost below the smallest (underflowed), and of codes that are zero, counted on up to 16 Ki values of each tensor and
-their codes (tally.py) without waiting for the device; `step` waits once, to read all.
+lost below the smallest (underflowed), and of zero codes, counted on up to 16 Ki values of each tensor and
+their FP8 data (tally.py) without waiting for the device; `step` waits once, to read all.
 Recipes without state have readings at every `every`-th step only. On one CPU core and a training step of 25 ms (four
 layers of 512 x 1536, 256 tokens) `step` takes 0.1 ms, and counting 1.1 ms every 16th step.
 
@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX
+from fp8serve.fp8.ops.arithmetic import FP8_MAX
+from fp8serve.fp8.spec import block_of
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.fp8.tally import Tally, tally
 
@@ -125,13 +126,14 @@ class _Sample:
 
 
 def _count(x: Tensor, q: Tensor, scale_inv: Tensor) -> _Sample:
-    """By a sample of x and its codes q [R, C] whose stride is odd, so that it does not run down a column."""
+    """By a sample of x and its FP8 data q [R, C] whose stride is odd, so that it does not run down a column."""
     rows, cols = q.shape
     at = torch.arange(0, q.numel(), (q.numel() // SAMPLED) | 1, device=q.device)
     r, c = at // max(cols, 1), at % max(cols, 1)
-    each = scale_inv
+    each = scale_inv = scale_inv.float()
     if scale_inv.dim() > 0:
-        each = scale_inv[r if len(scale_inv) == rows else r // BLOCK, c // BLOCK if scale_inv.shape[1] > 1 else 0]
+        height, width = block_of(tuple(scale_inv.shape), rows, cols)
+        each = scale_inv[r // (height or rows), c // (width or cols)]
     counts = tally(x[r, c], q.view(torch.uint8)[r, c].view(q.dtype), each)
     coarsest = scale_inv if scale_inv.dim() == 0 else scale_inv.max()
     return _Sample(counts, coarsest, max(at.numel(), 1), FP8_MAX[q.dtype])
@@ -212,7 +214,7 @@ class Monitor:
         in_force = {at: self._scales.get(at, 1.0) for at in states}
         self._scales = {at: row[1] for at, row in states.items()}
         found = [self._reading(at, row[0], in_force[at], int(row[2])) for at, row in states.items()]
-        # without a state, infinities are seen by their scale, which a gradient's codes then lack (casting.unhidden)
+        # without a state, infinities are seen by their scale, which a quantized gradient then lacks (casting.unhidden)
         counted = [(at, row, int(math.isnan(row[0]))) for at, row in figures.items() if at not in states]
         return found + [self._reading(at, row[0], row[1], bad) for at, row, bad in counted]
 

@@ -5,7 +5,10 @@ which of the three GEMMs of a linear layer stay in high precision. The same obje
 and serving, and is written into the files as JSON. Nothing here touches torch, so a command line can read a recipe
 without waiting for it.
 
-What we chose not to do: no base class (`Recipe` is a union), no defaults from the environment, no mutation.
+Which recipe it is, only this file asks. The others read `recipe.specs`, how each tensor is quantized (spec.py), and
+`delayed(recipe)`, the rules of its states.
+
+What we chose not to do: no base class to ask for (`Recipe` is a union), no defaults from the environment, no mutation.
 """
 
 import json
@@ -15,11 +18,14 @@ from enum import Enum
 from typing import Any, Literal, get_args
 
 from fp8serve.errors import RecipeError
+from fp8serve.fp8.amax_rules import RULES, RuleName
+from fp8serve.fp8.spec import ElementFormat, QuantSpec, RecipeSpecs, ScaleFormat, specs_of
 
-AmaxAlgo = Literal["max", "most_recent"] | Callable[[Any], Any]
+AmaxAlgo = RuleName | Callable[[Any], Any]
 ScaleAlgo = Callable[[Any, Any, float, Any], Any]
-Granularity = Literal["tensor", "row"]
 Precisions = tuple[bool, bool, bool]
+Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # the recipes, as a command line names them
+RecipeName = Literal[Fp8Name, "bf16"]
 
 MAX_MARGIN = 8  # beyond it fp8_max / 2^margin / amax leaves FP32's range for the largest amax
 
@@ -32,14 +38,23 @@ class Format(Enum):
     HYBRID = "HYBRID"
 
     @property
-    def forward(self) -> str:
+    def forward(self) -> ElementFormat:
         """The format of activations and weights: "e4m3" or "e5m2"."""
         return "e5m2" if self is Format.E5M2 else "e4m3"
 
     @property
-    def backward(self) -> str:
+    def backward(self) -> ElementFormat:
         """The format of gradients: "e4m3" or "e5m2"."""
         return "e4m3" if self is Format.E4M3 else "e5m2"
+
+
+class _Specified:
+    """What every recipe has beside its parameters."""
+
+    specs: RecipeSpecs  # how each tensor is quantized, by role; found once, when the recipe is made
+
+    def _take(self, specs: RecipeSpecs) -> None:
+        object.__setattr__(self, "specs", specs)
 
 
 def _check_common(recipe: "Recipe") -> None:
@@ -71,18 +86,23 @@ def _check_flags(recipe: "Recipe", *names: str) -> None:
             raise RecipeError(f"{name} must be True or False, found {getattr(recipe, name)!r}.")
 
 
+def _scale_format(power_2: bool) -> ScaleFormat:
+    return "power_of_2" if power_2 else "fp32"
+
+
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
         raise RecipeError(f"{name} must be a whole number from {low} to {high}, found {value!r}.")
 
 
 @dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(_Specified):
     """One scale per tensor from the amax history of earlier steps, with one read of the tensor (docs/numerics.md).
 
-    `scale = (fp8_max / 2^margin) / amax`; `amax_compute_algo` reduces the history ("max", "most_recent" or a callable
-    `history [N] -> amax []`); `scaling_factor_compute_algo` replaces the formula by `(amax, old_scale, fp8_max, recipe)
-    -> scale`. The scale is recomputed on the first and then on every `interval`-th recorded step.
+    `scale = (fp8_max / 2^margin) / amax`; `amax_compute_algo` reduces the history ("max", "most_recent", any name of
+    amax_rules.py, or a callable `history [N] -> amax []`); `scaling_factor_compute_algo` replaces the formula by
+    `(amax, old_scale, fp8_max, recipe) -> scale`. The scale is recomputed on the first and then on every `interval`-th
+    recorded step.
     """
 
     margin: int = 0
@@ -102,18 +122,20 @@ class DelayedScaling:
         _check_int("margin", self.margin, -MAX_MARGIN, MAX_MARGIN)
         _check_int("interval", self.interval, 1, 2**31 - 1)
         _check_int("amax_history_len", self.amax_history_len, 1, 2**20)
-        if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
-            raise RecipeError(
-                f'amax_compute_algo must be "max", "most_recent" or a callable, found {self.amax_compute_algo!r}.'
-            )
+        if self.amax_compute_algo not in RULES and not callable(self.amax_compute_algo):
+            names = ", ".join(f'"{name}"' for name in RULES)
+            raise RecipeError(f"amax_compute_algo must be {names} or a callable, found {self.amax_compute_algo!r}.")
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise RecipeError(
                 f"scaling_factor_compute_algo must be None or a callable, found {self.scaling_factor_compute_algo!r}."
             )
+        base = QuantSpec(self.fp8_format.forward, source="delayed")
+        attends = self.fp8_dpa or self.fp8_mha
+        self._take(specs_of(base, self.fp8_format.backward, attends=attends, keeps_attention_wide=self.fp8_mha))
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling:
+class Float8CurrentScaling(_Specified):
     """The scale comes from the tensor's own amax; `granularity="row"`: one scale per token and per output channel.
 
     `backward_override="high_precision"` is Transformer Engine's spelling of dgrad and wgrad in high precision; it is
@@ -122,7 +144,7 @@ class Float8CurrentScaling:
 
     fp8_format: Format = Format.HYBRID
     power_2_scale: bool = False
-    granularity: Granularity = "tensor"
+    granularity: Literal["tensor", "row"] = "tensor"
     override_linear_precision: Precisions = (False, False, False)
     fp8_dpa: bool = False
     fp8_mha: bool = False
@@ -132,12 +154,15 @@ class Float8CurrentScaling:
         _check_common(self)
         _check_flags(self, "power_2_scale", "fp8_dpa", "fp8_mha")
         _take_backward_override(self, backward_override)
-        if self.granularity not in get_args(Granularity):
+        if self.granularity not in ("tensor", "row"):
             raise RecipeError(f'granularity must be "tensor" or "row", found {self.granularity!r}.')
+        base = QuantSpec(self.fp8_format.forward, self.granularity, _scale_format(self.power_2_scale))
+        attends = self.fp8_dpa or self.fp8_mha
+        self._take(specs_of(base, self.fp8_format.backward, attends=attends, keeps_attention_wide=self.fp8_mha))
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling:
+class Float8BlockScaling(_Specified):
     """Activations and gradients have one scale per 1x128 along the contracted dimension, weights one per 128x128.
 
     Transformer Engine's default is `power_2_scale=True`. `backward_override` as for `Float8CurrentScaling`.
@@ -152,23 +177,30 @@ class Float8BlockScaling:
         _check_common(self)
         _check_flags(self, "power_2_scale")
         _take_backward_override(self, backward_override)
+        base = QuantSpec(self.fp8_format.forward, "block1x128", _scale_format(self.power_2_scale))
+        self._take(specs_of(base, self.fp8_format.backward, weight="block128x128"))
 
 
 Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling
 
 _CLASSES: dict[str, type[Recipe]] = {c.__name__: c for c in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)}
-_NAMED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
+_NAMED: dict[Fp8Name, tuple[type[Recipe], dict[str, Any]]] = {
     "delayed": (DelayedScaling, {}),
     "current": (Float8CurrentScaling, {}),
     "rowwise": (Float8CurrentScaling, {"granularity": "row"}),
     "block": (Float8BlockScaling, {}),
 }
-NAMES = (*_NAMED, "bf16")
+NAMES: tuple[str, ...] = get_args(RecipeName)
 
 
 def attends_in_fp8(recipe: Recipe | None) -> bool:
     """Whether attention, too, runs in FP8: `fp8_dpa`, or `fp8_mha`, which is more than that."""
-    return not isinstance(recipe, Float8BlockScaling) and recipe is not None and (recipe.fp8_dpa or recipe.fp8_mha)
+    return recipe is not None and bool(recipe.specs.attention)
+
+
+def delayed(recipe: Recipe | None) -> DelayedScaling | None:
+    """The rules of a recipe whose scales come from states that outlive a step; None for a recipe without states."""
+    return recipe if isinstance(recipe, DelayedScaling) else None
 
 
 def unreduced(recipe: Recipe | None) -> Recipe | None:

@@ -3,7 +3,7 @@
 `torch.utils.checkpoint(..., use_reentrant=False)` drops the activations of a region and, in the backward pass, runs the
 region again. By then the autocast context has ended and the scales have moved on; run as it comes, the region would
 compute other numbers than those whose gradient is wanted. So every call of a layer inside such a region is logged: the
-recipe, the input's scale and the codes of the weight (which the layer keeps anyway). The second run replays the log in
+recipe, the input's scale and the quantized weight (which the layer keeps anyway). The second run replays the log in
 order, and stages no amax.
 
 The log belongs to the region's frame, which torch keeps exactly as long as its graph. torch has no public name for it:

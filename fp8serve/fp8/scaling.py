@@ -16,7 +16,8 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.amax_rules import RULES
+from fp8serve.fp8.recipe import AmaxAlgo, DelayedScaling
 
 Direction = Literal["forward", "backward"]
 FIELDS = ("scale", "amax_history", "nonfinite", "steps")
@@ -104,23 +105,27 @@ def update(entries: Sequence[Entry], recipe: DelayedScaling) -> None:
 
 
 def _update_together(entries: list[Entry], recipe: DelayedScaling) -> None:
-    by_callable = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
-    chosen = [_scale_by_callable(entry, recipe) for entry in entries] if by_callable else []
+    algo = _name_in_op(recipe.amax_compute_algo)
+    by_op = algo is not None and recipe.scaling_factor_compute_algo is None
+    chosen = [] if by_op else [_scale_beside_op(entry, recipe) for entry in entries]
     columns = [[getattr(e.state, name) for e in entries] for name in FIELDS]
-    algo = "max" if callable(recipe.amax_compute_algo) else recipe.amax_compute_algo
-    torch.ops.fp8serve.delayed_update(*columns, [e.fp8_max for e in entries], recipe.margin, recipe.interval, algo)
+    numbers = [e.fp8_max for e in entries], recipe.margin, recipe.interval
+    torch.ops.fp8serve.delayed_update(*columns, *numbers, algo or "max")
     for entry, scale in zip(entries, chosen, strict=False):
         entry.state.scale.copy_(scale)
 
 
-def _scale_by_callable(entry: Entry, recipe: DelayedScaling) -> Tensor:
-    """The scale after this step where the recipe brings its own functions; called before the history rotates."""
+def _name_in_op(algo: AmaxAlgo) -> str | None:
+    """The rule's name if the op knows it."""
+    return None if callable(algo) or not RULES[algo].in_op else algo
+
+
+def _scale_beside_op(entry: Entry, recipe: DelayedScaling) -> Tensor:
+    """The scale after this step by functions that the op does not have; called before the history rotates."""
     state, history = entry.state, entry.state.amax_history
-    staged = history[0]
-    if callable(recipe.amax_compute_algo):
-        amax = torch.as_tensor(recipe.amax_compute_algo(history.clone()), dtype=torch.float32, device=history.device)
-    else:
-        amax = history.amax() if recipe.amax_compute_algo == "max" else staged.clone()
+    staged, algo = history[0], recipe.amax_compute_algo
+    choose = algo if callable(algo) else RULES[algo].choose
+    amax = torch.as_tensor(choose(history.clone()), dtype=torch.float32, device=history.device)
     scale = torch.as_tensor(_formula(amax, entry, recipe), dtype=torch.float32, device=history.device)
     due = (staged > 0) & staged.isfinite() & (state.steps % recipe.interval == 0)
     return torch.where(due & (scale > 0) & scale.isfinite(), scale, state.scale)

@@ -27,7 +27,7 @@ class Tally(NamedTuple):
 
 
 def tally(x: Tensor, q: Tensor, scale_inv: Tensor) -> Tally:
-    """Of values x in high precision and their codes q, of one shape; scale_inv broadcasts over them."""
+    """Of values x in high precision and their FP8 data q, of one shape; scale_inv broadcasts over them."""
     magnitude, code = x.abs().float(), q.view(torch.uint8) & 0x7F
     top, zero = code == TOP_CODE[q.dtype], code == 0
     cut = top & (magnitude > CUT_OFF[q.dtype] * scale_inv)

@@ -7,8 +7,8 @@ A column layer followed by a row layer communicates twice a direction, whatever 
 sequence parallelism what is whole above is cut along the tokens instead: the column layer gathers its input, the row
 layer scatters its output, and norms and residuals work on a part of the tokens.
 
-Those gathers carry FP8 codes where the recipe has one scale for a tensor (delayed, current): one byte an element, for x
-in a column layer and for dY in a row layer. A column layer keeps only its own tokens' codes and gathers them again in
+Those gathers carry FP8 data where the recipe has one scale for a tensor (delayed, current): one byte an element, for x
+in a column layer and for dY in a row layer. A column layer keeps only its own tokens' data and gathers them again in
 the backward pass, while dgrad runs. Row-wise and block scales hold along one direction only, so both directions would
 have to be gathered: there, and where a GEMM stays in high precision, the gather carries high precision, once.
 
@@ -17,7 +17,7 @@ default group does. Current: each cast takes a MAX of one number over the group.
 rank's own.
 
 Sums over the ranks are made in the activations' dtype. Weights are plain parameters of the local shape. We did not
-build on DTensor: codes, and the scale that they need, are not a tensor that DTensor could redistribute.
+build on DTensor: FP8 data, and the scale that they need, are not a tensor that DTensor could redistribute.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.casting import Codes, Pair
+from fp8serve.fp8.casting import Operand, Quantized
 from fp8serve.fp8.distributed import one_per_tensor, one_scale
 from fp8serve.fp8.linear import Call, Fused, Linear, Plan, mm
 from fp8serve.fp8.token_collectives import (
@@ -73,7 +73,7 @@ class ParallelLinear(Linear):
             one_scale(context.recipe, context.group, self.group, "Sequence parallelism")
         return replace(super()._call(context), sharers=self.group)
 
-    def _gathers_codes(self, plan: Plan) -> bool:
+    def _gathers_fp8(self, plan: Plan) -> bool:
         return self.sequence_parallel and one_per_tensor(plan.call.recipe) and not any(plan.call.hp)
 
 
@@ -95,9 +95,9 @@ class ColumnParallelLinear(ParallelLinear):
         return super()._in_high_precision(self._enter(x))
 
     def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
-        if self._gathers_codes(plan):
-            x, codes = self._input(edge, values, fused, replace(plan, input_cols=False))
-            args = (x, self.weight, self.bias, plan.call, codes.rows, plan.weight_codes, self.group)
+        if self._gathers_fp8(plan):
+            x, x_q = self._input(edge, values, fused, replace(plan, input_columnwise=False))
+            args = (x, self.weight, self.bias, plan.call, x_q.rowwise, plan.weight, self.group)
             return cast(Tensor, _GatheredMatmul.apply(*args))  # type: ignore[no-untyped-call]
         if self.sequence_parallel:
             whole = self._enter(values())
@@ -124,26 +124,33 @@ class RowParallelLinear(ParallelLinear):
         return self._leave(super()._in_high_precision(x))
 
     def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
-        if not self._gathers_codes(plan):
+        if not self._gathers_fp8(plan):
             return self._leave(super()._quantized(edge, values, fused, plan))
-        x, codes = self._input(edge, values, fused, plan)
-        args = (x, self.weight, plan.call, codes, plan.weight_codes, self.group)
+        x, x_q = self._input(edge, values, fused, plan)
+        args = (x, self.weight, plan.call, x_q, plan.weight, self.group)
         y = cast(Tensor, _ScatteredMatmul.apply(*args))  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + copied(self.bias, self.group).to(y.dtype)
 
 
 class _GatheredMatmul(torch.autograd.Function):
-    """x [T / ranks, K], gathered as codes, times weight [N / ranks, K] -> [T, N / ranks]."""
+    """x [T / ranks, K], gathered in FP8, times weight [N / ranks, K] -> [T, N / ranks]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, mine: Codes, w_codes: Pair, group: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        mine: Quantized,
+        weight_q: Operand,
+        group: Any,
     ) -> Tensor:
         ctx.call, ctx.group = call, group
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(*mine, *(w_codes.cols or (None, None)))
+        ctx.save_for_backward(*mine, *(weight_q.columnwise or (None, None)))
         q = gather(mine.q, group)
-        return mm(Codes(q, mine.scale_inv), cast(Codes, w_codes.rows), bias, x.dtype)
+        return mm(Quantized(q, mine.scale_inv), cast(Quantized, weight_q.rowwise), bias, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -151,38 +158,39 @@ class _GatheredMatmul(torch.autograd.Function):
         (x_dtype, w_dtype, b_dtype), (want_dx, want_dw, want_db) = ctx.dtypes, ctx.needs_input_grad[:3]
         q, scale_inv, w_q, w_scale_inv = ctx.saved_tensors
         whole = start_gather(q, ctx.group) if want_dw else None
-        dy_codes = ctx.call.cast("grad_output", dy, want_dx, want_dw)
-        dx = reduce_scatter(mm(dy_codes.rows, Codes(w_q, w_scale_inv), None, x_dtype), ctx.group) if want_dx else None
-        dw = mm(dy_codes.cols, Codes(whole().t(), scale_inv), None, w_dtype) if whole is not None else None
+        dy_q = ctx.call.cast("grad_output", dy, want_dx, want_dw)
+        weight = Quantized(w_q, w_scale_inv)
+        dx = reduce_scatter(mm(dy_q.rowwise, weight, None, x_dtype), ctx.group) if want_dx else None
+        dw = mm(dy_q.columnwise, Quantized(whole().t(), scale_inv), None, w_dtype) if whole is not None else None
         db = dy.float().sum(0).to(b_dtype) if want_db else None
         return dx, dw, db, None, None, None, None
 
 
 class _ScatteredMatmul(torch.autograd.Function):
-    """x [T, K / ranks] times weight [N, K / ranks], summed over ranks -> [T / ranks, N]; dY is gathered as codes."""
+    """x [T, K / ranks] times weight [N, K / ranks], summed over ranks -> [T / ranks, N]; dY is gathered in FP8."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, x_codes: Pair, w_codes: Pair, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, x_q: Operand, weight_q: Operand, group: Any) -> Tensor:
         ctx.call, ctx.group, ctx.dtypes = call, group, (x.dtype, weight.dtype)
-        ctx.save_for_backward(*(x_codes.cols or (None, None)), *(w_codes.cols or (None, None)))
-        return reduce_scatter(mm(cast(Codes, x_codes.rows), cast(Codes, w_codes.rows), None, x.dtype), group)
+        ctx.save_for_backward(*(x_q.columnwise or (None, None)), *(weight_q.columnwise or (None, None)))
+        return reduce_scatter(mm(cast(Quantized, x_q.rowwise), cast(Quantized, weight_q.rowwise), None, x.dtype), group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x_dtype, w_dtype), (want_dx, want_dw) = ctx.dtypes, ctx.needs_input_grad[:2]
         x_q, x_scale_inv, w_q, w_scale_inv = ctx.saved_tensors
-        mine = ctx.call.cast("grad_output", dy, True, False).rows
+        mine = ctx.call.cast("grad_output", dy, True, False).rowwise
         _mark(mine)
         q = gather(mine.q, ctx.group)
-        dx = mm(Codes(q, mine.scale_inv), Codes(w_q, w_scale_inv), None, x_dtype) if want_dx else None
-        dw = mm(Codes(q.t(), mine.scale_inv), Codes(x_q, x_scale_inv), None, w_dtype) if want_dw else None
+        dx = mm(Quantized(q, mine.scale_inv), Quantized(w_q, w_scale_inv), None, x_dtype) if want_dx else None
+        dw = mm(Quantized(q.t(), mine.scale_inv), Quantized(x_q, x_scale_inv), None, w_dtype) if want_dw else None
         return dx, dw, None, None, None, None
 
 
-def _mark(codes: Codes) -> None:
-    """Codes whose scale_inv is NaN say so themselves, once a row: the other ranks get them without it."""
-    codes.q.view(torch.uint8)[:, :1].masked_fill_(codes.scale_inv.isnan(), NAN_CODE)
+def _mark(data: Quantized) -> None:
+    """Data whose scale_inv is NaN say so themselves, once a row: the other ranks get them without it."""
+    data.q.view(torch.uint8)[:, :1].masked_fill_(data.scale_inv.isnan(), NAN_CODE)
 
 
 def _part(parameter: nn.Parameter, dim: int, group: Any) -> nn.Parameter:

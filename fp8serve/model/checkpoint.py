@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.model import interop
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.decoder import Decoder, linear_names
@@ -82,7 +82,8 @@ def load_servable(
     """
     checkpoint = open_checkpoint(model_dir)
     recipe = "bf16" if recipe is None else recipe
-    freezer = _Freezer(checkpoint, _frozen_by(checkpoint, recipe, scales), recipe, torch.device(device), dtype)
+    frozen_by, named = _frozen_by(checkpoint, recipe, scales), _named(recipe)
+    freezer = _Freezer(checkpoint, frozen_by, named, torch.device(device), dtype)
     model = Decoder(checkpoint.config, device="meta", dtype=dtype)
     frozen = {name: module for name in linear_names(model) if (module := freezer(name)) is not None}
     for name in checkpoint:
@@ -94,16 +95,22 @@ def load_servable(
     return model.eval()
 
 
+def _named(recipe: str | Recipe) -> Recipe | None:
+    """The recipe that was asked for; None for "stored" and "bf16"."""
+    return None if isinstance(recipe, str) else recipe
+
+
 def _frozen_by(
     checkpoint: Checkpoint, recipe: str | Recipe, scales: Path | str | None
 ) -> ScalingCheckpoint | Literal["bf16", "stored", "recipe"]:
     """Where scales come from: a scaling state, nowhere, the directory's FP8 tensors, or the weights themselves."""
     if isinstance(recipe, str) and recipe not in ("stored", "bf16"):
         raise ModelError(f"recipe {recipe!r} is not 'stored', 'bf16' or a Recipe.")
-    if recipe == "bf16" or not isinstance(recipe, str | DelayedScaling):
+    named = _named(recipe)
+    if recipe == "bf16" or (named is not None and delayed(named) is None):
         if scales is not None:
             raise ScalesError(f"{scales} was given, but this recipe uses no stored scales; leave one of the two out.")
-        return "bf16" if isinstance(recipe, str) else "recipe"
+        return "bf16" if named is None else "recipe"
     state = _find_scales(checkpoint, None if scales is None else Path(scales))
     cache_only = recipe == "stored" and checkpoint.quantization is not None and not checkpoint.quantization.groups
     if state is None and not checkpoint.fp8_linears and not cache_only:
@@ -136,24 +143,24 @@ class _Freezer:
 
     checkpoint: Checkpoint
     source: ScalingCheckpoint | Literal["bf16", "stored", "recipe"]
-    recipe: str | Recipe
+    recipe: Recipe | None  # see `_named`
     device: torch.device
     dtype: torch.dtype
 
     def __call__(self, linear: str) -> FrozenLinear | None:
-        if self.source == "bf16" or (isinstance(self.recipe, Recipe) and self.recipe.override_linear_precision[0]):
+        if self.source == "bf16" or (self.recipe is not None and self.recipe.override_linear_precision[0]):
             return None
         if isinstance(self.source, ScalingCheckpoint):
             return self._from_scales(linear, self.source)
-        if isinstance(self.recipe, Recipe) and self.source == "recipe":
+        if self.recipe is not None and self.source == "recipe":
             return FrozenLinear.from_linear(self._linear(linear), self.recipe, out_dtype=self.dtype)
         return self._from_stored(linear)
 
     def _from_stored(self, linear: str) -> FrozenLinear | None:
         stored = self.checkpoint.stored(linear)
-        if stored is None or stored.activations == "none":  # weights only: the maths is that of the dequantized weight
+        if stored is None or stored.input_spec is None:  # weights only: the maths is that of the dequantized weight
             return None
-        if isinstance(self.recipe, DelayedScaling) and stored.input_scale is None:
+        if delayed(self.recipe) is not None and stored.input_scale is None:
             raise ScalesError(
                 f"{self.checkpoint.path} stores no input scales (its inputs are quantized dynamically); calibrate it, "
                 "or leave out --recipe delayed."
@@ -167,13 +174,13 @@ class _Freezer:
             return None
         stored = self.checkpoint.stored(linear)
         if stored is not None and stored.weight_scale_inv.dim() == 0:
-            return self._frozen(linear, replace(stored, input_scale=input_scale, activations="static"))
+            return self._frozen(linear, replace(stored, input_scale=input_scale, input_spec=interop.STATIC))
         weight = self.checkpoint[f"{linear}.weight"].to(self.device)
         weight_q, weight_scale_inv = ops.quantize(weight, scale=state.weight_scale(linear))
-        return self._frozen(linear, StoredLinear(weight_q, weight_scale_inv, input_scale, "static"))
+        return self._frozen(linear, StoredLinear(weight_q, weight_scale_inv, input_scale, interop.STATIC))
 
     def _frozen(self, linear: str, stored: StoredLinear) -> FrozenLinear:
-        if stored.activations == "none":
+        if stored.input_spec is None:
             raise ModelError(f"{linear} has quantized weights only.")
         bias = f"{linear}.bias"
         return FrozenLinear.from_quantized(
@@ -181,7 +188,7 @@ class _Freezer:
             stored.weight_scale_inv.to(self.device),
             self._parameter(bias) if bias in self.checkpoint else None,
             None if stored.input_scale is None else stored.input_scale.to(self.device),
-            granularity="tensor" if stored.activations == "static" else stored.activations,
+            stored.input_spec,
             out_dtype=self.dtype,
         )
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8serve import __version__
 from fp8serve.errors import ModelError, RecipeError, ScalesError
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.config import FAMILIES, parse_config
 from fp8serve.model.decoder import Decoder, linear_names
@@ -160,7 +160,7 @@ def _scales(model: nn.Module, config: Mapping[str, Any], recipe: Recipe) -> Scal
     """The states of all layers that are served, as a scaling file."""
     states: dict[str, ScalingState] = {}
     served = set(linear_names(Decoder(parse_config(config), device="meta")))
-    if isinstance(recipe, DelayedScaling):
+    if delayed(recipe) is not None:
         for name, module in model.named_modules():
             if isinstance(module, Linear) and plain_name(name) in served:
                 states |= {f"{plain_name(name)}.{kind}": state for kind, state in module.scaling.items()}

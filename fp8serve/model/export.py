@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
-from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
 from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.files import (
@@ -128,12 +128,13 @@ class _Quantizer:
     ) -> None:
         if scales.recipe is None:
             raise ModelError("An FP8 directory needs an FP8 recipe, and these scales have none.")
-        self.recipe: Recipe = scales.recipe
+        self.recipe = scales.recipe
+        self.weight, self.input = self.recipe.specs.linear["weight"], self.recipe.specs.linear["input"]
         self.weights, self.scales, self.format, self.dtype = weights, scales, format_, _dtype(config)
         self.shapes = _shapes(config)
         self.linears = _linears(config)
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
-        if isinstance(self.recipe, DelayedScaling):
+        if self.input.source == "delayed":
             check_covers(scales, self.linears, "The scaling state")
         self.quantized = lru_cache(maxsize=1)(self._quantize)  # its weight and its scale are two items
 
@@ -150,33 +151,24 @@ class _Quantizer:
     def _fp8(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
         scale_shape = self._scale_shape(*shape)
         yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantized(linear)[0])
-        scale_name = f"{linear}.weight_scale{'_inv' if self._block and self.format == 'fp8' else ''}"
-        yield _Item(scale_name, torch.float32, scale_shape, lambda: self.quantized(linear)[1].reshape(scale_shape))
-        if isinstance(self.recipe, DelayedScaling):
+        scale_name = f"{linear}.weight_scale{'_inv' if self.weight.is_blocked and self.format == 'fp8' else ''}"
+        scale_dtype = SCALE_DTYPES[self.weight.scale_format]
+        yield _Item(scale_name, scale_dtype, scale_shape, lambda: self.quantized(linear)[1].reshape(scale_shape))
+        if self.input.source == "delayed":
             yield self._scalar(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale)
-
-    @property
-    def _block(self) -> bool:
-        return isinstance(self.recipe, Float8BlockScaling)
-
-    @property
-    def _row(self) -> bool:
-        return isinstance(self.recipe, Float8CurrentScaling) and self.recipe.granularity == "row"
 
     def _quantize(self, linear: str) -> tuple[Tensor, Tensor]:
         """(weight_q, its dequantizing scale) as serving and training would make them from the same weight."""
         weight = _weight(self.weights, f"{linear}.weight", self.shapes[f"{linear}.weight"])
-        if isinstance(self.recipe, DelayedScaling):
+        if self.weight.source == "delayed":
             return ops.quantize(weight, scale=self.scales.weight_scale(linear))
-        granularity: ops.GranularityName = "block128x128" if self._block else "row" if self._row else "tensor"
-        return ops.quantize(weight, granularity=granularity, power_2_scale=self.recipe.power_2_scale)
+        return cast_by_content(weight, self.weight)
 
     def _scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        if self._block:
-            return ops.blocks(rows), ops.blocks(cols)
-        if self._row:
-            return (rows,) if self.format == "modelopt" else (rows, 1)
-        return self._scalar_shape
+        shape = self.weight.scale_shape(rows, cols)
+        if self.weight.granularity == "row" and self.format == "modelopt":
+            return (rows,)
+        return shape or self._scalar_shape
 
     @property
     def _scalar_shape(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Other projects' FP8 checkpoints -> ours, as tables. Never guessed.
 
-Two questions. What does `quantization_config` promise about activations (`Scheme`)? What does each scale tensor mean
-(`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name says:
+Two questions. How are the inputs of the layers quantized (`Scheme`)? The answer is a QuantSpec; the tables from others'
+words for granularity to ours are here, and quantization_config.py writes by the same ones. What does each scale tensor
+mean (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name:
 `weight_scale_inv` of DeepSeek is no exception. Ours in memory are `weight_scale_inv` (dequantizes) and `input_scale`
 (quantizes), so input and KV scales are inverted at this border; 1 / (1 / s) is not always s, so where it is not our
 files note s in their header (`dequantizing_scale`). BF16 or FP32 is accepted, FP32 is kept; the ranks that
@@ -28,13 +29,22 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
+from fp8serve.fp8.spec import WEIGHTS, Granularity, QuantSpec, listed
 from fp8serve.model.fields import Fields
 from fp8serve.model.files import present, read_json
 from fp8serve.model.targets import checked as checked_targets
 from fp8serve.model.targets import matches
 
-BLOCK = 128
-Activations = Literal["static", "tensor", "row", "block", "none"]  # "none": weights only, inputs stay in high precision
+STATIC = QuantSpec(source="stored")
+PER_TOKEN = QuantSpec(granularity="row")
+BLOCKED_INPUT, BLOCKED_WEIGHT = QuantSpec(granularity="block1x128"), QuantSpec(granularity="block128x128")
+
+# compressed-tensors' strategies.
+CT_INPUTS: dict[Granularity, str] = {"tensor": "tensor", "row": "token", "block1x128": "group"}
+CT_WEIGHTS: dict[Granularity, str] = {"tensor": "tensor", "row": "channel", "block128x128": "block"}
+# ModelOpt's algorithms by the spec of the input; None: weights only, inputs stay in high precision.
+MODELOPT: dict[str, QuantSpec | None] = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": PER_TOKEN, "FP8_PB_WO": None}
+
 Role = Literal["weight", "input", "k", "v", "kv"]
 
 # (what follows the owner's name, whose scale it is). The owner is the linear, or `model.layers.N.self_attn` for KV.
@@ -57,10 +67,13 @@ SPELLINGS: tuple[tuple[str, Role], ...] = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the inputs of the linears it applies to are quantized; `producer` names the format in messages."""
+    """How the inputs of the linears it applies to are quantized; `producer` names the format in messages.
+
+    input_spec: None where only weights are, and inputs stay in high precision.
+    """
 
     producer: str
-    activations: Activations
+    input_spec: QuantSpec | None
 
 
 @dataclass(frozen=True)
@@ -126,32 +139,38 @@ def _compressed_tensors(config: Fields) -> Quantization:
         raise ModelError(f"The {name} checkpoint is sparse or rotated, which is not supported.")
     _require_fp8(name, "kv_cache_scheme", config.object("kv_cache_scheme"))
     groups = tuple(
-        (checked_targets(g.texts("targets"), g.where), Scheme(name, _ct_activations(g)))
+        (checked_targets(g.texts("targets"), g.where), Scheme(name, _ct_inputs(g)))
         for g in config.objects("config_groups")
     )
     return Quantization(groups, checked_targets(config.texts("ignore"), config.where), name)
 
 
-def _ct_activations(group: Fields) -> Activations:
+def _ct_inputs(group: Fields) -> QuantSpec | None:
     weights, inputs = group.object("weights"), group.object("input_activations")
     _require_fp8("compressed-tensors", "weights", weights)
     _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # an old KV scheme
     kind = "tensor" if weights is None else weights.text("strategy") or "tensor"
-    if kind not in ("tensor", "channel", "block"):
+    if kind not in CT_WEIGHTS.values():
         raise _unsupported("compressed-tensors", "weight strategy", kind)
     if inputs is None:
-        return "none"
+        return None
     _require_fp8("compressed-tensors", "input_activations", inputs)
     strategy = inputs.text("strategy") or "tensor"
     if not _is_dynamic(inputs):
         if strategy != "tensor":
             raise _unsupported("compressed-tensors", "static activation strategy", strategy)
-        return "static"
-    if strategy == "group" and inputs.whole("group_size") != BLOCK:
-        raise _unsupported("compressed-tensors", "activation group_size", inputs.whole("group_size"))
-    if strategy not in _CT_DYNAMIC:
+        return STATIC
+    return _ct_dynamic(strategy, inputs)
+
+
+def _ct_dynamic(strategy: str, inputs: Fields) -> QuantSpec:
+    granularity = next((ours for ours, theirs in CT_INPUTS.items() if theirs == strategy), None)
+    if granularity is None:
         raise _unsupported("compressed-tensors", "activation strategy", strategy)
-    return _CT_DYNAMIC[strategy]
+    spec = QuantSpec(granularity=granularity)
+    if spec.is_blocked and inputs.whole("group_size") != spec.block[1]:
+        raise _unsupported("compressed-tensors", "activation group_size", inputs.whole("group_size"))
+    return spec
 
 
 def _is_dynamic(inputs: Fields) -> bool:
@@ -161,9 +180,6 @@ def _is_dynamic(inputs: Fields) -> bool:
     return bool(inputs.boolean("dynamic"))
 
 
-_CT_DYNAMIC: dict[str, Activations] = {"tensor": "tensor", "token": "row", "group": "block"}
-
-
 def _require_fp8(producer: str, what: str, args: Fields | None) -> None:
     if args is None:
         return
@@ -171,7 +187,8 @@ def _require_fp8(producer: str, what: str, args: Fields | None) -> None:
     if kind != (8, "float", True):
         raise _unsupported(producer, what, f"{kind[0]}-bit {kind[1]}{'' if kind[2] else ' asymmetric'}")
     block = args.anything("block_structure")
-    if block not in (None, [BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+    rows, columns = BLOCKED_WEIGHT.block
+    if block not in (None, [rows, columns], f"{rows}x{columns}"):
         raise _unsupported(producer, "block_structure", block)
 
 
@@ -181,16 +198,13 @@ def _fp8(config: Fields) -> Quantization:
     block, kind = config.anything("weight_block_size"), config.text("activation_scheme") or "dynamic"
     if (form := config.text("fmt")) not in ("e4m3", "float8_e4m3fn", None):
         raise _unsupported("fp8", "fmt", form)
-    if block not in (None, [BLOCK, BLOCK]):
+    if block not in (None, list(BLOCKED_WEIGHT.block)):
         raise _unsupported("fp8", "weight_block_size", block)
     if kind not in ("static", "dynamic") or (kind == "static" and block):
         raise _unsupported("fp8", "activation_scheme", kind)
-    activations: Activations = "static" if kind == "static" else "block" if block else "row"
+    inputs = STATIC if kind == "static" else BLOCKED_INPUT if block else PER_TOKEN
     ignore = config.texts("ignored_layers") or config.texts("modules_to_not_convert")
-    return Quantization(((("Linear",), Scheme("fp8", activations)),), ignore, "fp8")
-
-
-_MODELOPT: dict[str, Activations] = {"FP8": "static", "FP8_PER_CHANNEL_PER_TOKEN": "row", "FP8_PB_WO": "none"}
+    return Quantization(((("Linear",), Scheme("fp8", inputs)),), ignore, "fp8")
 
 
 def _modelopt(config: Fields) -> Quantization:
@@ -202,9 +216,9 @@ def _modelopt(config: Fields) -> Quantization:
     ignore = config.texts("ignore") or config.texts("exclude_modules")
     if algo is None and (cache is not None or config.object("kv_cache_scheme") is not None):
         return Quantization((), ignore, "modelopt")
-    if algo is None or algo.upper() not in _MODELOPT:
+    if algo is None or algo.upper() not in MODELOPT:
         raise _unsupported("modelopt", "quant_algo", algo)
-    return Quantization(((("Linear",), Scheme("modelopt", _MODELOPT[algo.upper()])),), ignore, "modelopt")
+    return Quantization(((("Linear",), Scheme("modelopt", MODELOPT[algo.upper()])),), ignore, "modelopt")
 
 
 _READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
@@ -216,18 +230,22 @@ def _unsupported(producer: str, what: str, found: Any) -> ModelError:
 
 def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
     """FP32 [], [rows, 1] or [ceil(rows/128), ceil(cols/128)] from any project's rank. ModelError: no such shape."""
-    blocks = (-(-rows // BLOCK), -(-cols // BLOCK))
-    shape = tuple(stored.shape)
     value = checked(name, stored)
     if stored.numel() == 1:
         return value.reshape(())
-    if shape in ((rows,), (rows, 1)):
-        return value.reshape(rows, 1)
-    if shape in (blocks, (blocks[0], 1, blocks[1], 1)):
-        return value.reshape(blocks)
-    raise ModelError(
-        f"{name} has the shape {list(shape)}; a weight of {rows} x {cols} takes [], [{rows}, 1] or {list(blocks)}."
-    )
+    shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS]
+    for spec, shape in zip(WEIGHTS, shapes, strict=True):
+        if tuple(stored.shape) in _spellings_of(spec, shape):
+            return value.reshape(shape)
+    raise ModelError(f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} takes {listed(shapes)}.")
+
+
+def _spellings_of(spec: QuantSpec, shape: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """The shapes under which projects store scales that have `shape` here."""
+    if spec.is_blocked:
+        rows, columns = shape
+        return {shape, (rows, 1, columns, 1)}
+    return {shape, shape[:1]}
 
 
 def dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:

@@ -7,8 +7,9 @@ Unknown keys are errors for compressed-tensors' reader, so nothing of ours is pu
 from typing import Any
 
 from fp8serve.errors import ModelError
-from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Recipe, name_of
-from fp8serve.model.interop import BLOCK
+from fp8serve.fp8.recipe import Recipe, name_of
+from fp8serve.fp8.spec import QuantSpec
+from fp8serve.model.interop import CT_INPUTS, CT_WEIGHTS, MODELOPT
 
 FORMATS = ("compressed-tensors", "fp8", "modelopt")
 IGNORED = ["lm_head"]
@@ -41,14 +42,15 @@ def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -
 
 
 def _compressed_tensors(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
-    strategy = {"delayed": "tensor", "current": "tensor", "rowwise": "channel", "block": "block"}[name_of(recipe)]
-    block = [BLOCK, BLOCK] if strategy == "block" else None
+    weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
+    block = list(weight.block) if weight.is_blocked else None
+    strategy = CT_WEIGHTS[weight.granularity]
     return {
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
                 "weights": _ct_args(strategy, False, "memoryless_minmax", block_structure=block),
-                "input_activations": _ct_inputs(recipe),
+                "input_activations": _ct_inputs(inputs),
                 "output_activations": None,
                 "format": "float-quantized",
             }
@@ -62,31 +64,37 @@ def _compressed_tensors(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
     }
 
 
-def _ct_inputs(recipe: Recipe) -> dict[str, Any]:
-    if isinstance(recipe, DelayedScaling):
+def _ct_inputs(spec: QuantSpec) -> dict[str, Any]:
+    if spec.source != "current":
         return _ct_args("tensor", False, "static_minmax")
-    if isinstance(recipe, Float8BlockScaling):
-        return _ct_args("group", True, None, group_size=BLOCK)
-    return _ct_args("token" if recipe.granularity == "row" else "tensor", True, None)
+    return _ct_args(CT_INPUTS[spec.granularity], True, None, group_size=spec.block[1])
 
 
 def _fp8(recipe: Recipe) -> dict[str, Any]:
-    if isinstance(recipe, Float8BlockScaling):
+    weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
+    if weight.is_blocked:
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
-            "weight_block_size": [BLOCK, BLOCK],
+            "weight_block_size": list(weight.block),
             "ignored_layers": list(IGNORED),
         }
-    if name_of(recipe) == "rowwise":
+    if weight.granularity == "row":
         raise ModelError("The format 'fp8' has no scale per output channel; write 'rowwise' as compressed-tensors.")
-    scheme = "static" if isinstance(recipe, DelayedScaling) else "dynamic"
+    scheme = "dynamic" if inputs.source == "current" else "static"
     return {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": list(IGNORED)}
 
 
+def _modelopt_algo(spec: QuantSpec) -> str | None:
+    """ModelOpt's name for linears whose inputs are quantized by `spec`; None: it has none."""
+    rest = spec.at_rest()
+    known = {(s.source, s.granularity): algo for algo, s in MODELOPT.items() if s is not None}
+    return known.get((rest.source, rest.granularity))
+
+
 def _modelopt(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
-    algo = {"delayed": "FP8", "rowwise": "FP8_PER_CHANNEL_PER_TOKEN"}.get(name_of(recipe))
+    algo = _modelopt_algo(recipe.specs.linear["input"])
     if algo is None:
         raise ModelError(
             f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."

@@ -12,7 +12,7 @@ Here is what a directory's owner must hear without reading that page. Three case
   refuses where a block would span two of them. Padding would change the shapes that config.json promises.
 """
 
-from fp8serve.model.interop import BLOCK
+from fp8serve.model.interop import BLOCKED_WEIGHT
 from fp8serve.model.stored import Checkpoint
 
 SPELLING = (
@@ -41,7 +41,8 @@ def reader_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         notes.append(SPELLING)
     if ragged := [name for name in checkpoint.fp8_linears if _is_ragged(checkpoint, name)]:
         rows, cols = checkpoint.shapes[f"{ragged[0]}.weight"]
-        notes.append(RAGGED.format(count=len(ragged), name=ragged[0], rows=rows, cols=cols, block=BLOCK))
+        block = BLOCKED_WEIGHT.block[1]
+        notes.append(RAGGED.format(count=len(ragged), name=ragged[0], rows=rows, cols=cols, block=block))
     return tuple(notes)
 
 
@@ -49,4 +50,4 @@ def _is_ragged(checkpoint: Checkpoint, linear: str) -> bool:
     rows, cols = checkpoint.shapes[f"{linear}.weight"]
     scale = checkpoint.shards.entries[str(checkpoint.scale_key(linear, "weight"))].shape
     in_blocks = len(scale) > 1 and scale != (rows, 1)
-    return in_blocks and bool(rows % BLOCK or cols % BLOCK)
+    return in_blocks and not BLOCKED_WEIGHT.divides(rows, cols)

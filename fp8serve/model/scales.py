@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
+from fp8serve.fp8.amax_rules import RULES
 from fp8serve.fp8.autocast import fp8_max
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_json, to_json
+from fp8serve.fp8.recipe import Recipe, delayed, from_json, to_json
 from fp8serve.model.config import read_config
 from fp8serve.model.files import fsync, no_duplicates, save_tensors
 from fp8serve.model.shards import Shards, open_shards, read_header
@@ -199,13 +200,15 @@ def problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
 def _reached(recipe: Recipe | None, key: str, entry: TensorScale) -> float:
     """The amax that made the scale, as a part of what the scale represents: at most 1, less by a margin or by larger
     amaxes that have left the history. 0 where a scale may be older than its history."""
-    if not isinstance(recipe, DelayedScaling) or recipe.interval != 1 or entry.amax_history is None:
+    rules = delayed(recipe)
+    if rules is None or rules.interval != 1 or entry.amax_history is None:
         return 0.0
-    seen = entry.amax_history[1:]  # the staging slot is not in the scale yet
-    if not seen.numel():
+    algo, seen = rules.amax_compute_algo, entry.amax_history[1:]  # the staging slot is not in the scale yet
+    witness = None if callable(algo) else RULES[algo].witness
+    if witness is None or not seen.numel():
         return 0.0
-    amax = seen.max() if recipe.amax_compute_algo == "max" else seen[-1]
-    return float(amax.double() * entry.scale.double()) / fp8_max(recipe, key.rpartition(".")[2])
+    amax = witness(seen)
+    return float(amax.double() * entry.scale.double()) / fp8_max(rules, key.rpartition(".")[2])
 
 
 def check_covers(checkpoint: ScalingCheckpoint, linears: Iterable[str], where: str) -> None:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
+from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model import interop
 from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.files import read_json
-from fp8serve.model.interop import Activations, Quantization, ScaleKey
+from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.shards import Shards, open_shards
 
 _LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
@@ -29,13 +30,13 @@ class StoredLinear:
     """An FP8 linear as it lies in the directory, brought to our conventions.
 
     weight_q E4M3 [N, K], a mapped view; weight_scale_inv FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)], dequantizes;
-    input_scale FP32 [], quantizes, or None where inputs are quantized dynamically or not at all.
+    input_scale FP32 [], quantizes, or None where inputs are quantized dynamically or not at all; input_spec says which.
     """
 
     weight_q: Tensor
     weight_scale_inv: Tensor
     input_scale: Tensor | None
-    activations: Activations
+    input_spec: QuantSpec | None
 
     def weight(self) -> Tensor:
         """The weight in FP32 [N, K]."""
@@ -117,14 +118,14 @@ class Checkpoint(Mapping[str, Tensor]):
             return None
         if self.quantization is None:
             raise ModelError(f"{self.path}: {name} is FP8 but config.json has no quantization_config.")
-        activations = self.quantization.scheme_of(linear).activations
+        spec = self.quantization.scheme_of(linear).input_spec
         key = self._scales[ScaleKey(linear, "weight")]
         scale_inv = interop.weight_scale_inv(key, self.shards[key], *self.shapes[name])
-        return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, activations), activations)
+        return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, spec), spec)
 
-    def _input_scale(self, linear: str, activations: Activations) -> Tensor | None:
+    def _input_scale(self, linear: str, spec: QuantSpec | None) -> Tensor | None:
         key = self.scale_key(linear, "input")
-        if activations != "static":
+        if spec is None or spec.source != "stored":
             return None
         if key is None:
             raise ModelError(f"{self.path}: {linear} has no input_scale, though its activations are static.")

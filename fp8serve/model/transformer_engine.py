@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
-from fp8serve.fp8.recipe import DelayedScaling, Format
+from fp8serve.fp8.autocast import fp8_max
+from fp8serve.fp8.recipe import DelayedScaling, Format, delayed
 from fp8serve.model.pickle_data import Call, Global, read_pickle
 from fp8serve.model.scales import ScalingCheckpoint, TensorScale, check, fingerprint
 from fp8serve.model.shards import Shards, read_header
@@ -282,7 +283,7 @@ def export_module(checkpoint: ScalingCheckpoint, linears: Sequence[str]) -> Tens
     for linear, roles in zip(linears, states, strict=True):
         if any(roles[r] is None or roles[r].amax_history is None for r in ("input", "weight")):  # type: ignore[union-attr]
             raise ScalesError(f"{linear} has no delayed state of its input and weight; only those can be exported.")
-    recipe = checkpoint.recipe if isinstance(checkpoint.recipe, DelayedScaling) else DelayedScaling()
+    recipe = delayed(checkpoint.recipe) or DelayedScaling()
     value: dict[str, Any] = {}
     for part, slots in (("fwd", 3), ("bwd", 2)):
         scale, history = _columns(states, part, slots)
@@ -290,8 +291,8 @@ def export_module(checkpoint: ScalingCheckpoint, linears: Sequence[str]) -> Tens
     value["extra_fp8_variables"] = {
         "fp8_checkpoint": True,
         "num_gemms": len(linears),
-        "fp8_max_fwd": 448.0,
-        "fp8_max_bwd": 448.0 if recipe.fp8_format is Format.E4M3 else 57344.0,
+        "fp8_max_fwd": fp8_max(recipe, "input"),
+        "fp8_max_bwd": fp8_max(recipe, "grad_output"),
     }
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 

@@ -212,7 +212,7 @@ def _check_recipe(config: TrainConfig) -> None:
     if recipe.name_of(made := config.fp8_recipe) != config.recipe:
         raise RecipeError(f"recipe_options make another recipe than {config.recipe!r}; name that one in `recipe`.")
     # No file format says so: the result would not be served as it was trained.
-    if getattr(made, "power_2_scale", False):
+    if made is not None and any(spec.scale_format != "fp32" for spec in made.specs.linear.values()):
         raise RecipeError("Served models compute their scales unrounded; leave power_2_scale off in training.")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8serve import __version__
 from fp8serve.errors import JobError
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.files import read_json
@@ -63,7 +63,7 @@ def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any])
 
     Of an attention that was trained in FP8 it keeps the keys' and values': they are the scales of an FP8 KV cache.
     """
-    stored = load_file(source / "scaling.safetensors") if isinstance(recipe, DelayedScaling) else {}
+    stored = load_file(source / "scaling.safetensors") if delayed(recipe) is not None else {}
     names = sorted(n.removesuffix(".scale") for n in stored if n.endswith(".scale"))
     served = [n for n in names if n.endswith((".k", ".v")) or f"{n.rpartition('.')[0]}.weight.scale" in stored]
     ran = {n: int(stored[f"{n}.steps"]) for n in served if stored[f"{n}.steps"] > 0}

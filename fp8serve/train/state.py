@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import JobError
-from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.recipe import delayed
 from fp8serve.fp8.scaling import FIELDS, ScalingState
 from fp8serve.model.checkpoint import load_scales
 from fp8serve.train.checkpoint import TrainState
@@ -22,9 +22,9 @@ from fp8serve.train.optimizer import Optimizer
 
 def states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:
     """(`P.input`, its state) for every FP8 layer P and each of its tensors; created where they are not yet."""
-    if isinstance(forward.recipe, DelayedScaling):
+    if (rules := delayed(forward.recipe)) is not None:
         for name, module in forward.scaled():
-            for kind, state in module.delayed_states(forward.recipe).items():
+            for kind, state in module.delayed_states(rules).items():
                 yield f"{name}.{kind}", state
 
 
@@ -53,8 +53,8 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     Raises ScalesError for a file that cannot be trusted or belongs to another model.
     """
     path = model_dir / "scales.safetensors"
-    delayed = isinstance(forward.recipe, DelayedScaling)
-    stored = load_scales(path, model_dir).tensors if delayed and path.exists() else {}
+    keeps_states = delayed(forward.recipe) is not None
+    stored = load_scales(path, model_dir).tensors if keeps_states and path.exists() else {}
     found = {name: state for name, state in states(forward) if name in stored}
     for name, state in found.items():
         state.scale.copy_(stored[name].scale)

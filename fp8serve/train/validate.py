@@ -142,11 +142,11 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     linears, others = parameter_counts(model)
     every = linears + others
     per_layer = 30 * model.hidden_size + 14 * model.intermediate_size
+    recipe = config.fp8_recipe
+    once = recipe is not None and recipe.specs.linear["weight"].serves_both_directions
     parts = {
         "weights": every * (16 if config.master_weights == "model" else 20),
-        "codes": 2 * every
-        if config.recipe == "bf16"
-        else 2 * others + linears * (2 if config.recipe == "rowwise" else 1),
+        "codes": 2 * others + linears * (1 if once else 2),
         "activations": tokens * model.num_layers * per_layer,
         "logits": int(tokens * fraction) * model.vocab_size * 12,
     }

@@ -8,6 +8,7 @@ from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, L
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.spec import QuantSpec
 
 RECIPES: list[Recipe] = [
     DelayedScaling(amax_history_len=4, margin=1),
@@ -82,8 +83,12 @@ def test_wrong_tensors_are_refused() -> None:
         FrozenLinear.from_quantized(weight, torch.ones(3, 2), None, None)
     with pytest.raises(ValueError, match=r"must be float8_e4m3fn \[N, K\], found torch.float32"):
         FrozenLinear.from_quantized(weight.float(), torch.tensor(1.0), None, None)
-    with pytest.raises(ValueError, match='granularity must be "tensor", "row" or "block"'):
-        FrozenLinear.from_quantized(weight, torch.tensor(1.0), None, None, "column")  # type: ignore[arg-type]
+    one = torch.tensor(1.0)
+    with pytest.raises(ValueError, match="quantizes its input to e4m3"):
+        FrozenLinear.from_quantized(weight, one, None, None, QuantSpec("e5m2"))
+    for spec, scale in ((QuantSpec(), one), (QuantSpec(source="stored"), None)):
+        with pytest.raises(ValueError, match="An input scale goes with a spec whose source is stored"):
+            FrozenLinear.from_quantized(weight, one, None, scale, spec)
 
 
 def test_amax_and_saturation_are_counted() -> None:

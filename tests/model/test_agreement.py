@@ -151,12 +151,12 @@ def test_a_checkpoint_that_says_it_is_dense(model: Path) -> None:
 
 
 def test_modelopts_names_in_lower_case() -> None:
-    from fp8serve.model.interop import read_quantization
+    from fp8serve.model.interop import STATIC, read_quantization
 
-    for name, activations in {"fp8": "static", "fp8_pb_wo": "none", "FP8_PB_WO": "none"}.items():
+    for name, spec in {"fp8": STATIC, "fp8_pb_wo": None, "FP8_PB_WO": None}.items():
         found = read_quantization(Path(), {"quantization_config": {"quant_method": "modelopt", "quant_algo": name}})
         assert found is not None
-        assert found.scheme_of(LINEAR).activations == activations
+        assert found.scheme_of(LINEAR).input_spec == spec
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -239,7 +239,7 @@ def test_transformers_block_checkpoint_is_read(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
     edit_config(tmp_path, quantization_config=config)
     model = load_servable(tmp_path)
-    assert frozen(model, "model.layers.0.mlp.up_proj").granularity == "block"
+    assert frozen(model, "model.layers.0.mlp.up_proj").input_spec.granularity == "block1x128"
     with torch.no_grad():
         expected = transformers_model(torch.tensor([IDS])).logits[0].float()
     assert sqnr(expected, logits(model)) > 15

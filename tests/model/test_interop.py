@@ -64,11 +64,11 @@ VARIANTS: dict[str, tuple[str, str, str, Callable[[Tensor], Tensor], str | None,
     "ct-static": ("ct-static", "weight_scale", "tensor", lambda s: s.reshape(1).bfloat16(), "input_scale", "tensor"),
     "ct-static-fp32": ("ct-static", "weight_scale", "tensor", lambda s: s.reshape(1), "input_scale", "tensor"),
     "ct-dynamic": ("ct-dynamic", "weight_scale", "channel", lambda s: s.bfloat16(), None, "row"),
-    "ct-block": ("ct-block", "weight_scale", "tensor", lambda s: s.reshape(1, 1).bfloat16(), None, "block"),
+    "ct-block": ("ct-block", "weight_scale", "tensor", lambda s: s.reshape(1, 1).bfloat16(), None, "block1x128"),
     "fp8-static": ("fp8-static", "weight_scale", "tensor", lambda s: s, "input_scale", "tensor"),
     "fp8-static-hf": ("fp8-static", "weight_scale_inv", "tensor", lambda s: s, "activation_scale", "tensor"),
     "fp8-dynamic": ("fp8-dynamic", "weight_scale", "tensor", lambda s: s.reshape(1), None, "row"),
-    "fp8-block": ("fp8-block", "weight_scale_inv", "tensor", lambda s: s.reshape(1, 1), None, "block"),
+    "fp8-block": ("fp8-block", "weight_scale_inv", "tensor", lambda s: s.reshape(1, 1), None, "block1x128"),
     "modelopt": ("modelopt", "weight_scale", "tensor", lambda s: s, "input_scale", "tensor"),
     "modelopt-channel": ("modelopt-channel", "weight_scale", "channel", lambda s: s.reshape(-1), None, "row"),
 }
@@ -108,7 +108,7 @@ def test_spelling_is_read(variant: str, model_dir: ModelDir, tmp_path: Path) -> 
         expected = scale.reshape(layer.weight_scale_inv.shape)
         torch.testing.assert_close(layer.weight_scale_inv, expected, rtol=2**-8, atol=0)  # BF16 files round
         assert layer.weight_scale_inv.dtype is torch.float32
-        assert layer.granularity == granularity
+        assert layer.input_spec.granularity == granularity
         assert (layer.input_scale is not None) == (input_name is not None)
         if layer.input_scale is not None:  # the file dequantizes, ours quantizes
             torch.testing.assert_close(layer.input_scale, torch.tensor(1 / INPUT), rtol=1e-6, atol=0)
@@ -251,7 +251,7 @@ def test_groups_claim_layers_by_class_pattern_and_name() -> None:
     config["config_groups"] = {"a": group | {"targets": ["re:.*mlp.*"]}, "b": group | {"targets": ["lm_head"]}}
     found = read_quantization(Path("."), {"quantization_config": config})
     assert found is not None
-    assert found.scheme_of(LINEAR).activations == "static"
+    assert found.scheme_of(LINEAR).input_spec == interop.STATIC
     with pytest.raises(ModelError, match="no group for it"):
         found.scheme_of("model.layers.0.self_attn.q_proj")
 

@@ -80,7 +80,7 @@ def seen_codes(model: nn.Module, x: Tensor) -> dict[str, Any]:
 
     def gathered(layer: str, weight: Tensor) -> None:  # cast elsewhere, so that its layer's observer sees nothing
         if isinstance(weight, GatheredWeight):
-            keep(layer, weight.codes.q, weight.codes.scale_inv)
+            keep(layer, weight.quantized.q, weight.quantized.scale_inv)
 
     hooks = []
     for name, layer in layers(model).items():

@@ -1,0 +1,59 @@
+"""A rule from history to amax is one entry: recipes, updates, files and checks take it from the table."""
+
+import pytest
+import torch
+
+from fp8serve import DelayedScaling
+from fp8serve.errors import RecipeError
+from fp8serve.fp8.amax_rules import RULES, AmaxRule
+from fp8serve.fp8.recipe import from_json, to_json
+from fp8serve.fp8.scaling import Entry, ScalingState, update
+from fp8serve.model.scales import ScalingCheckpoint, TensorScale, problems
+
+AMAXES = (1.0, 4.0, 2.0, 3.0, 8.0)
+
+
+@pytest.fixture
+def mean(monkeypatch: pytest.MonkeyPatch) -> DelayedScaling:
+    """A recipe by a rule that the table does not have otherwise."""
+    monkeypatch.setitem(RULES, "mean", AmaxRule(lambda history: history.mean()))  # type: ignore[misc]
+    return DelayedScaling(amax_history_len=4, amax_compute_algo="mean")  # type: ignore[arg-type]
+
+
+def run(recipe: DelayedScaling) -> ScalingState:
+    state = ScalingState.create(recipe.amax_history_len, torch.device("cpu"))
+    for amax in AMAXES:
+        state.stage(torch.tensor(amax))
+        update([Entry(state, 448.0)], recipe)
+    return state
+
+
+def test_a_named_rule_is_the_callable_that_does_the_same(mean: DelayedScaling) -> None:
+    found = run(mean)
+    expected = run(DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.mean()))
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.amax_history, expected.amax_history)
+    assert float(found.scale) == pytest.approx(448 / ((4 + 2 + 3 + 8) / 4))
+
+
+def test_it_is_stored_and_its_scales_are_not_held_to_the_largest_amax(mean: DelayedScaling) -> None:
+    assert from_json(to_json(mean)) == mean
+    state = run(mean)
+    entry = TensorScale(state.scale, state.amax_history)
+    assert not list(problems(ScalingCheckpoint(mean, {"layer.input": entry})))
+    by_max = DelayedScaling(amax_history_len=4)
+    assert [key for key, _ in problems(ScalingCheckpoint(by_max, {"layer.input": entry}))] == ["layer.input"]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_op_has_the_rules_that_say_so(name: str) -> None:
+    assert RULES[name].in_op  # type: ignore[index]
+    by_op = run(DelayedScaling(amax_history_len=4, amax_compute_algo=name))  # type: ignore[arg-type]
+    beside = run(DelayedScaling(amax_history_len=4, amax_compute_algo=RULES[name].choose))  # type: ignore[index]
+    assert torch.equal(by_op.scale, beside.scale)
+    assert torch.equal(by_op.amax_history, beside.amax_history)
+
+
+def test_a_name_that_is_no_rule_is_refused(mean: DelayedScaling) -> None:
+    with pytest.raises(RecipeError, match='must be "max", "most_recent", "mean" or a callable'):
+        DelayedScaling(amax_compute_algo="median")  # type: ignore[arg-type]
