@@ -18,10 +18,17 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request, RequestOutput, SamplingParams
 from fp8serve.errors import MachineError, ModelError, RequestError, ScalesError
+from tests.engine.tiny import write_model
 from tests.patience import eventually
 
-OPTIONS = EngineOptions(recipe="bf16", max_num_seqs=4, num_blocks=40)
-LONG = SamplingParams(max_new_tokens=100, ignore_eos=True, seed=1)
+OPTIONS = EngineOptions(recipe="bf16", max_num_seqs=4, num_blocks=1100)
+CONTEXT = 4096
+ENDLESS = SamplingParams(max_new_tokens=4000, ignore_eos=True, seed=1)  # nobody waits for its end
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("long") / "llama", max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +46,7 @@ async def mortal(model_dir: Path) -> AsyncIterator[EngineClient]:
     await client.close()
 
 
-def request(name: str, params: SamplingParams = LONG, prompt: bytes = b"Hello") -> Request:
+def request(name: str, params: SamplingParams = ENDLESS, prompt: bytes = b"Hello") -> Request:
     return Request(name, tuple(prompt), params)
 
 
@@ -64,8 +71,8 @@ async def test_answers_are_those_of_an_engine_in_process(alive: EngineClient, mo
 
 
 async def test_what_cannot_run_is_refused_before_it_is_sent(alive: EngineClient) -> None:
-    with pytest.raises(RequestError, match="together 130"):
-        alive.generate(request("r", SamplingParams(max_new_tokens=125)))
+    with pytest.raises(RequestError, match=f"together {CONTEXT + 2}"):
+        alive.generate(request("r", SamplingParams(max_new_tokens=CONTEXT - 3)))
     running = alive.generate(request("same"))
     await anext(running)
     with pytest.raises(RequestError, match="still running"):
@@ -114,8 +121,8 @@ async def test_it_says_how_it_is(alive: EngineClient) -> None:
     assert alive.alive
     await eventually(lambda: alive.heartbeat_age < 30)
     assert alive.info["architecture"] == "LlamaForCausalLM"
-    assert alive.limits.max_model_len == 128
-    assert (await alive.stats())["kv_blocks"] == 40
+    assert alive.limits.max_model_len == CONTEXT
+    assert (await alive.stats())["kv_blocks"] == 1100
     assert await alive.scales() == []
 
 
@@ -139,7 +146,7 @@ async def test_a_killed_process_ends_every_stream_with_a_sentence(mortal: Engine
 
 
 async def test_sigterm_lets_what_runs_finish(mortal: EngineClient) -> None:
-    running = mortal.generate(request("r"))
+    running = mortal.generate(request("r", SamplingParams(max_new_tokens=100, ignore_eos=True)))
     await anext(running)
     os.kill(mortal.pid, signal.SIGTERM)
     outputs = [output async for output in running]
