@@ -8,6 +8,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 10
 PYTEST_ARGS ?=
+# Tests run in one process per processor: each takes its share of the list, and from the others' when it is done.
+TEST_WORKERS ?= logical
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
+QUICK = smoke or not (slow or exhaustive or emulator or distributed)
 DEMO_ARGS ?=
 # The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100f;120f".
 FP8SERVE_CUDA ?=
@@ -22,9 +26,9 @@ CUDA_PACKAGES = nvidia-cutlass==4.2.0.0 nvidia-cuda-cuobjdump nvidia-cuda-nvdisa
 REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
   print(*p["build-system"]["requires"], *p["project"]["dependencies"], *p["project"]["optional-dependencies"]["dev"], sep="\n")
 
-.PHONY: help setup demo test lint format typecheck cuda gpu wheel lock clean
+.PHONY: help setup demo test test-all lint format typecheck cuda gpu wheel lock clean
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: .venv/built ## make .venv, install the pinned packages, compile csrc/ (when something changed)
 
@@ -45,8 +49,13 @@ setup: .venv/built ## make .venv, install the pinned packages, compile csrc/ (wh
 demo: setup ## the whole main job, offline: train in FP8, calibrate, serve, fine-tune over HTTP, serve again
 	$(BIN)/fp8serve demo $(DEMO_ARGS)
 
-test: setup ## the test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup ## the tests that a person waits for; PYTEST_ARGS="tests/fp8 -k saturate" for some of them
+	@$(PYTEST) -m "$(QUICK)" $(PYTEST_ARGS); status=$$?; \
+	echo "Left out: most exhaustive sweeps, emulated CUDA kernels, runs of several processes and long runs: make test-all"; \
+	exit $$status
+
+test-all: setup ## every test
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: setup typecheck ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check

@@ -159,12 +159,10 @@ def send(url: str, ask: Ask) -> tuple[int, bytes]:
 
 
 def client(url: str, seed: int, context: int, done: threading.Event, tally: Tally) -> None:
-    """Asks until `done`: every kind in turn, in an order of the client's own."""
+    """Asks until `done`: every kind in turn, in an order of the client's own; the turn that has begun is ended."""
     rng = random.Random(seed)
     while not done.is_set():
         for make in rng.sample(MAKERS, len(MAKERS)):
-            if done.is_set():
-                return
             ask = make(rng, context)
             try:
                 tally.answered(ask, *send(url, ask))

@@ -34,7 +34,7 @@ def listen() -> socket.socket:
 class RunningServer:
     """`fp8serve serve MODEL OPTIONS...` on a free port of this machine, from entering the block to leaving it."""
 
-    def __init__(self, model: Path, options: Sequence[str] = (), *, log: Path, ready_seconds: float = 120.0) -> None:
+    def __init__(self, model: Path, options: Sequence[str] = (), *, log: Path, ready_seconds: float = 600.0) -> None:
         self.log = log
         self.ready_seconds = ready_seconds
         self._command = [sys.executable, "-m", "fp8serve.cli", "serve", str(model), *options]

@@ -18,3 +18,9 @@ def same_random_numbers() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Where `async def test_...` runs."""
+    return "asyncio"

@@ -77,7 +77,7 @@ def children_of(pid: int) -> set[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHORT_DEMO]
     temporary, of_torch = tmp_path / "temporary", tmp_path / "torch"  # torch leaves an empty cache behind

@@ -63,7 +63,7 @@ def complete(server: RunningServer) -> dict[str, Any]:
     return server.post("/generate", {"inputs": ROWS[0]["prompt"], "parameters": parameters})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_the_main_job(family: str, tmp_path: Path) -> None:
     source = write_model(tmp_path / family, family)
     assert len(list(source.glob("*.safetensors"))) > 1

@@ -20,6 +20,7 @@ def silent(what: str, done: int, total: int) -> None:
     """Nobody watches."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("probe", casts.PROBES)
 def test_every_kernel_casts_2_24_values_like_the_reference(level, values, probe):
     found = casts.compare(iter(values.split(casts.CHUNK)), values.numel(), silent, chosen=[probe], at=[level])

@@ -30,7 +30,7 @@ class Kernels:
         return tuple(t.cpu() for t in found) if isinstance(found, tuple) else found.cpu()
 
 
-DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), "emulated"]
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.emulator)]
 
 
 def kernels_on(device: str) -> Kernels:

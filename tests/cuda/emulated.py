@@ -1,9 +1,11 @@
 """The CUDA kernels on a GPU made of C++ (emulator/cuda/device.h): same sources, compiled by the C++ compiler, run here.
 
 `ops()` gives them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. What it shows
-and what it cannot is said in the emulator. The library lies in build/emulator and is built again when a source changes.
+and what it cannot is said in the emulator. The library lies in build/emulator and is built again when a source changes,
+by one process at a time.
 """
 
+import fcntl
 import shutil
 import subprocess
 from functools import cache
@@ -37,14 +39,24 @@ def _compile(source: Path, folder: Path) -> subprocess.Popen[str] | None:
 def build() -> Path:
     folder = ROOT / "build/emulator"
     folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build(folder)
+
+
+def _build(folder: Path) -> Path:
     for pair in zip(KERNELS[::2], [*KERNELS[1::2], None], strict=False):  # two at a time
         for running in [_compile(source, folder) for source in pair if source is not None]:
             if running is not None and (error := running.communicate()[1]) and running.returncode:
                 raise RuntimeError(f"the emulated kernels do not compile:\n{error}")
     library = folder / "libemulated.so"
-    objects = [str(folder / f"{source.stem}.o") for source in KERNELS]
-    link = [str(COMPILER), "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-Wl,--no-undefined"]
-    subprocess.run([*link, "-o", str(library)], check=True)
+    objects = [folder / f"{source.stem}.o" for source in KERNELS]
+    if library.exists() and library.stat().st_mtime > max(path.stat().st_mtime for path in objects):
+        return library
+    fresh = folder / "fresh.so"  # a process that has the old one loaded keeps it
+    link = [str(COMPILER), "-shared", *map(str, objects), f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-Wl,--no-undefined"]
+    subprocess.run([*link, "-o", str(fresh)], check=True)
+    fresh.replace(library)
     return library
 
 

@@ -126,6 +126,7 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
             monkeypatch.setattr(module, f"_{name}", getattr(kernels, op).default)
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_the_kernels_make_a_decoder(device: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk after which nobody samples, the ends of prompts beside others' beginnings, a decoding step; by row, so

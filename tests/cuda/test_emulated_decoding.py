@@ -6,6 +6,7 @@ import torch
 from tests.cuda.test_decoding import Tiny, noise, on_emulated_kernels
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_all_but_attention_rounds_as_the_cpu_does(cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Tiny("cpu", cache=cache, budget=24)

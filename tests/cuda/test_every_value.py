@@ -9,6 +9,7 @@ import torch
 
 from fp8serve.bench import casts
 
+pytestmark = pytest.mark.exhaustive
 STRIDES = {"quantize_rowwise": 241} | dict.fromkeys(casts.SCALES, 8191)
 
 

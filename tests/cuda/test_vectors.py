@@ -12,6 +12,7 @@ from tests.cuda.conftest import DEVICES, kernels_on
 from tests.cuda.record_vectors import CASTS, HIGH, NAMES, PATH, load
 from tests.cuda.test_gemm import assert_within_accumulation
 
+pytestmark = pytest.mark.smoke
 Run = Callable[..., Any]
 VECTORS = load()
 

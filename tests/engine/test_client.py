@@ -7,9 +7,9 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -18,42 +18,35 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request, RequestOutput, SamplingParams
 from fp8serve.errors import MachineError, ModelError, RequestError, ScalesError
-from tests.patience import PATIENCE
+from tests.engine.tiny import write_model
+from tests.patience import eventually
 
-T = TypeVar("T")
-OPTIONS = EngineOptions(recipe="bf16", max_num_seqs=4, num_blocks=40)
-LONG = SamplingParams(max_new_tokens=100, ignore_eos=True, seed=1)
-
-
-class Alive:
-    """A running client and the loop it lives on."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self.runner = asyncio.Runner()
-        self.client = self.run(EngineClient.start(model_dir, OPTIONS))
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(asyncio.wait_for(work, PATIENCE))
+OPTIONS = EngineOptions(recipe="bf16", max_num_seqs=4, num_blocks=1100)
+CONTEXT = 4096
+ENDLESS = SamplingParams(max_new_tokens=4000, ignore_eos=True, seed=1)  # nobody waits for its end
 
 
 @pytest.fixture(scope="module")
-def alive(model_dir: Path) -> Iterator[Alive]:
-    found = Alive(model_dir)
-    yield found
-    found.run(found.client.close())
-    found.runner.close()
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("long") / "llama", max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+async def alive(model_dir: Path) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.start(model_dir, OPTIONS)
+    yield client
+    await client.close()
 
 
 @pytest.fixture
-def mortal(model_dir: Path) -> Iterator[Alive]:
+async def mortal(model_dir: Path) -> AsyncIterator[EngineClient]:
     """One that the test may kill."""
-    found = Alive(model_dir)
-    yield found
-    found.run(found.client.close())
-    found.runner.close()
+    client = await EngineClient.start(model_dir, OPTIONS)
+    yield client
+    await client.close()
 
 
-def request(name: str, params: SamplingParams = LONG, prompt: bytes = b"Hello") -> Request:
+def request(name: str, params: SamplingParams = ENDLESS, prompt: bytes = b"Hello") -> Request:
     return Request(name, tuple(prompt), params)
 
 
@@ -61,25 +54,15 @@ async def collect(client: EngineClient, item: Request) -> list[RequestOutput]:
     return [output async for output in client.generate(item)]
 
 
-async def until(condition: Any) -> None:
-    while not await condition():
-        await asyncio.sleep(0.02)
-
-
-def test_answers_are_those_of_an_engine_in_process(alive: Alive, model_dir: Path) -> None:
+async def test_answers_are_those_of_an_engine_in_process(alive: EngineClient, model_dir: Path) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
-
-    async def several() -> list[list[RequestOutput]]:
-        prompts = (b"Hello", b"a", b"Once upon a time")
-        items = [request(str(i), params, prompt) for i, prompt in enumerate(prompts)]
-        return await asyncio.gather(*(collect(alive.client, item) for item in items))
-
-    found = alive.run(several())
+    prompts = (b"Hello", b"a", b"Once upon a time")
+    items = [request(str(i), params, prompt) for i, prompt in enumerate(prompts)]
+    found = await asyncio.gather(*(collect(alive, item) for item in items))
     engine = Engine(model_dir, recipe="bf16")
     expected = engine.generate(
-        [list(b"Hello"), list(b"a"), list(b"Once upon a time")],
-        max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1,
-    )  # fmt: skip
+        [list(prompt) for prompt in prompts], max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1
+    )
     for outputs, completion in zip(found, expected, strict=True):
         assert [token for output in outputs for token in output.token_ids] == completion.token_ids
         assert "".join(output.text_delta for output in outputs) == completion.text
@@ -87,149 +70,125 @@ def test_answers_are_those_of_an_engine_in_process(alive: Alive, model_dir: Path
         assert outputs[-1].finish_reason == "length"
 
 
-def test_what_cannot_run_is_refused_before_it_is_sent(alive: Alive) -> None:
-    with pytest.raises(RequestError, match="together 130"):
-        alive.client.generate(request("r", SamplingParams(max_new_tokens=125)))
-
-    async def twice() -> None:
-        running = alive.client.generate(request("same"))
-        await anext(running)
-        with pytest.raises(RequestError, match="still running"):
-            alive.client.generate(request("same"))
-        await running.aclose()
-
-    alive.run(twice())
+async def test_what_cannot_run_is_refused_before_it_is_sent(alive: EngineClient) -> None:
+    with pytest.raises(RequestError, match=f"together {CONTEXT + 2}"):
+        alive.generate(request("r", SamplingParams(max_new_tokens=CONTEXT - 3)))
+    running = alive.generate(request("same"))
+    await anext(running)
+    with pytest.raises(RequestError, match="still running"):
+        alive.generate(request("same"))
+    await running.aclose()
 
 
-def test_closing_the_iterator_aborts_the_request(alive: Alive) -> None:
-    async def leave() -> None:
-        before = (await alive.client.stats())["finished_total"]["abort"]
-        outputs = alive.client.generate(request("leaver"))
-        await anext(outputs)
-        await outputs.aclose()
+async def test_closing_the_iterator_aborts_the_request(alive: EngineClient) -> None:
+    before = (await alive.stats())["finished_total"]["abort"]
+    outputs = alive.generate(request("leaver"))
+    await anext(outputs)
+    await outputs.aclose()
 
-        async def freed() -> bool:
-            stats = await alive.client.stats()
-            return bool(stats["kv_blocks_used"] == 0 and stats["finished_total"]["abort"] == before + 1)
+    async def freed() -> bool:
+        stats = await alive.stats()
+        return bool(stats["kv_blocks_used"] == 0 and stats["finished_total"]["abort"] == before + 1)
 
-        await until(freed)
-
-    alive.run(leave())
+    await eventually(freed)
 
 
-def test_a_cancelled_task_aborts_its_request(alive: Alive) -> None:
-    async def cancel() -> None:
-        task = asyncio.create_task(collect(alive.client, request("cancelled")))
+async def test_a_cancelled_task_aborts_its_request(alive: EngineClient) -> None:
+    task = asyncio.create_task(collect(alive, request("cancelled")))
 
-        async def busy() -> bool:
-            return bool((await alive.client.stats())["running"])
+    async def busy() -> bool:
+        return bool((await alive.stats())["running"])
 
-        await until(busy)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        while (await alive.client.stats())["running"]:
-            await asyncio.sleep(0.02)
+    await eventually(busy)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
-    alive.run(cancel())
+    async def idle() -> bool:
+        return not await busy()
 
-
-def test_abort_ends_the_stream_with_its_reason(alive: Alive) -> None:
-    async def abort() -> list[RequestOutput]:
-        found = []
-        async for output in alive.client.generate(request("aborted")):
-            found.append(output)
-            await alive.client.abort("aborted")
-        return found
-
-    assert alive.run(abort())[-1].finish_reason == "abort"
+    await eventually(idle)
 
 
-def test_it_says_how_it_is(alive: Alive) -> None:
-    assert alive.client.alive
-    assert alive.client.heartbeat_age < 30
-    assert alive.client.info["architecture"] == "LlamaForCausalLM"
-    assert alive.client.limits.max_model_len == 128
-    assert alive.run(alive.client.stats())["kv_blocks"] == 40
-    assert alive.run(alive.client.scales()) == []
+async def test_abort_ends_the_stream_with_its_reason(alive: EngineClient) -> None:
+    async for output in alive.generate(request("aborted")):
+        last = output
+        await alive.abort("aborted")
+    assert last.finish_reason == "abort"
 
 
-def test_a_killed_process_ends_every_stream_with_a_sentence(mortal: Alive) -> None:
-    async def die() -> None:
-        tasks = [asyncio.create_task(collect(mortal.client, request(name))) for name in ("a", "b")]
-        while (await mortal.client.stats())["running"] < 2:
-            await asyncio.sleep(0.02)
-        os.kill(mortal.client.pid, signal.SIGKILL)
-        for outputs in await asyncio.gather(*tasks):
-            assert outputs[-1].finish_reason == "error"
-            assert "was killed" in (outputs[-1].error or "")
-            assert outputs[-1].num_prompt_tokens == 5
-        assert not mortal.client.alive
-        with pytest.raises(MachineError, match="was killed"):
-            mortal.client.generate(request("late"))
-        with pytest.raises(MachineError, match="was killed"):
-            await mortal.client.stats()
-
-    mortal.run(die())
+async def test_it_says_how_it_is(alive: EngineClient) -> None:
+    assert alive.alive
+    await eventually(lambda: alive.heartbeat_age < 30)
+    assert alive.info["architecture"] == "LlamaForCausalLM"
+    assert alive.limits.max_model_len == CONTEXT
+    assert (await alive.stats())["kv_blocks"] == 1100
+    assert await alive.scales() == []
 
 
-def test_sigterm_lets_what_runs_finish(mortal: Alive) -> None:
-    async def terminate() -> None:
-        running = mortal.client.generate(request("r"))
-        await anext(running)
-        os.kill(mortal.client.pid, signal.SIGTERM)
-        outputs = [output async for output in running]
-        assert (outputs[-1].finish_reason, outputs[-1].num_generated) == ("length", 100)
-        await mortal.client.drain(10)
-        assert not mortal.client.alive
+async def test_a_killed_process_ends_every_stream_with_a_sentence(mortal: EngineClient) -> None:
+    tasks = [asyncio.create_task(collect(mortal, request(name))) for name in ("a", "b")]
 
-    mortal.run(terminate())
+    async def both_run() -> bool:
+        return bool((await mortal.stats())["running"] == 2)
+
+    await eventually(both_run)
+    os.kill(mortal.pid, signal.SIGKILL)
+    for outputs in await asyncio.gather(*tasks):
+        assert outputs[-1].finish_reason == "error"
+        assert "was killed" in (outputs[-1].error or "")
+        assert outputs[-1].num_prompt_tokens == 5
+    assert not mortal.alive
+    with pytest.raises(MachineError, match="was killed"):
+        mortal.generate(request("late"))
+    with pytest.raises(MachineError, match="was killed"):
+        await mortal.stats()
 
 
-def test_drain_has_a_deadline_and_refuses_newcomers(mortal: Alive) -> None:
+async def test_sigterm_lets_what_runs_finish(mortal: EngineClient) -> None:
+    running = mortal.generate(request("r", SamplingParams(max_new_tokens=100, ignore_eos=True)))
+    await anext(running)
+    os.kill(mortal.pid, signal.SIGTERM)
+    outputs = [output async for output in running]
+    assert (outputs[-1].finish_reason, outputs[-1].num_generated) == ("length", 100)
+    await mortal.drain(10)
+    assert not mortal.alive
+
+
+async def test_drain_has_a_deadline_and_refuses_newcomers(mortal: EngineClient) -> None:
     async def ending(outputs: AsyncIterator[RequestOutput]) -> str | None:
         try:
             return [output async for output in outputs][-1].finish_reason
         except RequestError as problem:
             return str(problem)
 
-    async def drain() -> None:
-        running = mortal.client.generate(request("r"))
-        await anext(running)
-        newcomer = mortal.client.generate(request("late"))
-        draining = asyncio.create_task(mortal.client.drain(0.0))
-        await asyncio.sleep(0)
-        refused = ("error", "The engine is shutting down and takes no new requests.")
-        assert await ending(newcomer) in refused
-        assert await ending(running) in ("abort", "length")
-        await draining
-        assert not mortal.client.alive
-
-    mortal.run(drain())
+    running = mortal.generate(request("r"))
+    await anext(running)
+    newcomer = mortal.generate(request("late"))
+    draining = asyncio.create_task(mortal.drain(0.0))
+    await asyncio.sleep(0)
+    refused = ("error", "The engine is shutting down and takes no new requests.")
+    assert await ending(newcomer) in refused
+    assert await ending(running) in ("abort", "length")
+    await draining
+    assert not mortal.alive
 
 
-def test_a_stopped_process_is_noticed(alive: Alive) -> None:
-    async def stop() -> None:
-        os.kill(alive.client.pid, signal.SIGSTOP)
-        await asyncio.sleep(1.7)
-        assert alive.client.heartbeat_age > 1.3
-        os.kill(alive.client.pid, signal.SIGCONT)
-        await alive.client.stats()
-        assert alive.client.heartbeat_age < 1.3
-
-    alive.run(stop())
+async def test_a_stopped_process_is_noticed(alive: EngineClient) -> None:
+    os.kill(alive.pid, signal.SIGSTOP)
+    await eventually(lambda: alive.heartbeat_age > 1.3)
+    os.kill(alive.pid, signal.SIGCONT)
+    await alive.stats()
+    await eventually(lambda: alive.heartbeat_age < 1.3)
 
 
-def test_a_load_error_arrives_as_what_it_is_and_leaves_nothing_behind(
+async def test_a_load_error_arrives_as_what_it_is_and_leaves_nothing_behind(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    async def both() -> tuple[object, object]:
-        no_scales = EngineClient.start(model_dir, EngineOptions(recipe="bf16", kv_cache_dtype="fp8"))
-        return await asyncio.gather(no_scales, EngineClient.start(tmp_path / "nowhere"), return_exceptions=True)
-
-    first, second = asyncio.run(both())
+    no_scales = EngineClient.start(model_dir, EngineOptions(recipe="bf16", kv_cache_dtype="fp8"))
+    nowhere = EngineClient.start(tmp_path / "nowhere")
+    first, second = await asyncio.gather(no_scales, nowhere, return_exceptions=True)
     assert isinstance(first, ScalesError)
     assert "calibrate with --kv-cache" in str(first)
     assert isinstance(second, ModelError)
@@ -237,7 +196,7 @@ def test_a_load_error_arrives_as_what_it_is_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_socket_is_private(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_socket_is_private(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen by a stand-in for the worker, which then ends without a word."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     modes: list[int] = []
@@ -250,7 +209,7 @@ def test_the_socket_is_private(model_dir: Path, tmp_path: Path, monkeypatch: pyt
     spawn = asyncio.create_subprocess_exec
     monkeypatch.setattr(asyncio, "create_subprocess_exec", look)
     with pytest.raises(MachineError, match="exit status 3"):
-        asyncio.run(EngineClient.start(model_dir))
+        await EngineClient.start(model_dir)
     assert modes == [0o600, 0o700]
 
 

@@ -1,6 +1,5 @@
 """A server with a fake engine, driven in process through httpx, lifespan included."""
 
-import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +14,7 @@ import pytest
 from fp8serve.server.app import create_app
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.settings import Settings
-from tests.patience import PATIENCE
+from tests.patience import eventually
 from tests.server.fakes import Launcher, model_dir
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_worker.py")))
@@ -29,9 +28,7 @@ class Server:
         self.state: ServerState = app.state.server
 
     async def ready(self) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not self.state.models.ready:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: self.state.models.ready, "readiness")
 
 
 Start = Callable[..., AbstractAsyncContextManager[Server]]

@@ -137,16 +137,19 @@ class FakeEngine:
 
 
 class Launcher:
-    """Stands in for the start of an engine process; remembers the engines it made."""
+    """Stands in for the start of an engine process; remembers the engines it made. Loads wait while it is `held`."""
 
     def __init__(self, make: Callable[[], FakeEngine] = FakeEngine, load_seconds: float = 0.0) -> None:
         self.make = make
         self.load_seconds = load_seconds
         self.engines: list[FakeEngine] = []
         self.problem: str | None = None
+        self.held = False
 
     async def __call__(self, source: Source) -> tuple[FakeEngine, Tokenizer]:
         await asyncio.sleep(self.load_seconds)
+        while self.held:
+            await asyncio.sleep(0.005)
         if self.problem is not None:
             raise ModelError(self.problem)
         self.engines.append(self.make())

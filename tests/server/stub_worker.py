@@ -1,9 +1,9 @@
 """A trainer without a model that keeps the contract of `fp8serve.train.worker`, in milliseconds, and can be told to
 misbehave.
 
-The job's text says how: "slow" waits between steps, "fail" gives up with a sentence, "die" is killed at step 3 for
-ever, "die-once" on the first try only, "stubborn" ignores SIGTERM, "full-disk" finds no space at step 3 until there is
-a file named room. Steps are resumed from `step.txt`.
+The job's text says how: "slow" waits between steps, "held" waits after step 1 for a file named go, "stubborn" too and
+ignores SIGTERM, "fail" gives up with a sentence, "die" is killed at step 3 for ever, "die-once" on the first try only,
+"full-disk" finds no space at step 3 until there is a file named room. Steps are resumed from `step.txt`.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 STEPS = 6
+ORPHANED = 600.0  # seconds: nobody holds a job as long as this
 
 
 def main(directory: Path) -> int:
@@ -44,8 +45,10 @@ def work(directory: Path, mood: str, stopped: list[int]) -> int:
         emit(directory, {"type": "message", "level": "error", "code": "error", "message": "The loss is not finite."})
         return 1
     for step in range(start + 1, STEPS + 1):
-        if "slow" in mood or "stubborn" in mood:
+        if "slow" in mood:
             time.sleep(0.15)
+        if step > 1 and ("held" in mood or "stubborn" in mood):
+            hold(directory / "go", stopped)
         if step == 3 and ("die-once" not in mood or len(tries.read_text()) == 1) and "die" in mood:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 3 and "full-disk" in mood and not (directory / "room").exists():
@@ -64,6 +67,13 @@ def work(directory: Path, mood: str, stopped: list[int]) -> int:
     (model / "config.json").write_text(json.dumps({"trained": directory.name}))
     (directory / "result.json").write_text("{}")
     return 0
+
+
+def hold(go: Path, stopped: list[int]) -> None:
+    """Until `go` exists, or this worker is asked to stop."""
+    end = time.monotonic() + ORPHANED
+    while not (go.exists() or stopped or time.monotonic() > end):
+        time.sleep(0.01)
 
 
 def emit(directory: Path, event: dict[str, object]) -> None:

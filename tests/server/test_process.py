@@ -183,7 +183,7 @@ def test_a_silent_stream_gets_keep_alive_comments(tmp_path: Path) -> None:
 
 
 def test_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", **options(tmp_path, delay=0.02, drain_seconds=30)) as process:
+    with serving(tmp_path / "log", **options(tmp_path, delay=0.02, drain_seconds=PATIENCE)) as process:
         ask = {"inputs": "abc", "parameters": {"max_new_tokens": 60}}
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             asked = [

@@ -2,7 +2,6 @@
 sent.
 """
 
-import asyncio
 import json
 import re
 from typing import Any
@@ -101,33 +100,27 @@ def check(path: str, status: int, body: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", ROUTES.split())
-def test_no_body_makes_a_server_error(start: Start, route: str) -> None:
-    async def body() -> None:
-        async with start() as server:
-            for content in BODIES:
-                for kind in ("application/json", "text/plain"):
-                    answer = await server.client.post(route, content=content, headers={"content-type": kind})
-                    check(route, answer.status_code, answer.content)
-
-    asyncio.run(body())
+async def test_no_body_makes_a_server_error(start: Start, route: str) -> None:
+    async with start() as server:
+        for content in BODIES:
+            for kind in ("application/json", "text/plain"):
+                answer = await server.client.post(route, content=content, headers={"content-type": kind})
+                check(route, answer.status_code, answer.content)
 
 
 @pytest.mark.parametrize("route", NUMBERS)
-def test_no_number_makes_a_server_error(start: Start, route: str) -> None:
-    async def body() -> None:
-        group, rest = AROUND[route]
-        async with start() as server:
-            for name in NUMBERS[route].split():
-                for raw in [*map(json.dumps, BAD_NUMBERS), "NaN", "Infinity", "-Infinity", "1e999", "-0.0", "5e-324"]:
-                    inner = f'"{name}": {raw}'
-                    text = json.dumps(rest)[:-1] + ", " + (f'"{group}": {{{inner}}}' if group else inner) + "}"
-                    answer = await server.client.post(route, content=text, headers={"content-type": "application/json"})
-                    said = check(route, answer.status_code, answer.content)
-                    if said and raw in ("true", '"1"', "NaN", "Infinity"):
-                        param = said["error"]["param"] if route.startswith("/v1/") else said["param"]
-                        assert param.split(".")[-1] == name, (name, raw, said)
-
-    asyncio.run(body())
+async def test_no_number_makes_a_server_error(start: Start, route: str) -> None:
+    group, rest = AROUND[route]
+    async with start() as server:
+        for name in NUMBERS[route].split():
+            for raw in [*map(json.dumps, BAD_NUMBERS), "NaN", "Infinity", "-Infinity", "1e999", "-0.0", "5e-324"]:
+                inner = f'"{name}": {raw}'
+                text = json.dumps(rest)[:-1] + ", " + (f'"{group}": {{{inner}}}' if group else inner) + "}"
+                answer = await server.client.post(route, content=text, headers={"content-type": "application/json"})
+                said = check(route, answer.status_code, answer.content)
+                if said and raw in ("true", '"1"', "NaN", "Infinity"):
+                    param = said["error"]["param"] if route.startswith("/v1/") else said["param"]
+                    assert param.split(".")[-1] == name, (name, raw, said)
 
 
 @pytest.mark.parametrize(
@@ -155,44 +148,37 @@ def test_no_number_makes_a_server_error(start: Start, route: str) -> None:
         ),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(start: Start, route: str, body: dict[str, Any], param: str) -> None:
-    async def ask() -> None:
-        async with start() as server:
-            answer = await server.client.post(route, json=body)
-            said = check(route, answer.status_code, answer.content)
-            inner = said["error"] if route.startswith("/v1/") else said
-            assert (inner["code"], inner["param"]) == ("unsupported_parameter", param)
-
-    asyncio.run(ask())
-
-
-def test_unknown_fields_are_refused_by_name_at_every_depth(start: Start) -> None:
-    async def ask() -> None:
-        async with start() as server:
-            said = (await server.client.post("/generate", json={"inputs": "x", "parameters": {"temprature": 1}})).json()
-            assert (said["code"], said["param"]) == ("unknown_parameter", "parameters.temprature")
-            message = {"role": "user", "content": "x", "colour": "red"}
-            said = (await server.client.post("/v1/chat/completions", json={"messages": [message]})).json()
-            assert (said["error"]["code"], said["error"]["param"]) == ("unknown_parameter", "messages.0.colour")
-
-    asyncio.run(ask())
+async def test_what_is_not_implemented_is_refused_by_name(
+    start: Start, route: str, body: dict[str, Any], param: str
+) -> None:
+    async with start() as server:
+        answer = await server.client.post(route, json=body)
+        said = check(route, answer.status_code, answer.content)
+        inner = said["error"] if route.startswith("/v1/") else said
+        assert (inner["code"], inner["param"]) == ("unsupported_parameter", param)
 
 
-def test_a_body_too_large_is_refused_unread(start: Start) -> None:
-    async def ask() -> None:
-        async with start() as server:
-            limit = server.state.settings.limits.body_bytes
-            answer = await server.client.post("/v1/completions", content=b"x" * (limit + 1))
-            assert answer.status_code == 413
-            assert check("/v1/x", 413, answer.content)["error"]["code"] == "body_too_large"
+async def test_unknown_fields_are_refused_by_name_at_every_depth(start: Start) -> None:
+    async with start() as server:
+        said = (await server.client.post("/generate", json={"inputs": "x", "parameters": {"temprature": 1}})).json()
+        assert (said["code"], said["param"]) == ("unknown_parameter", "parameters.temprature")
+        message = {"role": "user", "content": "x", "colour": "red"}
+        said = (await server.client.post("/v1/chat/completions", json={"messages": [message]})).json()
+        assert (said["error"]["code"], said["error"]["param"]) == ("unknown_parameter", "messages.0.colour")
 
-            async def chunks() -> Any:
-                for _ in range(limit // 65536 + 2):
-                    yield b"x" * 65536
 
-            assert (await server.client.post("/generate", content=chunks())).status_code == 413
+async def test_a_body_too_large_is_refused_unread(start: Start) -> None:
+    async with start() as server:
+        limit = server.state.settings.limits.body_bytes
+        answer = await server.client.post("/v1/completions", content=b"x" * (limit + 1))
+        assert answer.status_code == 413
+        assert check("/v1/x", 413, answer.content)["error"]["code"] == "body_too_large"
 
-    asyncio.run(ask())
+        async def chunks() -> Any:
+            for _ in range(limit // 65536 + 2):
+                yield b"x" * 65536
+
+        assert (await server.client.post("/generate", content=chunks())).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -207,15 +193,12 @@ def test_a_body_too_large_is_refused_unread(start: Start) -> None:
         "/finetune/x%0ay/events",
     ],
 )
-def test_odd_paths_are_plain_404s(start: Start, path: str) -> None:
-    async def ask() -> None:
-        async with start() as server:
-            for method in ("GET", "POST", "DELETE"):
-                answer = await server.client.request(method, path, json={})
-                assert answer.status_code in (404, 405), (method, path, answer.status_code)
-                check("/v1/" if path.startswith("/v1/") else path, answer.status_code, answer.content)
-
-    asyncio.run(ask())
+async def test_odd_paths_are_plain_404s(start: Start, path: str) -> None:
+    async with start() as server:
+        for method in ("GET", "POST", "DELETE"):
+            answer = await server.client.request(method, path, json={})
+            assert answer.status_code in (404, 405), (method, path, answer.status_code)
+            check("/v1/" if path.startswith("/v1/") else path, answer.status_code, answer.content)
 
 
 @pytest.mark.parametrize(
@@ -230,10 +213,7 @@ def test_odd_paths_are_plain_404s(start: Start, path: str) -> None:
         ("/openapi.json", "GET, HEAD"),
     ],
 )
-def test_a_refused_method_names_the_allowed_ones(start: Start, path: str, methods: str) -> None:
-    async def ask() -> None:
-        async with start() as server:
-            answer = await server.client.request("PATCH", path)
-            assert (answer.status_code, answer.headers.get("allow")) == (405, methods)
-
-    asyncio.run(ask())
+async def test_a_refused_method_names_the_allowed_ones(start: Start, path: str, methods: str) -> None:
+    async with start() as server:
+        answer = await server.client.request("PATCH", path)
+        assert (answer.status_code, answer.headers.get("allow")) == (405, methods)

@@ -1,7 +1,8 @@
 """Runs a job in forked children that are killed with SIGKILL; its own program, so that no thread lives at the fork.
 
     python -m tests.train.killed_runs random JOB_DIR SEED     kill again and again, some events later, until it is done
-    python -m tests.train.killed_runs points JOB_DIR          for every k: die in the k-th fsync or rename, then run on
+    python -m tests.train.killed_runs points JOB_DIR FIRST STEP
+                                        for every STEP-th k from FIRST on: die in the k-th fsync or rename, then run on
 
 Prints the number of kills. JOB_DIR holds job.json; "points" works in copies of it, `JOB_DIR-k`, whose `out` is inside.
 """
@@ -74,14 +75,14 @@ def die_in_call(point: int) -> None:
         setattr(os, name, guard(getattr(os, name)))
 
 
-def kill_at_every_point(job: Path) -> int:
-    for point in range(1, LIMIT):
+def kill_at_points(job: Path, first: int, step: int) -> int:
+    for point in range(first, LIMIT, step):
         copy = job.with_name(f"{job.name}-{point}")
         shutil.copytree(job, copy)
         config = json.loads((copy / "job.json").read_text())
         (copy / "job.json").write_text(json.dumps({**config, "out": str(copy / "out")}))
         if wait(child(copy, lambda point=point: die_in_call(point))) == worker.EXIT_DONE:  # type: ignore[misc]
-            return point - 1
+            return (point - first) // step
         if wait(child(copy)) != worker.EXIT_DONE:
             raise SystemExit(f"after a kill in call {point} the job did not end")
     raise SystemExit("too many calls")
@@ -90,4 +91,5 @@ def kill_at_every_point(job: Path) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, job_dir = sys.argv[1], Path(sys.argv[2])
-    print(kill_at_every_point(job_dir) if mode == "points" else kill_at_random(job_dir, int(sys.argv[3])))
+    kill = {"points": kill_at_points, "random": kill_at_random}[mode]
+    print(kill(job_dir, *map(int, sys.argv[3:])))

@@ -15,6 +15,8 @@ from fp8serve.fp8 import autocast as contexts
 from .ranks import counted, on_ranks
 from .runs import states
 
+pytestmark = pytest.mark.distributed
+
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
@@ -39,6 +41,7 @@ def train(rank: int) -> Any:
     return states(first), states(second), states(never), dict(wire.calls)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_hold_equal_scales_whatever_ran_where(world: int) -> None:
     ranks = on_ranks(world, train)

@@ -9,6 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .ranks import counted, on_ranks
 from .runs import RECIPES, STEPS, alone, close, network, on_rank, same
 
+pytestmark = pytest.mark.distributed
+
 
 def ddp(rank: int, name: str) -> Any:
     model = DistributedDataParallel(network())
@@ -16,6 +18,7 @@ def ddp(rank: int, name: str) -> Any:
         return {**on_rank(model, rank, RECIPES[name], dist.group.WORLD), "calls": dict(wire.calls)}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_ranks_are_one_process_bit_for_bit(name: str) -> None:
     found = on_ranks(2, ddp, name)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,8 @@ from tests.tiny import CHATS, write_tiny_model
 
 from .ranks import counted, on_ranks
 from .runs import DELAYED, STEPS, alone, network, on_rank, same
+
+pytestmark = pytest.mark.distributed
 
 SHORT = DelayedScaling(amax_history_len=4)
 
@@ -35,6 +38,7 @@ def ported(rank: int, recipe: Recipe) -> Any:
     return {**found, "calls": wire.calls["allreduce"]}
 
 
+@pytest.mark.smoke
 def test_a_script_without_a_group_has_the_scales_of_one_process() -> None:
     found = on_ranks(2, ported, DELAYED)
     for rank, wanted in enumerate(alone(DELAYED, 2)):

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.patience import PATIENCE
+
+pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).resolve().parents[3]
 

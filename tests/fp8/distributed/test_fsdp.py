@@ -20,6 +20,8 @@ from fp8serve.fp8.recipe import Recipe
 from .ranks import Wire, counted, on_ranks
 from .runs import DELAYED, RECIPES, Block, alone, batch, close, layers, loss_of, network, on_rank, same
 
+pytestmark = pytest.mark.distributed
+
 PER_TENSOR = ["delayed", "current", "power of two"]
 
 
@@ -43,6 +45,7 @@ def sharded(rank: int, name: str, in_fp8: bool, microbatches: int = 1) -> Any:
     return on_rank(shard(model), rank, RECIPES[name], dist.group.WORLD, microbatches)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_two_ranks_gathering_in_fp8_are_one_process_bit_for_bit(name: str) -> None:
     found = on_ranks(2, sharded, name, True)
@@ -271,6 +274,7 @@ def interrupted(rank: int) -> Any:
     return found, again + [step_and_evaluate(after, group) for _ in range(2)], step_and_evaluate(alone, None)
 
 
+@pytest.mark.smoke
 def test_a_sharded_model_is_saved_whole_and_resumes_with_the_same_bits() -> None:
     for found, resumed, unsharded in on_ranks(2, interrupted):
         assert resumed == found

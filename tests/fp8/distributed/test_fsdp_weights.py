@@ -20,6 +20,8 @@ from fp8serve.fp8.recipe import Recipe
 from .ranks import counted, on_ranks
 from .runs import RECIPES, batch, loss_of, network
 
+pytestmark = pytest.mark.distributed
+
 Step = Callable[[nn.Module, Callable[[], None]], None]
 
 

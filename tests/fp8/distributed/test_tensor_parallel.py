@@ -24,6 +24,8 @@ from fp8serve.fp8.tensor_parallel import ParallelLinear, parallelize, sum_gradie
 from .ranks import counted, on_ranks
 from .runs import DELAYED, RECIPES, states
 
+pytestmark = pytest.mark.distributed
+
 CLOSE, RUN, QUANTIZED = 1e-5, 5e-3, 0.15
 PER_TENSOR = ["delayed", "current", "power of two"]
 Kind = Literal["column", "row"]
@@ -105,6 +107,7 @@ def test_a_cut_layer_computes_what_the_whole_layer_does(kind: Kind, sequence_par
                 torch.testing.assert_close(a, b, rtol=0, atol=CLOSE * float(b.abs().max()))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_four_ranks(kind: Kind) -> None:
     wanted, scales = alone(DELAYED)

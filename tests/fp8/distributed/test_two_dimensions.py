@@ -22,6 +22,8 @@ from .ranks import on_ranks
 from .runs import RECIPES, states
 from .test_tensor_parallel import RUN, blocks
 
+pytestmark = pytest.mark.distributed
+
 STEPS = 4
 LAYOUT: Any = {"*.up": "column", "*.down": "row"}
 

@@ -1,6 +1,5 @@
 """Log-probabilities along the text: bytes add up, places are those of the returned text, nothing is merged."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -31,53 +30,43 @@ async def completion(server: Server, **ask: Any) -> tuple[dict[str, Any], list[d
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_bytes_add_up_to_the_text(start: Start, text: str) -> None:
-    async def body() -> None:
-        async with start() as server:
-            message = [{"role": "user", "content": text}]
-            ask = {"messages": message, "max_tokens": len(f"<user>{text}".encode()), "logprobs": True}
-            said = (await server.client.post("/v1/chat/completions", json=ask)).json()["choices"][0]
-            content = said["logprobs"]["content"]
-            joined = b"".join(bytes(entry["bytes"]) for entry in content)
-            assert joined == said["message"]["content"].encode() == f"<user>{text}".encode()
-            assert not any("\ufffd" in entry["token"] for entry in content)
-
-    asyncio.run(body())
+async def test_bytes_add_up_to_the_text(start: Start, text: str) -> None:
+    async with start() as server:
+        message = [{"role": "user", "content": text}]
+        ask = {"messages": message, "max_tokens": len(f"<user>{text}".encode()), "logprobs": True}
+        said = (await server.client.post("/v1/chat/completions", json=ask)).json()["choices"][0]
+        content = said["logprobs"]["content"]
+        joined = b"".join(bytes(entry["bytes"]) for entry in content)
+        assert joined == said["message"]["content"].encode() == f"<user>{text}".encode()
+        assert not any("\ufffd" in entry["token"] for entry in content)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("stop", [None, "☕", " ☕ 日", "aï", "b"])
-def test_offsets_are_places_in_the_returned_text(start: Start, text: str, stop: str | None) -> None:
-    async def body() -> None:
-        async with start() as server:
-            ask = {"prompt": text, "max_tokens": len(text.encode()), "logprobs": 1} | ({"stop": stop} if stop else {})
-            whole, chunks = await completion(server, **ask)
-            places = whole["logprobs"]["text_offset"]
-            names = whole["logprobs"]["tokens"]
-            assert places == sorted(places)
-            assert all(0 <= place < len(whole["text"]) for place in places)
-            for place, name in zip(places, names, strict=True):
-                assert name.startswith("bytes:") or whole["text"][place] == name
-            joined = b"".join(
-                bytes.fromhex(name[6:].replace("\\x", "")) if name.startswith("bytes:") else name.encode()
-                for name in names
-            )
-            assert joined == whole["text"].encode()
-            for key in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
-                parts = [chunk["logprobs"][key] for chunk in chunks if chunk["logprobs"]]
-                assert [item for part in parts for item in part] == whole["logprobs"][key]
-
-    asyncio.run(body())
+async def test_offsets_are_places_in_the_returned_text(start: Start, text: str, stop: str | None) -> None:
+    async with start() as server:
+        ask = {"prompt": text, "max_tokens": len(text.encode()), "logprobs": 1} | ({"stop": stop} if stop else {})
+        whole, chunks = await completion(server, **ask)
+        places = whole["logprobs"]["text_offset"]
+        names = whole["logprobs"]["tokens"]
+        assert places == sorted(places)
+        assert all(0 <= place < len(whole["text"]) for place in places)
+        for place, name in zip(places, names, strict=True):
+            assert name.startswith("bytes:") or whole["text"][place] == name
+        joined = b"".join(
+            bytes.fromhex(name[6:].replace("\\x", "")) if name.startswith("bytes:") else name.encode() for name in names
+        )
+        assert joined == whole["text"].encode()
+        for key in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+            parts = [chunk["logprobs"][key] for chunk in chunks if chunk["logprobs"]]
+            assert [item for part in parts for item in part] == whole["logprobs"][key]
 
 
-def test_parts_of_characters_are_told_apart(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            whole, _ = await completion(server, prompt="é", max_tokens=2, logprobs=5)
-            assert whole["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
-            assert whole["logprobs"]["text_offset"] == [0, 0]
-
-    asyncio.run(body())
+async def test_parts_of_characters_are_told_apart(start: Start) -> None:
+    async with start() as server:
+        whole, _ = await completion(server, prompt="é", max_tokens=2, logprobs=5)
+        assert whole["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+        assert whole["logprobs"]["text_offset"] == [0, 0]
 
 
 def placed(tokenizer: Tokenizer, *outputs: RequestOutput) -> list[Placed]:

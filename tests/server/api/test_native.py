@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import eventually
 from tests.server.conftest import Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -14,64 +15,48 @@ def sse(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[5:]) for line in text.splitlines() if line.startswith("data:") and "[DONE]" not in line]
 
 
-def run(coroutine: Any) -> Any:
-    return asyncio.run(coroutine)
+async def test_generate_answers_with_text_and_origin(start: Start) -> None:
+    async with start() as server:
+        answer = await server.client.post("/generate", json={"inputs": "abc", "parameters": {"max_new_tokens": 7}})
+        assert answer.status_code == 200
+        said = answer.json()
+        assert said["generated_text"] == "abcabca"
+        assert said["weight_version"].startswith("base-")
+        assert said["request_id"] == answer.headers["x-request-id"]
+        assert "details" not in said
 
 
-def test_generate_answers_with_text_and_origin(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            answer = await server.client.post("/generate", json={"inputs": "abc", "parameters": {"max_new_tokens": 7}})
-            assert answer.status_code == 200
-            said = answer.json()
-            assert said["generated_text"] == "abcabca"
-            assert said["weight_version"].startswith("base-")
-            assert said["request_id"] == answer.headers["x-request-id"]
-            assert "details" not in said
-
-    run(body())
-
-
-def test_details_name_every_token_and_why_it_ended(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            parameters = {"max_new_tokens": 9, "details": True, "stop": ["ca"], "top_n_tokens": 2}
-            said = (await server.client.post("/generate", json={"inputs": "abc", "parameters": parameters})).json()
-            assert said["generated_text"] == "ab"
-            details = said["details"]
-            assert details["finish_reason"] == "stop_sequence"
-            assert details["generated_tokens"] == len(details["tokens"]) == len(details["top_tokens"]) == 4
-            assert "".join(token["text"] for token in details["tokens"]) == "ab"
-            assert {top["logprob"] for tops in details["top_tokens"] for top in tops} == {-9999.0}
-
-    run(body())
+async def test_details_name_every_token_and_why_it_ended(start: Start) -> None:
+    async with start() as server:
+        parameters = {"max_new_tokens": 9, "details": True, "stop": ["ca"], "top_n_tokens": 2}
+        said = (await server.client.post("/generate", json={"inputs": "abc", "parameters": parameters})).json()
+        assert said["generated_text"] == "ab"
+        details = said["details"]
+        assert details["finish_reason"] == "stop_sequence"
+        assert details["generated_tokens"] == len(details["tokens"]) == len(details["top_tokens"]) == 4
+        assert "".join(token["text"] for token in details["tokens"]) == "ab"
+        assert {top["logprob"] for tops in details["top_tokens"] for top in tops} == {-9999.0}
 
 
 @pytest.mark.parametrize("text", ["abc", "naïve café ☕ 日本語", "😀"])
 @pytest.mark.parametrize("route", ["/generate_stream", "/generate", "/"])
-def test_streamed_pieces_add_up_to_the_whole(start: Start, text: str, route: str) -> None:
-    async def body() -> None:
-        async with start() as server:
-            request = {"inputs": text, "parameters": {"max_new_tokens": 40}}
-            whole = (await server.client.post("/generate", json=request)).json()["generated_text"]
-            streamed = await server.client.post(route, json=request | {"stream": True})
-            assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
-            events = sse(streamed.text)
-            assert "".join(e["token"]["text"] for e in events) == whole == events[-1]["generated_text"]
-            assert [e["index"] for e in events] == list(range(1, 41))
-            assert all(e["generated_text"] is None for e in events[:-1])
-            assert "[DONE]" not in streamed.text
-
-    run(body())
+async def test_streamed_pieces_add_up_to_the_whole(start: Start, text: str, route: str) -> None:
+    async with start() as server:
+        request = {"inputs": text, "parameters": {"max_new_tokens": 40}}
+        whole = (await server.client.post("/generate", json=request)).json()["generated_text"]
+        streamed = await server.client.post(route, json=request | {"stream": True})
+        assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = sse(streamed.text)
+        assert "".join(e["token"]["text"] for e in events) == whole == events[-1]["generated_text"]
+        assert [e["index"] for e in events] == list(range(1, 41))
+        assert all(e["generated_text"] is None for e in events[:-1])
+        assert "[DONE]" not in streamed.text
 
 
-def test_root_answers_with_a_list(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            said = (await server.client.post("/", json={"inputs": "x"})).json()
-            assert [item["generated_text"] for item in said] == ["x" * 16]
-
-    run(body())
+async def test_root_answers_with_a_list(start: Start) -> None:
+    async with start() as server:
+        said = (await server.client.post("/", json={"inputs": "x"})).json()
+        assert [item["generated_text"] for item in said] == ["x" * 16]
 
 
 @pytest.mark.parametrize(
@@ -84,90 +69,69 @@ def test_root_answers_with_a_list(start: Start) -> None:
         ({"top_p": 0.9}, False),
     ],
 )
-def test_sampling_is_asked_for_as_text_generation_inference_has_it(
+async def test_sampling_is_asked_for_as_text_generation_inference_has_it(
     start: Start, parameters: dict[str, Any], greedy: bool
 ) -> None:
-    async def body() -> None:
-        async with start() as server:
-            details = {"details": True} | parameters
-            said = (await server.client.post("/generate", json={"inputs": "x", "parameters": details})).json()
-            assert (said["details"]["seed"] is None) == greedy
-
-    run(body())
+    async with start() as server:
+        details = {"details": True} | parameters
+        said = (await server.client.post("/generate", json={"inputs": "x", "parameters": details})).json()
+        assert (said["details"]["seed"] is None) == greedy
 
 
-def test_truncate_keeps_the_end_of_the_prompt_and_full_text_its_start(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            parameters = {"truncate": 2, "max_new_tokens": 2, "return_full_text": True}
-            said = (await server.client.post("/generate", json={"inputs": "abcd", "parameters": parameters})).json()
-            assert said["generated_text"] == "abcd" + "cd"
-
-    run(body())
+async def test_truncate_keeps_the_end_of_the_prompt_and_full_text_its_start(start: Start) -> None:
+    async with start() as server:
+        parameters = {"truncate": 2, "max_new_tokens": 2, "return_full_text": True}
+        said = (await server.client.post("/generate", json={"inputs": "abcd", "parameters": parameters})).json()
+        assert said["generated_text"] == "abcd" + "cd"
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
-def test_too_long_a_prompt_is_refused_before_the_200(start: Start, route: str) -> None:
-    async def body() -> None:
-        async with start() as server:
-            answer = await server.client.post(route, json={"inputs": "x" * 600, "stream": True})
-            assert answer.status_code == 422
-            said = answer.json()
-            assert (said["error_type"], said["code"]) == ("validation", "context_length_exceeded")
-            assert "600" in said["error"]
-            assert "512" in said["error"]
-
-    run(body())
+async def test_too_long_a_prompt_is_refused_before_the_200(start: Start, route: str) -> None:
+    async with start() as server:
+        answer = await server.client.post(route, json={"inputs": "x" * 600, "stream": True})
+        assert answer.status_code == 422
+        said = answer.json()
+        assert (said["error_type"], said["code"]) == ("validation", "context_length_exceeded")
+        assert "600" in said["error"]
+        assert "512" in said["error"]
 
 
-def test_a_failure_in_the_middle_is_an_event_in_a_stream_and_a_424_elsewhere(start: Start) -> None:
-    async def body() -> None:
-        async with start(Launcher(lambda: FakeEngine(fail="Out of blocks."))) as server:
-            server.launcher.engine.fail = "Out of blocks."
-            request = {"inputs": "abc"}
-            plain = await server.client.post("/generate", json=request)
-            assert (plain.status_code, plain.json()["error_type"]) == (424, "generation")
-            streamed = sse((await server.client.post("/generate_stream", json=request)).text)
-            assert streamed[0]["token"]["text"] == "a"
-            assert streamed[-1]["error"] == "Out of blocks."
-
-    run(body())
+async def test_a_failure_in_the_middle_is_an_event_in_a_stream_and_a_424_elsewhere(start: Start) -> None:
+    async with start(Launcher(lambda: FakeEngine(fail="Out of blocks."))) as server:
+        server.launcher.engine.fail = "Out of blocks."
+        request = {"inputs": "abc"}
+        plain = await server.client.post("/generate", json=request)
+        assert (plain.status_code, plain.json()["error_type"]) == (424, "generation")
+        streamed = sse((await server.client.post("/generate_stream", json=request)).text)
+        assert streamed[0]["token"]["text"] == "a"
+        assert streamed[-1]["error"] == "Out of blocks."
 
 
-def test_an_engine_that_dies_is_a_503_and_is_started_again(start: Start) -> None:
-    async def body() -> None:
-        async with start(Launcher(lambda: FakeEngine(delay=0.01))) as server:
-            first = server.launcher.engine
-            asked = asyncio.create_task(
-                server.client.post("/generate", json={"inputs": "x", "parameters": {"max_new_tokens": 100}})
-            )
-            while not first.running:
-                await asyncio.sleep(0.01)
-            first.alive = False
-            answer = await asked
-            assert (answer.status_code, answer.json()["code"]) == (503, "engine_down")
-            assert int(answer.headers["retry-after"]) >= 1
-            assert (await server.client.get("/health/ready")).status_code == 503
-            assert (await server.client.get("/health/live")).status_code == 200
-            await server.ready()
-            assert server.launcher.engine is not first
-            assert (await server.client.post("/generate", json={"inputs": "x"})).status_code == 200
-
-    run(body())
+async def test_an_engine_that_dies_is_a_503_and_is_started_again(start: Start) -> None:
+    async with start(Launcher(lambda: FakeEngine(delay=0.01))) as server:
+        first = server.launcher.engine
+        asked = asyncio.create_task(
+            server.client.post("/generate", json={"inputs": "x", "parameters": {"max_new_tokens": 100}})
+        )
+        await eventually(lambda: first.running)
+        first.alive = False
+        answer = await asked
+        assert (answer.status_code, answer.json()["code"]) == (503, "engine_down")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert (await server.client.get("/health/ready")).status_code == 503
+        assert (await server.client.get("/health/live")).status_code == 200
+        await server.ready()
+        assert server.launcher.engine is not first
+        assert (await server.client.post("/generate", json={"inputs": "x"})).status_code == 200
 
 
-def test_tokenize_and_back(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            said = (await server.client.post("/tokenize", json={"prompt": "héy", "return_token_strs": True})).json()
-            assert said["count"] == 4
-            assert said["max_model_len"] == 512
-            back = await server.client.post("/detokenize", json={"tokens": said["tokens"]})
-            assert back.json() == {"prompt": "héy"}
-            chat = (
-                await server.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
-            ).json()
-            text = (await server.client.post("/detokenize", json={"tokens": chat["tokens"]})).json()["prompt"]
-            assert text == "<user>hi\n<assistant>"
-
-    run(body())
+async def test_tokenize_and_back(start: Start) -> None:
+    async with start() as server:
+        said = (await server.client.post("/tokenize", json={"prompt": "héy", "return_token_strs": True})).json()
+        assert said["count"] == 4
+        assert said["max_model_len"] == 512
+        back = await server.client.post("/detokenize", json={"tokens": said["tokens"]})
+        assert back.json() == {"prompt": "héy"}
+        chat = (await server.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()
+        text = (await server.client.post("/detokenize", json={"tokens": chat["tokens"]})).json()["prompt"]
+        assert text == "<user>hi\n<assistant>"

@@ -1,6 +1,5 @@
 """/v1: the wire as OpenAI's client expects it. The client itself is tried in test_live.py."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -17,125 +16,102 @@ def chunks(text: str) -> list[Any]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
-def test_completion_counts_choices_and_tokens(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            ask = {"prompt": ["ab", "xyz"], "n": 2, "max_tokens": 4, "model": "tiny"}
-            said = (await server.client.post("/v1/completions", json=ask)).json()
-            assert said["object"] == "text_completion"
-            assert [c["text"] for c in said["choices"]] == ["abab", "abab", "xyzx", "xyzx"]
-            assert [c["index"] for c in said["choices"]] == [0, 1, 2, 3]
-            assert said["usage"] == {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
-            assert said["system_fingerprint"].startswith("base-")
-
-    asyncio.run(body())
+async def test_completion_counts_choices_and_tokens(start: Start) -> None:
+    async with start() as server:
+        ask = {"prompt": ["ab", "xyz"], "n": 2, "max_tokens": 4, "model": "tiny"}
+        said = (await server.client.post("/v1/completions", json=ask)).json()
+        assert said["object"] == "text_completion"
+        assert [c["text"] for c in said["choices"]] == ["abab", "abab", "xyzx", "xyzx"]
+        assert [c["index"] for c in said["choices"]] == [0, 1, 2, 3]
+        assert said["usage"] == {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
+        assert said["system_fingerprint"].startswith("base-")
 
 
 @pytest.mark.parametrize("prompt", ["ab", [97, 98], [[97, 98]], ["ab"]])
-def test_every_spelling_of_a_prompt(start: Start, prompt: Any) -> None:
-    async def body() -> None:
-        async with start() as server:
-            said = (await server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})).json()
-            tokens = (await server.client.post("/tokenize", json={"prompt": "ab"})).json()["tokens"]
-            expected = "ab" if isinstance(prompt, str) or isinstance(prompt[0], str) else None
-            assert said["usage"]["prompt_tokens"] == len(tokens) == 2
-            assert expected is None or said["choices"][0]["text"] == expected
-
-    asyncio.run(body())
+async def test_every_spelling_of_a_prompt(start: Start, prompt: Any) -> None:
+    async with start() as server:
+        said = (await server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})).json()
+        tokens = (await server.client.post("/tokenize", json={"prompt": "ab"})).json()["tokens"]
+        expected = "ab" if isinstance(prompt, str) or isinstance(prompt[0], str) else None
+        assert said["usage"]["prompt_tokens"] == len(tokens) == 2
+        assert expected is None or said["choices"][0]["text"] == expected
 
 
-def test_streams_add_up_for_every_choice(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            for route, ask in (
-                ("/v1/completions", {"prompt": "naïve ☕", "max_tokens": 30}),
-                ("/v1/chat/completions", ASK | {"max_tokens": 30}),
-            ):
-                whole = (await server.client.post(route, json=ask | {"n": 3})).json()
-                options = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
-                got = chunks((await server.client.post(route, json=ask | options)).text)
-                texts, ends = ["", "", ""], [None, None, None]
-                for chunk in got:
-                    for choice in chunk["choices"]:
-                        texts[choice["index"]] += (
-                            choice["text"] if "text" in choice else choice["delta"].get("content", "")
-                        )
-                        ends[choice["index"]] = choice["finish_reason"] or ends[choice["index"]]
-                assert texts == [c["text"] if "text" in c else c["message"]["content"] for c in whole["choices"]]
-                assert ends == ["length"] * 3
-                assert got[-1]["choices"] == []
-                assert got[-1]["usage"] == whole["usage"]
-                assert all(chunk["usage"] is None for chunk in got[:-1])
-                assert len({chunk["id"] for chunk in got}) == 1
-
-    asyncio.run(body())
+async def test_streams_add_up_for_every_choice(start: Start) -> None:
+    async with start() as server:
+        for route, ask in (
+            ("/v1/completions", {"prompt": "naïve ☕", "max_tokens": 30}),
+            ("/v1/chat/completions", ASK | {"max_tokens": 30}),
+        ):
+            whole = (await server.client.post(route, json=ask | {"n": 3})).json()
+            options = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
+            got = chunks((await server.client.post(route, json=ask | options)).text)
+            texts, ends = ["", "", ""], [None, None, None]
+            for chunk in got:
+                for choice in chunk["choices"]:
+                    texts[choice["index"]] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+                    ends[choice["index"]] = choice["finish_reason"] or ends[choice["index"]]
+            assert texts == [c["text"] if "text" in c else c["message"]["content"] for c in whole["choices"]]
+            assert ends == ["length"] * 3
+            assert got[-1]["choices"] == []
+            assert got[-1]["usage"] == whole["usage"]
+            assert all(chunk["usage"] is None for chunk in got[:-1])
+            assert len({chunk["id"] for chunk in got}) == 1
 
 
-def test_chat_uses_the_template_and_opens_with_the_role(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            said = (await server.client.post("/v1/chat/completions", json=ASK | {"max_tokens": 8})).json()
-            assert said["choices"][0]["message"] == {"role": "assistant", "content": "<user>hi", "refusal": None}
-            parts = {
-                "messages": [
-                    {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-                ]
-            }
-            said = (await server.client.post("/v1/chat/completions", json=parts | {"max_completion_tokens": 10})).json()
-            assert said["choices"][0]["message"]["content"] == "<system>ab"
-            got = chunks((await server.client.post("/v1/chat/completions", json=ASK | {"stream": True})).text)
-            assert got[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-            assert "usage" not in got[0]
-
-    asyncio.run(body())
-
-
-def test_a_chat_answer_may_fill_the_context(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            said = (await server.client.post("/v1/chat/completions", json={"messages": ASK["messages"]})).json()
-            assert said["usage"]["total_tokens"] == 512
-            assert said["choices"][0]["finish_reason"] == "length"
-
-    asyncio.run(body())
-
-
-def test_logprobs_hold_no_infinity(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            ask = {"prompt": "ab", "max_tokens": 3, "logprobs": 2}
-            said = (await server.client.post("/v1/completions", json=ask)).json()["choices"][0]["logprobs"]
-            assert said["tokens"] == ["a", "b", "a"]
-            assert said["text_offset"] == [0, 1, 2]
-            assert said["token_logprobs"] == [-0.5] * 3
-            assert all(set(top.values()) == {-9999.0} for top in said["top_logprobs"])
-            ask = ASK | {"logprobs": True, "top_logprobs": 2}
-            content = (await server.client.post("/v1/chat/completions", json=ask)).json()["choices"][0]["logprobs"][
-                "content"
+async def test_chat_uses_the_template_and_opens_with_the_role(start: Start) -> None:
+    async with start() as server:
+        said = (await server.client.post("/v1/chat/completions", json=ASK | {"max_tokens": 8})).json()
+        assert said["choices"][0]["message"] == {"role": "assistant", "content": "<user>hi", "refusal": None}
+        parts = {
+            "messages": [
+                {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
             ]
-            assert [c["token"] for c in content] == list("<user")
-            assert [c["bytes"] for c in content] == [[ord(c)] for c in "<user"]
-            streamed = chunks(
-                (
-                    await server.client.post(
-                        "/v1/completions", json={"prompt": "ab", "max_tokens": 3, "logprobs": 0, "stream": True}
-                    )
-                ).text
-            )
-            assert [c["choices"][0]["logprobs"]["text_offset"] for c in streamed] == [[0], [1], [2]]
-
-    asyncio.run(body())
+        }
+        said = (await server.client.post("/v1/chat/completions", json=parts | {"max_completion_tokens": 10})).json()
+        assert said["choices"][0]["message"]["content"] == "<system>ab"
+        got = chunks((await server.client.post("/v1/chat/completions", json=ASK | {"stream": True})).text)
+        assert got[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert "usage" not in got[0]
 
 
-def test_a_failure_in_a_stream_is_an_error_and_then_done(start: Start) -> None:
-    async def body() -> None:
-        async with start(Launcher(FakeEngine)) as server:
-            server.launcher.engine.fail = "Out of blocks."
-            got = chunks((await server.client.post("/v1/completions", json={"prompt": "ab", "stream": True})).text)
-            assert got[-1]["error"]["type"] == "server_error"
-            assert got[-1]["error"]["message"] == "Out of blocks."
+async def test_a_chat_answer_may_fill_the_context(start: Start) -> None:
+    async with start() as server:
+        said = (await server.client.post("/v1/chat/completions", json={"messages": ASK["messages"]})).json()
+        assert said["usage"]["total_tokens"] == 512
+        assert said["choices"][0]["finish_reason"] == "length"
 
-    asyncio.run(body())
+
+async def test_logprobs_hold_no_infinity(start: Start) -> None:
+    async with start() as server:
+        ask = {"prompt": "ab", "max_tokens": 3, "logprobs": 2}
+        said = (await server.client.post("/v1/completions", json=ask)).json()["choices"][0]["logprobs"]
+        assert said["tokens"] == ["a", "b", "a"]
+        assert said["text_offset"] == [0, 1, 2]
+        assert said["token_logprobs"] == [-0.5] * 3
+        assert all(set(top.values()) == {-9999.0} for top in said["top_logprobs"])
+        ask = ASK | {"logprobs": True, "top_logprobs": 2}
+        content = (await server.client.post("/v1/chat/completions", json=ask)).json()["choices"][0]["logprobs"][
+            "content"
+        ]
+        assert [c["token"] for c in content] == list("<user")
+        assert [c["bytes"] for c in content] == [[ord(c)] for c in "<user"]
+        streamed = chunks(
+            (
+                await server.client.post(
+                    "/v1/completions", json={"prompt": "ab", "max_tokens": 3, "logprobs": 0, "stream": True}
+                )
+            ).text
+        )
+        assert [c["choices"][0]["logprobs"]["text_offset"] for c in streamed] == [[0], [1], [2]]
+
+
+async def test_a_failure_in_a_stream_is_an_error_and_then_done(start: Start) -> None:
+    async with start(Launcher(FakeEngine)) as server:
+        server.launcher.engine.fail = "Out of blocks."
+        got = chunks((await server.client.post("/v1/completions", json={"prompt": "ab", "stream": True})).text)
+        assert got[-1]["error"]["type"] == "server_error"
+        assert got[-1]["error"]["message"] == "Out of blocks."
 
 
 @pytest.mark.parametrize(
@@ -153,47 +129,35 @@ def test_a_failure_in_a_stream_is_an_error_and_then_done(start: Start) -> None:
         ({"stop": ["a"] * 5}, 400, "invalid_parameter", "stop"),
     ],
 )
-def test_refusals(start: Start, change: dict[str, Any], status: int, code: str, param: str | None) -> None:
-    async def body() -> None:
-        async with start() as server:
-            answer = await server.client.post("/v1/chat/completions", json=ASK | change)
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
-
-    asyncio.run(body())
+async def test_refusals(start: Start, change: dict[str, Any], status: int, code: str, param: str | None) -> None:
+    async with start() as server:
+        answer = await server.client.post("/v1/chat/completions", json=ASK | change)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
 
 
-def test_models_are_looked_up_by_name(start: Start) -> None:
-    async def body() -> None:
-        async with start(served_model_name="org/name:tag") as server:
-            listed = (await server.client.get("/v1/models")).json()["data"]
-            assert [m["id"] for m in listed] == ["org/name:tag"]
-            assert (await server.client.get("/v1/models/org/name:tag")).json()["max_model_len"] == 512
-            assert (await server.client.get("/v1/models/other")).status_code == 404
-
-    asyncio.run(body())
+async def test_models_are_looked_up_by_name(start: Start) -> None:
+    async with start(served_model_name="org/name:tag") as server:
+        listed = (await server.client.get("/v1/models")).json()["data"]
+        assert [m["id"] for m in listed] == ["org/name:tag"]
+        assert (await server.client.get("/v1/models/org/name:tag")).json()["max_model_len"] == 512
+        assert (await server.client.get("/v1/models/other")).status_code == 404
 
 
 @pytest.mark.parametrize("name", ["dummy", "tgi"])
-def test_placeholders_of_official_clients_mean_the_served_model(start: Start, name: str) -> None:
-    async def body() -> None:
-        async with start() as server:
-            answer = await server.client.post("/v1/chat/completions", json=ASK | {"model": name})
-            assert answer.status_code == 200
-            assert (await server.client.get(f"/v1/models/{name}")).status_code == 404
-
-    asyncio.run(body())
+async def test_placeholders_of_official_clients_mean_the_served_model(start: Start, name: str) -> None:
+    async with start() as server:
+        answer = await server.client.post("/v1/chat/completions", json=ASK | {"model": name})
+        assert answer.status_code == 200
+        assert (await server.client.get(f"/v1/models/{name}")).status_code == 404
 
 
-def test_what_can_never_fit_is_refused_for_good(start: Start) -> None:
+async def test_what_can_never_fit_is_refused_for_good(start: Start) -> None:
     """64 prompts of 16 choices are 1,024 sequences; 272 fit into an idle server."""
 
-    async def body() -> None:
-        async with start() as server:
-            answer = await server.client.post("/v1/completions", json={"prompt": ["a"] * 64, "n": 16, "max_tokens": 1})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
-            assert "retry-after" not in answer.headers
-            few = {"prompt": ["a"] * 64, "n": 4, "max_tokens": 1}
-            assert (await server.client.post("/v1/completions", json=few)).status_code == 200
-
-    asyncio.run(body())
+    async with start() as server:
+        answer = await server.client.post("/v1/completions", json={"prompt": ["a"] * 64, "n": 16, "max_tokens": 1})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        assert "retry-after" not in answer.headers
+        few = {"prompt": ["a"] * 64, "n": 4, "max_tokens": 1}
+        assert (await server.client.post("/v1/completions", json=few)).status_code == 200

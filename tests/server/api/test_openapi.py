@@ -4,7 +4,6 @@ Schemathesis makes requests from the description, valid ones and broken ones, an
 status, media type and schema, `Allow` with a 405, and never a 5xx.
 """
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from fp8serve.server.api.openapi_description import EXAMPLES, ROUTES
+from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
 from tests.server.fakes import model_dir
 from tests.server.process import Process, serving
@@ -58,7 +58,7 @@ def test_live_answers_are_as_described(description: Any, method: str, path: str,
     @hypothesis.given(cases)
     @hypothesis.settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=ANY)
     def hold(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS, timeout=60)
+        case.call_and_validate(checks=CHECKS, timeout=PATIENCE)
 
     try:
         hold()
@@ -66,21 +66,18 @@ def test_live_answers_are_as_described(description: Any, method: str, path: str,
         assert mode is GenerationMode.NEGATIVE  # nothing about the request can be broken
 
 
-def test_every_route_is_described(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            document = (await server.client.get("/openapi.json")).json()
-            found = {(method, path) for path, operations in document["paths"].items() for method in operations}
-            assert found == set(ROUTES)
-            for operations in document["paths"].values():
-                for operation in operations.values():
-                    assert any(status.startswith("2") for status in operation["responses"])
-            assert "HTTPValidationError" not in document["components"]["schemas"]
-            links = document["paths"]["/finetune"]["post"]["responses"]["202"]["links"]
-            assert len(links) == 7
-            assert {link["parameters"]["job_id"] for link in links.values()} == {"$response.body#/id"}
-
-    asyncio.run(body())
+async def test_every_route_is_described(start: Start) -> None:
+    async with start() as server:
+        document = (await server.client.get("/openapi.json")).json()
+        found = {(method, path) for path, operations in document["paths"].items() for method in operations}
+        assert found == set(ROUTES)
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                assert any(status.startswith("2") for status in operation["responses"])
+        assert "HTTPValidationError" not in document["components"]["schemas"]
+        links = document["paths"]["/finetune"]["post"]["responses"]["202"]["links"]
+        assert len(links) == 7
+        assert {link["parameters"]["job_id"] for link in links.values()} == {"$response.body#/id"}
 
 
 async def follow(server: Server, document: Any, path: str, status: str, made: str) -> set[str]:
@@ -98,24 +95,18 @@ async def follow(server: Server, document: Any, path: str, status: str, made: st
     return set(links)
 
 
-def test_links_lead_somewhere(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            document = (await server.client.get("/openapi.json")).json()
-            job = (await server.client.post("/finetune", json=EXAMPLES["/finetune"])).json()["id"]
-            assert len(await follow(server, document, "/finetune", "202", job)) == 7
-            form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b'{"text": "x"}\n')}}
-            file = (await server.client.post("/v1/files", **form)).json()["id"]
-            assert len(await follow(server, document, "/v1/files", "200", file)) == 4
-
-    asyncio.run(body())
+async def test_links_lead_somewhere(start: Start) -> None:
+    async with start() as server:
+        document = (await server.client.get("/openapi.json")).json()
+        job = (await server.client.post("/finetune", json=EXAMPLES["/finetune"])).json()["id"]
+        assert len(await follow(server, document, "/finetune", "202", job)) == 7
+        form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b'{"text": "x"}\n')}}
+        file = (await server.client.post("/v1/files", **form)).json()["id"]
+        assert len(await follow(server, document, "/v1/files", "200", file)) == 4
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
-def test_examples_are_taken_as_they_are(start: Start, path: str) -> None:
-    async def body() -> None:
-        async with start() as server:
-            answer = await server.client.post(path.replace("{name}", "tiny"), json=EXAMPLES[path])
-            assert answer.status_code in (200, 202), answer.text
-
-    asyncio.run(body())
+async def test_examples_are_taken_as_they_are(start: Start, path: str) -> None:
+    async with start() as server:
+        answer = await server.client.post(path.replace("{name}", "tiny"), json=EXAMPLES[path])
+        assert answer.status_code in (200, 202), answer.text

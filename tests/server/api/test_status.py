@@ -2,14 +2,14 @@
 elsewhere.
 """
 
-import asyncio
 import json
 import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import Start
+from tests.patience import eventually
+from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
 NAMES = """
@@ -22,134 +22,124 @@ fp8serve_preemptions fp8serve_jobs fp8serve_engine_up
 """
 
 
-def test_loading_is_live_and_not_ready(start: Start) -> None:
-    async def body() -> None:
-        async with start(Launcher(load_seconds=0.2), wait=False) as server:
-            assert (await server.client.get("/health/live")).status_code == 200
-            ready = await server.client.get("/health/ready")
-            assert (ready.status_code, ready.json()) == (503, {"ok": False, "state": "loading"})
-            early = await server.client.post("/generate", json={"inputs": "x"})
-            assert (early.status_code, early.json()["code"]) == (503, "starting")
-            assert "retry-after" in early.headers
-            await server.ready()
-            for path in ("/health", "/health/ready", "/health/live", "/ping"):
-                assert (await server.client.get(path)).json() == {"ok": True, "state": "ready"}
+async def metrics(server: Server, line: str) -> str:
+    """/metrics once it holds `line`: the engine is asked for its numbers now and then."""
+    text = ""
 
-    asyncio.run(body())
+    async def shown() -> bool:
+        nonlocal text
+        text = (await server.client.get("/metrics")).text
+        return line in text
+
+    await eventually(shown, line)
+    return text
 
 
-def test_metric_names_are_stable_and_parse(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            await server.client.post("/generate", json={"inputs": "abc"})
-            await asyncio.sleep(0.3)
-            families = {f.name: f for f in text_string_to_metric_families((await server.client.get("/metrics")).text)}
-            assert set(NAMES.split()) <= set(families)
-            assert all(name.startswith("fp8serve_") for name in families)
-            tokens = {s.name: s.value for s in families["fp8serve_generated_tokens"].samples}
-            assert tokens["fp8serve_generated_tokens_total"] == 16
-            assert {s.labels["state"] for s in families["fp8serve_jobs"].samples} == {
-                "queued",
-                "running",
-                "succeeded",
-                "failed",
-                "cancelled",
-            }
-
-    asyncio.run(body())
+async def test_loading_is_live_and_not_ready(start: Start) -> None:
+    launcher = Launcher()
+    launcher.held = True
+    async with start(launcher, wait=False) as server:
+        assert (await server.client.get("/health/live")).status_code == 200
+        ready = await server.client.get("/health/ready")
+        assert (ready.status_code, ready.json()) == (503, {"ok": False, "state": "loading"})
+        early = await server.client.post("/generate", json={"inputs": "x"})
+        assert (early.status_code, early.json()["code"]) == (503, "starting")
+        assert "retry-after" in early.headers
+        launcher.held = False
+        await server.ready()
+        for path in ("/health", "/health/ready", "/health/live", "/ping"):
+            assert (await server.client.get(path)).json() == {"ok": True, "state": "ready"}
 
 
-def test_vllm_names_on_request(start: Start) -> None:
-    async def body() -> None:
-        async with start(vllm_metrics=True) as server:
-            await server.client.post("/generate", json={"inputs": "abc"})
-            await asyncio.sleep(0.3)
-            text = (await server.client.get("/metrics")).text
-            for name in (
-                'vllm:num_requests_waiting{model_name="tiny"} 0',
-                'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25',
-                'vllm:generation_tokens_total{model_name="tiny"} 16',
-                'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1',
-            ):
-                assert name in text
+async def test_metric_names_are_stable_and_parse(start: Start) -> None:
+    async with start() as server:
+        await server.client.post("/generate", json={"inputs": "abc"})
+        text = await metrics(server, "fp8serve_kv_cache_usage_ratio 0.25")
+        families = {f.name: f for f in text_string_to_metric_families(text)}
+        assert set(NAMES.split()) <= set(families)
+        assert all(name.startswith("fp8serve_") for name in families)
+        tokens = {s.name: s.value for s in families["fp8serve_generated_tokens"].samples}
+        assert tokens["fp8serve_generated_tokens_total"] == 16
+        assert {s.labels["state"] for s in families["fp8serve_jobs"].samples} == {
+            "queued",
+            "running",
+            "succeeded",
+            "failed",
+            "cancelled",
+        }
 
-    asyncio.run(body())
+
+async def test_vllm_names_on_request(start: Start) -> None:
+    async with start(vllm_metrics=True) as server:
+        await server.client.post("/generate", json={"inputs": "abc"})
+        text = await metrics(server, 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25')
+        for name in (
+            'vllm:num_requests_waiting{model_name="tiny"} 0',
+            'vllm:generation_tokens_total{model_name="tiny"} 16',
+            'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1',
+        ):
+            assert name in text
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_pages_load_nothing_from_elsewhere(start: Start, path: str) -> None:
-    async def body() -> None:
-        async with start() as server:
-            page = await server.client.get(path)
-            assert page.headers["content-type"].startswith("text/html")
-            assert "default-src 'none'" in page.headers["content-security-policy"]
-            assert "unsafe" not in page.headers["content-security-policy"]
-            assert "style=" not in page.text
-            for link in re.findall(r'(?:src|href)="([^"]+)"', page.text):
-                assert link.startswith("/")
-                answer = await server.client.get(link)
-                assert answer.status_code == 200, link
-                assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), link
-                assert "https://" not in answer.text, link
-
-    asyncio.run(body())
+async def test_pages_load_nothing_from_elsewhere(start: Start, path: str) -> None:
+    async with start() as server:
+        page = await server.client.get(path)
+        assert page.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "unsafe" not in page.headers["content-security-policy"]
+        assert "style=" not in page.text
+        for link in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+            assert link.startswith("/")
+            answer = await server.client.get(link)
+            assert answer.status_code == 200, link
+            assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), link
+            assert "https://" not in answer.text, link
 
 
-def test_info_shows_limits_and_no_place_on_our_disk(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            info = (await server.client.get("/info")).json()
-            assert info["limits"]["n"] == 16
-            assert info["max_total_tokens"] == 512
-            assert "/secret" not in json.dumps(info)
-
-    asyncio.run(body())
+async def test_info_shows_limits_and_no_place_on_our_disk(start: Start) -> None:
+    async with start() as server:
+        info = (await server.client.get("/info")).json()
+        assert info["limits"]["n"] == 16
+        assert info["max_total_tokens"] == 512
+        assert "/secret" not in json.dumps(info)
 
 
-def test_what_the_engine_notes_is_logged_and_shown(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_the_engine_notes_is_logged_and_shown(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     class Noting(FakeEngine):
         def __init__(self) -> None:
             super().__init__()
             self.info["notes"] = ["sequences end at 32 tokens"]
 
-    async def body() -> None:
+    with caplog.at_level("WARNING", logger="fp8serve.server"):
         async with start(Launcher(Noting)) as server:
             assert (await server.client.get("/info")).json()["engine"]["notes"] == ["sequences end at 32 tokens"]
-
-    with caplog.at_level("WARNING", logger="fp8serve.server"):
-        asyncio.run(body())
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == ["sequences end at 32 tokens"]
 
 
-def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body() -> None:
-        async with start() as server:
+async def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start() as server:
 
-            def broken(*_: object) -> None:
-                raise RuntimeError("/secret/place at 0x7f001122")
+        def broken(*_: object) -> None:
+            raise RuntimeError("/secret/place at 0x7f001122")
 
-            monkeypatch.setattr(server.state.models, "resolve", broken)
-            for path, ask in (("/generate", {"inputs": "x"}), ("/v1/completions", {"prompt": "x"})):
-                answer = await server.client.post(path, json=ask)
-                assert answer.status_code == 500
-                assert "internal_error" in answer.text
-                assert "secret" not in answer.text
-
-    asyncio.run(body())
+        monkeypatch.setattr(server.state.models, "resolve", broken)
+        for path, ask in (("/generate", {"inputs": "x"}), ("/v1/completions", {"prompt": "x"})):
+            answer = await server.client.post(path, json=ask)
+            assert answer.status_code == 500
+            assert "internal_error" in answer.text
+            assert "secret" not in answer.text
 
 
-def test_metrics_do_not_show_the_numbers_of_a_dead_engine(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            await asyncio.sleep(0.3)
-            text = (await server.client.get("/metrics")).text
-            assert "fp8serve_kv_cache_usage_ratio 0.25" in text
-            assert "fp8serve_engine_up 1.0" in text
-            server.launcher.problem = "The weights are gone."
-            server.launcher.engine.alive = False
-            text = (await server.client.get("/metrics")).text
-            assert "fp8serve_kv_cache_usage_ratio 0" not in text
-            assert "fp8serve_requests_running 0" not in text
-            assert "fp8serve_engine_up 0.0" in text
-
-    asyncio.run(body())
+async def test_metrics_do_not_show_the_numbers_of_a_dead_engine(start: Start) -> None:
+    async with start() as server:
+        text = await metrics(server, "fp8serve_kv_cache_usage_ratio 0.25")
+        assert "fp8serve_engine_up 1.0" in text
+        server.launcher.problem = "The weights are gone."
+        server.launcher.engine.alive = False
+        text = (await server.client.get("/metrics")).text
+        assert "fp8serve_kv_cache_usage_ratio 0" not in text
+        assert "fp8serve_requests_running 0" not in text
+        assert "fp8serve_engine_up 0.0" in text

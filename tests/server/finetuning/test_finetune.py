@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import operator
 import os
 import signal
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from fp8serve.errors import MachineError
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.settings import Limits
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -39,262 +40,227 @@ async def wait_for(server: Server, job_id: str, *states: str) -> dict[str, Any]:
 
 
 async def wait_for_step(server: Server, job_id: str) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not (await server.client.get(f"/finetune/{job_id}")).json()["progress"]:
-            await asyncio.sleep(0.02)
+    async def begun() -> bool:
+        return bool((await server.client.get(f"/finetune/{job_id}")).json()["progress"])
+
+    await eventually(begun, "the first step")
+
+
+def let_go(server: Server, job_id: str) -> None:
+    """A "held" job goes on."""
+    (server.state.runner.dir_of(job_id) / "go").touch()
 
 
 def lock_owner(server: Server, job_id: str) -> int:
     return int((server.state.runner.dir_of(job_id) / "worker.lock").read_text())
 
 
-def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            job = await submit(server, suffix="mine", metadata={"team": "a"})
-            done = await wait_for(server, job["id"], "succeeded", "failed")
-            assert done["status"] == "succeeded"
-            assert done["fine_tuned_model"] == f"ft:tiny:org-local:mine:{job['id'][-8:]}"
-            assert done["progress"]["step"] == 6
-            assert done["metadata"] == {"team": "a"}
-            events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
-            assert [e["data"]["code"] for e in events if e["type"] == "message"] == [
-                "queued",
-                "running",
-                "data",
-                "succeeded",
-            ]
-            assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
-            assert [e["id"] for e in events] == sorted(e["id"] for e in events)
-            found = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
-            assert [c["step"] for c in found] == [6, 5, 4, 3, 2, 1]
-            series = (await server.client.get(f"/finetune/{job['id']}/metrics")).json()["metrics"]
-            assert [m["train_loss"] for m in series] == [1.0 / s for s in range(1, 7)]
-            everything = json.dumps([done, events, found, series])
-            assert "secret" not in everything
-            assert str(server.state.data_dir) not in everything
-
-    asyncio.run(body())
+async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
+    async with start() as server:
+        job = await submit(server, suffix="mine", metadata={"team": "a"})
+        done = await wait_for(server, job["id"], "succeeded", "failed")
+        assert done["status"] == "succeeded"
+        assert done["fine_tuned_model"] == f"ft:tiny:org-local:mine:{job['id'][-8:]}"
+        assert done["progress"]["step"] == 6
+        assert done["metadata"] == {"team": "a"}
+        events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
+        assert [e["data"]["code"] for e in events if e["type"] == "message"] == [
+            "queued",
+            "running",
+            "data",
+            "succeeded",
+        ]
+        assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
+        assert [e["id"] for e in events] == sorted(e["id"] for e in events)
+        found = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
+        assert [c["step"] for c in found] == [6, 5, 4, 3, 2, 1]
+        series = (await server.client.get(f"/finetune/{job['id']}/metrics")).json()["metrics"]
+        assert [m["train_loss"] for m in series] == [1.0 / s for s in range(1, 7)]
+        everything = json.dumps([done, events, found, series])
+        assert "secret" not in everything
+        assert str(server.state.data_dir) not in everything
 
 
-def test_a_checkpoint_that_is_gone_is_not_listed(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            job = await submit(server)
-            await wait_for(server, job["id"], "succeeded")
-            (server.state.runner.dir_of(job["id"]) / "out" / "checkpoints" / "step-4").rmdir()
-            found = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
-            assert [c["step"] for c in found] == [6, 5, 3, 2, 1]
-
-    asyncio.run(body())
+async def test_a_checkpoint_that_is_gone_is_not_listed(start: Start) -> None:
+    async with start() as server:
+        job = await submit(server)
+        await wait_for(server, job["id"], "succeeded")
+        (server.state.runner.dir_of(job["id"]) / "out" / "checkpoints" / "step-4").rmdir()
+        found = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
+        assert [c["step"] for c in found] == [6, 5, 3, 2, 1]
 
 
-def test_events_stream_to_the_end_and_replay_from_the_last_seen(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            job = await submit(server, "slow")
-            accept = {"accept": "text/event-stream"}
-            path = f"/finetune/{job['id']}/events"
-            text = (await server.client.get(path, headers=accept)).text
-            ids = [int(line[4:]) for line in text.splitlines() if line.startswith("id: ")]
-            assert text.rstrip().endswith('data: {"status":"succeeded"}')
-            assert ids[:-1] == sorted(set(ids[:-1]))
-            replay = (await server.client.get(path, headers=accept | {"last-event-id": str(ids[3])})).text
-            assert [int(line[4:]) for line in replay.splitlines() if line.startswith("id: ")] == ids[4:]
-            page = (await server.client.get(path, params={"after": ids[3], "limit": 2})).json()
-            assert [e["id"] for e in page["events"]] == ids[4:6]
-            assert page["has_more"]
-
-    asyncio.run(body())
+async def test_events_stream_to_the_end_and_replay_from_the_last_seen(start: Start) -> None:
+    async with start() as server:
+        job = await submit(server, "slow")
+        accept = {"accept": "text/event-stream"}
+        path = f"/finetune/{job['id']}/events"
+        text = (await server.client.get(path, headers=accept)).text
+        ids = [int(line[4:]) for line in text.splitlines() if line.startswith("id: ")]
+        assert text.rstrip().endswith('data: {"status":"succeeded"}')
+        assert ids[:-1] == sorted(set(ids[:-1]))
+        replay = (await server.client.get(path, headers=accept | {"last-event-id": str(ids[3])})).text
+        assert [int(line[4:]) for line in replay.splitlines() if line.startswith("id: ")] == ids[4:]
+        page = (await server.client.get(path, params={"after": ids[3], "limit": 2})).json()
+        assert [e["id"] for e in page["events"]] == ids[4:6]
+        assert page["has_more"]
 
 
-def test_a_job_that_gives_up_says_why(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            done = await wait_for(server, (await submit(server, "fail"))["id"], "failed")
-            assert done["error"]["message"] == "The loss is not finite."
-            answer = await server.client.post(f"/finetune/{done['id']}/activate")
-            assert (answer.status_code, answer.json()["code"]) == (409, "job_state")
-
-    asyncio.run(body())
+async def test_a_job_that_gives_up_says_why(start: Start) -> None:
+    async with start() as server:
+        done = await wait_for(server, (await submit(server, "fail"))["id"], "failed")
+        assert done["error"]["message"] == "The loss is not finite."
+        answer = await server.client.post(f"/finetune/{done['id']}/activate")
+        assert (answer.status_code, answer.json()["code"]) == (409, "job_state")
 
 
-def test_a_worker_that_dies_goes_on_from_its_checkpoint(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            done = await wait_for(server, (await submit(server, "die-once"))["id"], "succeeded", "failed")
-            assert done["status"] == "succeeded"
-            events = (await server.client.get(f"/finetune/{done['id']}/events")).json()["events"]
-            assert any(e["data"].get("code") == "restarted" and "SIGKILL" in e["message"] for e in events)
-            assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
-
-    asyncio.run(body())
+async def test_a_worker_that_dies_goes_on_from_its_checkpoint(start: Start) -> None:
+    async with start() as server:
+        done = await wait_for(server, (await submit(server, "die-once"))["id"], "succeeded", "failed")
+        assert done["status"] == "succeeded"
+        events = (await server.client.get(f"/finetune/{done['id']}/events")).json()["events"]
+        assert any(e["data"].get("code") == "restarted" and "SIGKILL" in e["message"] for e in events)
+        assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_worker_that_always_dies_fails_its_job(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            done = await wait_for(server, (await submit(server, "die"))["id"], "failed")
-            assert "3 times" in done["error"]["message"]
-
-    asyncio.run(body())
+async def test_a_worker_that_always_dies_fails_its_job(start: Start) -> None:
+    async with start() as server:
+        done = await wait_for(server, (await submit(server, "die"))["id"], "failed")
+        assert "3 times" in done["error"]["message"]
 
 
-@pytest.mark.parametrize("mood", ["slow", "stubborn"])
-def test_cancel(start: Start, mood: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mood", ["held", "stubborn"])
+async def test_cancel(start: Start, mood: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8serve.server.finetuning.job_runner.CANCEL_SECONDS", 0.4)
 
-    async def body() -> None:
-        async with start() as server:
-            running, waiting = await submit(server, mood), await submit(server)
-            await wait_for_step(server, running["id"])
-            assert (await server.client.post(f"/finetune/{waiting['id']}/cancel")).json()["status"] == "cancelled"
-            assert (await server.client.post(f"/finetune/{running['id']}/cancel")).json()["cancel_requested"]
-            await wait_for(server, running["id"], "cancelled")
-            again = await server.client.post(f"/finetune/{running['id']}/cancel")
-            assert (again.status_code, again.headers["x-should-retry"]) == (409, "false")
-            with pytest.raises(ProcessLookupError):
-                os.kill(lock_owner(server, running["id"]), 0)
-
-    asyncio.run(body())
+    async with start() as server:
+        running, waiting = await submit(server, mood), await submit(server)
+        await wait_for_step(server, running["id"])
+        assert (await server.client.post(f"/finetune/{waiting['id']}/cancel")).json()["status"] == "cancelled"
+        assert (await server.client.post(f"/finetune/{running['id']}/cancel")).json()["cancel_requested"]
+        await wait_for(server, running["id"], "cancelled")
+        again = await server.client.post(f"/finetune/{running['id']}/cancel")
+        assert (again.status_code, again.headers["x-should-retry"]) == (409, "false")
+        with pytest.raises(ProcessLookupError):
+            os.kill(lock_owner(server, running["id"]), 0)
 
 
-def test_a_job_outlives_its_server(start: Start) -> None:
+async def test_a_job_outlives_its_server(start: Start) -> None:
     """Stopped at a checkpoint with the server, and taken up by the next one."""
 
-    async def body() -> None:
-        async with start() as server:
-            job = await submit(server, "slow")
-            await wait_for_step(server, job["id"])
-        async with start() as server:
-            done = await wait_for(server, job["id"], "succeeded", "failed")
-            assert done["status"] == "succeeded"
-            events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
-            codes = [e["data"]["code"] for e in events if e["type"] == "message"]
-            assert codes == ["queued", "running", "data", "stopped", "running", "data", "succeeded"]
-            assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
-
-    asyncio.run(body())
+    async with start() as server:
+        job = await submit(server, "held")
+        await wait_for_step(server, job["id"])
+    async with start() as server:
+        let_go(server, job["id"])
+        done = await wait_for(server, job["id"], "succeeded", "failed")
+        assert done["status"] == "succeeded"
+        events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
+        codes = [e["data"]["code"] for e in events if e["type"] == "message"]
+        assert codes == ["queued", "running", "data", "stopped", "running", "data", "succeeded"]
+        assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            job = await submit(server, "slow")
-            await wait_for_step(server, job["id"])
-            server.state.runner._worker = None  # as if this front had been killed: nobody stops the worker
-            task = server.state.runner._task
-            assert task is not None
-            task.cancel()
-        async with start() as server:
-            done = await wait_for(server, job["id"], "succeeded", "failed")
-            assert done["status"] == "succeeded"
-            assert (server.state.runner.dir_of(job["id"]) / "tries.txt").read_text() == "x"
-
-    asyncio.run(body())
+async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: Start) -> None:
+    async with start() as server:
+        job = await submit(server, "held")
+        await wait_for_step(server, job["id"])
+        server.state.runner._worker = None  # as if this front had been killed: nobody stops the worker
+        task = server.state.runner._task
+        assert task is not None
+        task.cancel()
+    async with start() as server:
+        let_go(server, job["id"])
+        done = await wait_for(server, job["id"], "succeeded", "failed")
+        assert done["status"] == "succeeded"
+        assert (server.state.runner.dir_of(job["id"]) / "tries.txt").read_text() == "x"
 
 
-def test_an_idempotency_key_makes_one_job(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            ask = {"data": [{"text": "x"}]}
+async def test_an_idempotency_key_makes_one_job(start: Start) -> None:
+    async with start() as server:
+        ask = {"data": [{"text": "x"}]}
 
-            async def send(key: str, rows: Any) -> httpx.Response:
-                return await server.client.post("/finetune", json=rows, headers={"idempotency-key": key})
+        async def send(key: str, rows: Any) -> httpx.Response:
+            return await server.client.post("/finetune", json=rows, headers={"idempotency-key": key})
 
-            answers = await asyncio.gather(*(send("k", ask) for _ in range(8)))
-            assert {a.status_code for a in answers} == {202}, [a.text for a in answers]
-            assert len({a.json()["id"] for a in answers}) == 1
-            assert len(list(server.state.runner.root.iterdir())) == 1
-            other = await send("k", {"data": [{"text": "y"}]})
-            assert (other.status_code, other.json()["code"]) == (409, "idempotency_mismatch")
-            assert (await send("j", ask)).json()["id"] != answers[0].json()["id"]
-
-    asyncio.run(body())
+        answers = await asyncio.gather(*(send("k", ask) for _ in range(8)))
+        assert {a.status_code for a in answers} == {202}, [a.text for a in answers]
+        assert len({a.json()["id"] for a in answers}) == 1
+        assert len(list(server.state.runner.root.iterdir())) == 1
+        other = await send("k", {"data": [{"text": "y"}]})
+        assert (other.status_code, other.json()["code"]) == (409, "idempotency_mismatch")
+        assert (await send("j", ask)).json()["id"] != answers[0].json()["id"]
 
 
-def test_bad_rows_of_a_file_fail_the_request_here_and_the_job_at_openais(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            form: Any = {
-                "files": {"file": ("a.jsonl", b'{"text": "x"}\n{"text": 7}\n')},
-                "data": {"purpose": "fine-tune"},
-            }
-            stored = (await server.client.post("/v1/files", **form)).json()["id"]
-            answer = await server.client.post("/finetune", json={"file_id": stored})
-            assert (answer.status_code, answer.json()["param"]) == (422, "data")
-            assert "data.jsonl:2" in answer.json()["error"]
-            taken = await server.client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": stored})
-            assert taken.status_code == 200
-
-    asyncio.run(body())
+async def test_bad_rows_of_a_file_fail_the_request_here_and_the_job_at_openais(start: Start) -> None:
+    async with start() as server:
+        form: Any = {
+            "files": {"file": ("a.jsonl", b'{"text": "x"}\n{"text": 7}\n')},
+            "data": {"purpose": "fine-tune"},
+        }
+        stored = (await server.client.post("/v1/files", **form)).json()["id"]
+        answer = await server.client.post("/finetune", json={"file_id": stored})
+        assert (answer.status_code, answer.json()["param"]) == (422, "data")
+        assert "data.jsonl:2" in answer.json()["error"]
+        taken = await server.client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": stored})
+        assert taken.status_code == 200
 
 
-def test_refused_jobs_leave_nothing(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            bad: list[tuple[dict[str, Any], str]] = [
-                ({"data": [{"text": "x"}, {"text": ""}]}, "2"),
-                ({"data": [{"text": "x", "prompt": "y"}]}, "both"),
-                ({"data": [{"messages": [{"role": "user", "content": "hi"}]}]}, "assistant"),
-                ({"data": [{"text": "x"}], "recipe": "bf16", "amax_history_len": 4}, "amax_history_len"),
-                ({"data": [{"text": "x"}], "recipe_options": {"margins": 1}}, "margins"),
-                ({"data": [{"text": "x"}], "recipe_options": {"margin": 1e9}}, "recipe_options"),
-                ({"data": [{"text": "x"}], "recipe": "block", "recipe_options": {"fp8_dpa": True}}, "fp8_dpa"),
-                ({"data": [{"text": "x"}], "eval_every": 3}, "eval_every"),
-                ({"data": [{"text": "x"}], "seq_len": 4096}, "512"),
-                ({"data": [{"prompt": "p" * 600, "completion": "x"}]}, "learn"),
-                ({"file_id": "file-none"}, "file"),
-                ({"data": [{"text": "x"}], "model": "gpt"}, "model"),
-            ]
-            for ask, word in bad:
-                answer = await server.client.post("/finetune", json=ask)
-                assert answer.status_code in (404, 422), answer.text
-                assert word in answer.json()["error"]
-            assert list(server.state.runner.root.iterdir()) == []
-            assert (await server.client.get("/finetune")).json()["jobs"] == []
-
-    asyncio.run(body())
+async def test_refused_jobs_leave_nothing(start: Start) -> None:
+    async with start() as server:
+        bad: list[tuple[dict[str, Any], str]] = [
+            ({"data": [{"text": "x"}, {"text": ""}]}, "2"),
+            ({"data": [{"text": "x", "prompt": "y"}]}, "both"),
+            ({"data": [{"messages": [{"role": "user", "content": "hi"}]}]}, "assistant"),
+            ({"data": [{"text": "x"}], "recipe": "bf16", "amax_history_len": 4}, "amax_history_len"),
+            ({"data": [{"text": "x"}], "recipe_options": {"margins": 1}}, "margins"),
+            ({"data": [{"text": "x"}], "recipe_options": {"margin": 1e9}}, "recipe_options"),
+            ({"data": [{"text": "x"}], "recipe": "block", "recipe_options": {"fp8_dpa": True}}, "fp8_dpa"),
+            ({"data": [{"text": "x"}], "eval_every": 3}, "eval_every"),
+            ({"data": [{"text": "x"}], "seq_len": 4096}, "512"),
+            ({"data": [{"prompt": "p" * 600, "completion": "x"}]}, "learn"),
+            ({"file_id": "file-none"}, "file"),
+            ({"data": [{"text": "x"}], "model": "gpt"}, "model"),
+        ]
+        for ask, word in bad:
+            answer = await server.client.post("/finetune", json=ask)
+            assert answer.status_code in (404, 422), answer.text
+            assert word in answer.json()["error"]
+        assert list(server.state.runner.root.iterdir()) == []
+        assert (await server.client.get("/finetune")).json()["jobs"] == []
 
 
-def test_training_on_the_serving_device_needs_a_word(start: Start) -> None:
-    async def body() -> None:
-        async with start(train_on="refuse") as server:
-            for path, ask in (
-                ("/finetune", {"data": [{"text": "x"}]}),
-                ("/v1/fine_tuning/jobs", {"model": "base", "training_file": "f"}),
-            ):
-                answer = await server.client.post(path, json=ask)
-                assert answer.status_code == 409
-                assert "--train-on" in answer.text
-        async with start(train_on="refuse", train_device="cuda:1") as server:
-            job = await submit(server)
-            assert job["config"]["device"] == "cuda:1"
-
-    asyncio.run(body())
+async def test_training_on_the_serving_device_needs_a_word(start: Start) -> None:
+    async with start(train_on="refuse") as server:
+        for path, ask in (
+            ("/finetune", {"data": [{"text": "x"}]}),
+            ("/v1/fine_tuning/jobs", {"model": "base", "training_file": "f"}),
+        ):
+            answer = await server.client.post(path, json=ask)
+            assert answer.status_code == 409
+            assert "--train-on" in answer.text
+    async with start(train_on="refuse", train_device="cuda:1") as server:
+        job = await submit(server)
+        assert job["config"]["device"] == "cuda:1"
 
 
-def test_pause_lets_what_runs_finish_and_refuses_the_rest(start: Start) -> None:
-    async def body() -> None:
-        async with start(Launcher(lambda: FakeEngine(delay=0.01)), train_on="pause") as server:
-            ask = {"inputs": "x", "parameters": {"max_new_tokens": 40}}
-            before = asyncio.create_task(server.client.post("/generate", json=ask))
-            await asyncio.sleep(0.05)
-            job = await submit(server, "slow")
-            async with asyncio.timeout(PATIENCE):
-                while not server.state.paused:
-                    await asyncio.sleep(0.01)
-            refused = await server.client.post("/v1/completions", json={"prompt": "x"})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "paused_for_training")
-            assert "retry-after" in refused.headers
-            assert (await server.client.get("/health/ready")).json() == {"ok": False, "state": "paused"}
-            assert (await server.client.get("/health/live")).status_code == 200
-            assert (await before).status_code == 200
-            await wait_for(server, job["id"], "succeeded")
-            await asyncio.sleep(0.1)
-            assert (await server.client.post("/generate", json=ask)).status_code == 200
-
-    asyncio.run(body())
+async def test_pause_lets_what_runs_finish_and_refuses_the_rest(start: Start) -> None:
+    async with start(Launcher(lambda: FakeEngine(delay=0.01)), train_on="pause") as server:
+        ask = {"inputs": "x", "parameters": {"max_new_tokens": 40}}
+        before = asyncio.create_task(server.client.post("/generate", json=ask))
+        await eventually(lambda: server.launcher.engine.running)
+        job = await submit(server, "held")
+        await eventually(lambda: server.state.paused)
+        refused = await server.client.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "paused_for_training")
+        assert "retry-after" in refused.headers
+        assert (await server.client.get("/health/ready")).json() == {"ok": False, "state": "paused"}
+        assert (await server.client.get("/health/live")).status_code == 200
+        assert (await before).status_code == 200
+        let_go(server, job["id"])
+        await wait_for(server, job["id"], "succeeded")
+        await eventually(lambda: not server.state.paused)
+        assert (await server.client.post("/generate", json=ask)).status_code == 200
 
 
 async def trained(server: Server) -> str:
@@ -303,151 +269,128 @@ async def trained(server: Server) -> str:
     return str(job["id"])
 
 
-def test_activation_fails_no_request_and_each_answer_names_its_weights(start: Start) -> None:
-    async def body() -> None:
-        async with start(Launcher(lambda: FakeEngine(delay=0.002), load_seconds=0.05)) as server:
-            sources = [await trained(server), "base"]
-            seen: set[str] = set()
-            stop = asyncio.Event()
+async def test_activation_fails_no_request_and_each_answer_names_its_weights(start: Start) -> None:
+    async with start(Launcher(lambda: FakeEngine(delay=0.002), load_seconds=0.05)) as server:
+        sources = [await trained(server), "base"]
+        seen: set[str] = set()
+        stop = asyncio.Event()
+        answered = [0] * 8
 
-            async def load() -> int:
-                count = 0
-                while not stop.is_set():
-                    ask = {"inputs": "abc", "parameters": {"max_new_tokens": 20}, "stream": count % 2 == 1}
-                    answer = await server.client.post("/generate", json=ask)
-                    assert answer.status_code == 200, answer.text
-                    said = answer.json() if count % 2 == 0 else json.loads(answer.text.strip().split("\n\n")[-1][5:])
-                    assert said["generated_text"] == ("abc" * 7)[:20]
-                    seen.add(said["weight_version"])
-                    count += 1
-                return count
+        async def load(user: int) -> None:
+            while not stop.is_set():
+                count = answered[user]
+                ask = {"inputs": "abc", "parameters": {"max_new_tokens": 20}, "stream": count % 2 == 1}
+                answer = await server.client.post("/generate", json=ask)
+                assert answer.status_code == 200, answer.text
+                said = answer.json() if count % 2 == 0 else json.loads(answer.text.strip().split("\n\n")[-1][5:])
+                assert said["generated_text"] == ("abc" * 7)[:20]
+                seen.add(said["weight_version"])
+                answered[user] += 1
 
-            users = [asyncio.create_task(load()) for _ in range(8)]
-            for turn in range(6):
-                said = (await server.client.post("/models/tiny/activate", json={"source": sources[turn % 2]})).json()
-                assert said["served"]["source"] == sources[turn % 2]
-                await asyncio.sleep(0.05)
-            stop.set()
-            assert min(await asyncio.gather(*users)) > 2
-            assert len(seen) == 2
-            async with asyncio.timeout(PATIENCE):
-                while not all(engine.closed for engine in server.launcher.engines[:-1]):
-                    await asyncio.sleep(0.01)
-            assert not server.launcher.engine.closed
-
-    asyncio.run(body())
+        users = [asyncio.create_task(load(user)) for user in range(len(answered))]
+        for turn in range(6):
+            said = (await server.client.post("/models/tiny/activate", json={"source": sources[turn % 2]})).json()
+            assert said["served"]["source"] == sources[turn % 2]
+            before = list(answered)
+            await eventually(lambda before=before: all(map(operator.gt, answered, before)), "an answer to everyone")
+        stop.set()
+        await asyncio.gather(*users)
+        assert len(seen) == 2
+        await eventually(lambda: all(engine.closed for engine in server.launcher.engines[:-1]))
+        assert not server.launcher.engine.closed
 
 
-def test_a_failed_activation_leaves_the_old_weights_serving(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            job = await trained(server)
-            server.launcher.problem = "The weights in /data/jobs/x are damaged."
-            answer = await server.client.post(f"/finetune/{job}/activate")
-            assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
-            assert "/data" not in answer.text
-            assert (
-                (await server.client.post("/generate", json={"inputs": "x"}))
-                .json()["weight_version"]
-                .startswith("base-")
-            )
-            server.launcher.problem = None
-            engine = FakeEngine()
-            engine.alive = False
-            server.launcher.make = lambda: engine
-            assert (await server.client.post(f"/finetune/{job}/activate")).status_code == 409
-            assert engine.closed
-            assert (await server.client.get("/health/ready")).status_code == 200
-
-    asyncio.run(body())
+async def test_a_failed_activation_leaves_the_old_weights_serving(start: Start) -> None:
+    async with start() as server:
+        job = await trained(server)
+        server.launcher.problem = "The weights in /data/jobs/x are damaged."
+        answer = await server.client.post(f"/finetune/{job}/activate")
+        assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
+        assert "/data" not in answer.text
+        assert (
+            (await server.client.post("/generate", json={"inputs": "x"})).json()["weight_version"].startswith("base-")
+        )
+        server.launcher.problem = None
+        engine = FakeEngine()
+        engine.alive = False
+        server.launcher.make = lambda: engine
+        assert (await server.client.post(f"/finetune/{job}/activate")).status_code == 409
+        assert engine.closed
+        assert (await server.client.get("/health/ready")).status_code == 200
 
 
-def test_a_step_is_served_or_refused_never_ignored(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            job = await trained(server)  # of six steps, with a checkpoint of each
-            path = f"/finetune/{job}/activate"
-            for step in (1, 5, 7):
-                answer = await server.client.post(path, json={"step": step})
-                assert (answer.status_code, answer.json()["code"]) == (409, "job_state")
-                assert "this job's is of step 6" in answer.text
-            for wrong in ({"step": 0}, {"step": "6"}, {"stepp": 6}, {"step": 6.0}):
-                assert (await server.client.post(path, json=wrong)).status_code == 422
-            assert (await server.client.get("/models")).json()["served"]["source"] == "base"
-            assert (await server.client.post(path, json={"step": 6})).json()["served"]["source"] == job
-            assert (await server.client.post(path, json={})).status_code == 200
-
-    asyncio.run(body())
+async def test_a_step_is_served_or_refused_never_ignored(start: Start) -> None:
+    async with start() as server:
+        job = await trained(server)  # of six steps, with a checkpoint of each
+        path = f"/finetune/{job}/activate"
+        for step in (1, 5, 7):
+            answer = await server.client.post(path, json={"step": step})
+            assert (answer.status_code, answer.json()["code"]) == (409, "job_state")
+            assert "this job's is of step 6" in answer.text
+        for wrong in ({"step": 0}, {"step": "6"}, {"stepp": 6}, {"step": 6.0}):
+            assert (await server.client.post(path, json=wrong)).status_code == 422
+        assert (await server.client.get("/models")).json()["served"]["source"] == "base"
+        assert (await server.client.post(path, json={"step": 6})).json()["served"]["source"] == job
+        assert (await server.client.post(path, json={})).status_code == 200
 
 
-def test_one_activation_at_a_time(start: Start) -> None:
-    async def body() -> None:
-        async with start(Launcher(load_seconds=0.1)) as server:
-            job = await trained(server)
-            answers = await asyncio.gather(*(server.client.post(f"/finetune/{job}/activate") for _ in range(3)))
-            assert sorted(a.status_code for a in answers) == [200, 409, 409]
-
-    asyncio.run(body())
+async def test_one_activation_at_a_time(start: Start) -> None:
+    async with start(Launcher(load_seconds=0.1)) as server:
+        job = await trained(server)
+        answers = await asyncio.gather(*(server.client.post(f"/finetune/{job}/activate") for _ in range(3)))
+        assert sorted(a.status_code for a in answers) == [200, 409, 409]
 
 
-def test_the_activated_weights_are_served_after_a_restart_while_they_load(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            job = await trained(server)
-            await server.client.post(f"/finetune/{job}/activate")
-            assert (await server.client.get(f"/finetune/{job}")).json()["active"]
-        async with start() as server:
-            assert (await server.client.get("/models")).json()["served"]["source"] == job
-            model = server.state.runner.result_dir(server.state.jobs.get(job))
-        (model / "config.json").unlink()
-        model.rmdir()
-        async with start() as server:
-            assert (await server.client.get("/models")).json()["served"]["source"] == "base"
-
-    asyncio.run(body())
+async def test_the_activated_weights_are_served_after_a_restart_while_they_load(start: Start) -> None:
+    async with start() as server:
+        job = await trained(server)
+        await server.client.post(f"/finetune/{job}/activate")
+        assert (await server.client.get(f"/finetune/{job}")).json()["active"]
+    async with start() as server:
+        assert (await server.client.get("/models")).json()["served"]["source"] == job
+        model = server.state.runner.result_dir(server.state.jobs.get(job))
+    (model / "config.json").unlink()
+    model.rmdir()
+    async with start() as server:
+        assert (await server.client.get("/models")).json()["served"]["source"] == "base"
 
 
-def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            rows = b'{"prompt": "a", "completion": "b"}\n' * 3
-            form = {"files": {"file": ("../../evil.jsonl", rows)}, "data": {"purpose": "fine-tune"}}
-            stored = (await server.client.post("/v1/files", **form)).json()  # type: ignore[arg-type]
-            assert (stored["bytes"], stored["filename"], stored["status"]) == (
-                len(rows),
-                "../../evil.jsonl",
-                "processed",
-            )
-            assert [p.name for p in (server.state.data_dir / "files").iterdir()] == [stored["id"] + ".jsonl"]
-            assert (await server.client.get(f"/v1/files/{stored['id']}/content")).content == rows
-            method = {
-                "type": "supervised",
-                "supervised": {
-                    "hyperparameters": {"n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 2.0}
-                },
-            }
-            ask = {"model": "tiny", "training_file": stored["id"], "suffix": "s", "seed": 5, "method": method}
-            job = (await server.client.post("/v1/fine_tuning/jobs", json=ask)).json()
-            assert job["object"] == "fine_tuning.job"
-            assert job["hyperparameters"] == {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 2.0}
-            assert (await server.client.get(f"/finetune/{job['id']}")).json()["config"]["learning_rate"] == 4e-5
-            await wait_for(server, job["id"], "succeeded")
-            deleted = (await server.client.delete(f"/v1/files/{stored['id']}")).json()
-            assert deleted == {"id": stored["id"], "object": "file", "deleted": True}
-            assert (await server.client.get(f"/v1/files/{stored['id']}")).status_code == 404
-            assert (server.state.runner.dir_of(job["id"]) / "data.jsonl").read_bytes() == rows
-            events = (await server.client.get(f"/v1/fine_tuning/jobs/{job['id']}/events", params={"limit": 3})).json()
-            assert events["has_more"]
-            more = (
-                await server.client.get(f"/v1/fine_tuning/jobs/{job['id']}/events", params={"after": events["last_id"]})
-            ).json()
-            numbers = [int(e["id"].removeprefix("ftevent-")) for e in events["data"] + more["data"]]
-            assert numbers == sorted(numbers, reverse=True)
-            points = (await server.client.get(f"/v1/fine_tuning/jobs/{job['id']}/checkpoints")).json()["data"]
-            assert points[0]["step_number"] == 6
-            assert points[0]["fine_tuned_model_checkpoint"].endswith(":ckpt-step-6")
-
-    asyncio.run(body())
+async def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
+    async with start() as server:
+        rows = b'{"prompt": "a", "completion": "b"}\n' * 3
+        form = {"files": {"file": ("../../evil.jsonl", rows)}, "data": {"purpose": "fine-tune"}}
+        stored = (await server.client.post("/v1/files", **form)).json()  # type: ignore[arg-type]
+        assert (stored["bytes"], stored["filename"], stored["status"]) == (
+            len(rows),
+            "../../evil.jsonl",
+            "processed",
+        )
+        assert [p.name for p in (server.state.data_dir / "files").iterdir()] == [stored["id"] + ".jsonl"]
+        assert (await server.client.get(f"/v1/files/{stored['id']}/content")).content == rows
+        method = {
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 2.0}},
+        }
+        ask = {"model": "tiny", "training_file": stored["id"], "suffix": "s", "seed": 5, "method": method}
+        job = (await server.client.post("/v1/fine_tuning/jobs", json=ask)).json()
+        assert job["object"] == "fine_tuning.job"
+        assert job["hyperparameters"] == {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 2.0}
+        assert (await server.client.get(f"/finetune/{job['id']}")).json()["config"]["learning_rate"] == 4e-5
+        await wait_for(server, job["id"], "succeeded")
+        deleted = (await server.client.delete(f"/v1/files/{stored['id']}")).json()
+        assert deleted == {"id": stored["id"], "object": "file", "deleted": True}
+        assert (await server.client.get(f"/v1/files/{stored['id']}")).status_code == 404
+        assert (server.state.runner.dir_of(job["id"]) / "data.jsonl").read_bytes() == rows
+        events = (await server.client.get(f"/v1/fine_tuning/jobs/{job['id']}/events", params={"limit": 3})).json()
+        assert events["has_more"]
+        more = (
+            await server.client.get(f"/v1/fine_tuning/jobs/{job['id']}/events", params={"after": events["last_id"]})
+        ).json()
+        numbers = [int(e["id"].removeprefix("ftevent-")) for e in events["data"] + more["data"]]
+        assert numbers == sorted(numbers, reverse=True)
+        points = (await server.client.get(f"/v1/fine_tuning/jobs/{job['id']}/checkpoints")).json()["data"]
+        assert points[0]["step_number"] == 6
+        assert points[0]["fine_tuned_model_checkpoint"].endswith(":ckpt-step-6")
 
 
 @pytest.mark.parametrize(
@@ -464,60 +407,49 @@ def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
         ({"files": {"file": ("a.jsonl", b"x" * 3_000_000)}, "data": {"purpose": "fine-tune"}}, 413),
     ],
 )
-def test_uploads_that_are_refused_leave_nothing(start: Start, form: dict[str, Any], status: int) -> None:
-    async def body() -> None:
-        async with start(limits=Limits(upload_bytes=2_000_000)) as server:
-            answer = await server.client.post("/v1/files", **form)
-            assert answer.status_code == status, answer.text
-            assert list((server.state.data_dir / "files").iterdir()) == []
-            assert (await server.client.get("/v1/files")).json()["data"] == []
-
-    asyncio.run(body())
+async def test_uploads_that_are_refused_leave_nothing(start: Start, form: dict[str, Any], status: int) -> None:
+    async with start(limits=Limits(upload_bytes=2_000_000)) as server:
+        answer = await server.client.post("/v1/files", **form)
+        assert answer.status_code == status, answer.text
+        assert list((server.state.data_dir / "files").iterdir()) == []
+        assert (await server.client.get("/v1/files")).json()["data"] == []
 
 
-def test_what_a_crash_left_half_made_is_swept_up(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            job = await trained(server)
-            root, files = server.state.runner.root, server.state.data_dir / "files"
-        (root / "ftjob-half").mkdir()
-        (root / "ftjob-half" / "data.jsonl").write_text("x")
-        files.mkdir()
-        (files / ".file-half.part").write_text("x")
-        async with start():
-            assert [path.name for path in root.iterdir()] == [job]
-            assert list(files.iterdir()) == []
-
-    asyncio.run(body())
+async def test_what_a_crash_left_half_made_is_swept_up(start: Start) -> None:
+    async with start() as server:
+        job = await trained(server)
+        root, files = server.state.runner.root, server.state.data_dir / "files"
+    (root / "ftjob-half").mkdir()
+    (root / "ftjob-half" / "data.jsonl").write_text("x")
+    files.mkdir()
+    (files / ".file-half.part").write_text("x")
+    async with start():
+        assert [path.name for path in root.iterdir()] == [job]
+        assert list(files.iterdir()) == []
 
 
-def test_two_servers_do_not_share_a_data_directory(start: Start) -> None:
-    async def body() -> None:
-        async with start():
-            with pytest.raises(MachineError, match="--data-dir"):
-                async with start():
-                    pass
-
-    asyncio.run(body())
+async def test_two_servers_do_not_share_a_data_directory(start: Start) -> None:
+    async with start():
+        with pytest.raises(MachineError, match="--data-dir"):
+            async with start():
+                pass
 
 
-def test_a_killed_worker_of_a_killed_server_is_resumed(start: Start, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with start() as server:
-            job = await submit(server, "slow")
-            await wait_for_step(server, job["id"])
-            owner = lock_owner(server, job["id"])
-            server.state.runner._worker = None
-            task = server.state.runner._task
-            assert task is not None
-            task.cancel()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(owner, signal.SIGKILL)
-        async with start() as server:
-            assert (await wait_for(server, job["id"], "succeeded", "failed"))["status"] == "succeeded"
-            assert (server.state.runner.dir_of(job["id"]) / "tries.txt").read_text() == "xx"
-
-    asyncio.run(body())
+async def test_a_killed_worker_of_a_killed_server_is_resumed(start: Start, tmp_path: Path) -> None:
+    async with start() as server:
+        job = await submit(server, "held")
+        await wait_for_step(server, job["id"])
+        owner = lock_owner(server, job["id"])
+        server.state.runner._worker = None
+        task = server.state.runner._task
+        assert task is not None
+        task.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(owner, signal.SIGKILL)
+    async with start() as server:
+        let_go(server, job["id"])
+        assert (await wait_for(server, job["id"], "succeeded", "failed"))["status"] == "succeeded"
+        assert (server.state.runner.dir_of(job["id"]) / "tries.txt").read_text() == "xx"
 
 
 ROW = b'{"text": "x"}\n'
@@ -536,16 +468,13 @@ ROW = b'{"text": "x"}\n'
         ("a.md", b"line\n" * 30, 400),
     ],
 )
-def test_the_bounds_of_rows_hold_for_uploads(start: Start, name: str, content: bytes, status: int) -> None:
-    async def body() -> None:
-        async with start(limits=Limits(rows=5, row_bytes=100)) as server:
-            form = {"data": {"purpose": "fine-tune"}, "files": {"file": (name, content)}}
-            answer = await server.client.post("/v1/files", **form)
-            assert answer.status_code == status, answer.text
-            assert status == 200 or answer.json()["error"]["param"] == "file"
-            assert len(list((server.state.data_dir / "files").iterdir())) == (status == 200)
-
-    asyncio.run(body())
+async def test_the_bounds_of_rows_hold_for_uploads(start: Start, name: str, content: bytes, status: int) -> None:
+    async with start(limits=Limits(rows=5, row_bytes=100)) as server:
+        form = {"data": {"purpose": "fine-tune"}, "files": {"file": (name, content)}}
+        answer = await server.client.post("/v1/files", **form)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or answer.json()["error"]["param"] == "file"
+        assert len(list((server.state.data_dir / "files").iterdir())) == (status == 200)
 
 
 @hypothesis.settings(max_examples=100, deadline=None)

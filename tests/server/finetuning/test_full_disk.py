@@ -1,6 +1,5 @@
 """A disk that is full, at every single write of a request: 507, nothing half-made, and the same request works later."""
 
-import asyncio
 import errno
 import json
 import os
@@ -18,11 +17,10 @@ from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning.job_records import NewJob
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.settings import lock_data_dir
-from tests.patience import PATIENCE
+from tests.patience import eventually
 from tests.server.conftest import Server, Start
 from tests.server.finetuning.test_finetune import submit, wait_for
 
-pytestmark = pytest.mark.anyio
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -156,9 +154,7 @@ async def test_jobs_run_again_after_the_table_could_not_be_read(start: Start, mo
         with monkeypatch.context() as broken:
             broken.setattr(server.state.jobs, "unfinished", unreadable)
             job = await submit(server, "fine")
-            async with asyncio.timeout(PATIENCE):
-                while not failures:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: failures)
         assert (await wait_for(server, job["id"], "succeeded"))["status"] == "succeeded"
 
 

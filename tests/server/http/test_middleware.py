@@ -39,32 +39,26 @@ def paths(app: FastAPI) -> list[str]:
     return [*listed, *PAGES, "/ping", "/generate/stream"]
 
 
-def test_every_route_but_health_needs_the_key(start: Start) -> None:
-    async def body() -> None:
-        async with start(api_key=KEY) as server:
-            found = paths(server.app)
-            assert len(found) > 40
-            for path, method, headers in itertools.product([*found, *ODD], METHODS, CREDENTIALS):
-                answer = await server.client.request(method, path, headers=headers)
-                if path in OPEN_PATHS:
-                    assert answer.status_code in (200, 405)
-                else:
-                    assert answer.status_code == 401, (method, path)
-                    assert answer.headers["www-authenticate"].startswith("Basic")
-
-    asyncio.run(body())
+async def test_every_route_but_health_needs_the_key(start: Start) -> None:
+    async with start(api_key=KEY) as server:
+        found = paths(server.app)
+        assert len(found) > 40
+        for path, method, headers in itertools.product([*found, *ODD], METHODS, CREDENTIALS):
+            answer = await server.client.request(method, path, headers=headers)
+            if path in OPEN_PATHS:
+                assert answer.status_code in (200, 405)
+            else:
+                assert answer.status_code == 401, (method, path)
+                assert answer.headers["www-authenticate"].startswith("Basic")
 
 
-def test_the_key_is_taken_as_bearer_and_as_the_password_of_basic(start: Start) -> None:
-    async def body() -> None:
-        async with start(api_key=KEY) as server:
-            basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
-            for given in (b"Bearer " + KEY.encode(), b"bearer   " + KEY.encode(), f"Basic {basic}".encode()):
-                assert (await server.client.get("/info", headers={b"authorization": given})).status_code == 200
-            for given in (KEY.encode(), b"Bearer " + KEY.encode()[:-1], b"Bearer", b"Basic", b"Bearer \xff\xff"):
-                assert (await server.client.get("/info", headers={b"authorization": given})).status_code == 401
-
-    asyncio.run(body())
+async def test_the_key_is_taken_as_bearer_and_as_the_password_of_basic(start: Start) -> None:
+    async with start(api_key=KEY) as server:
+        basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
+        for given in (b"Bearer " + KEY.encode(), b"bearer   " + KEY.encode(), f"Basic {basic}".encode()):
+            assert (await server.client.get("/info", headers={b"authorization": given})).status_code == 200
+        for given in (KEY.encode(), b"Bearer " + KEY.encode()[:-1], b"Bearer", b"Basic", b"Bearer \xff\xff"):
+            assert (await server.client.get("/info", headers={b"authorization": given})).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -81,15 +75,12 @@ def test_presented_key(given: bytes, key: bytes) -> None:
     assert presented_key(given) == key
 
 
-def test_a_page_of_another_site_changes_nothing(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            request = {"inputs": "x"}
-            for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
-                answer = await server.client.post("/generate", json=request, headers={"sec-fetch-site": site})
-                assert answer.status_code == status
-
-    asyncio.run(body())
+async def test_a_page_of_another_site_changes_nothing(start: Start) -> None:
+    async with start() as server:
+        request = {"inputs": "x"}
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+            answer = await server.client.post("/generate", json=request, headers={"sec-fetch-site": site})
+            assert answer.status_code == status
 
 
 HOSTS = [
@@ -108,57 +99,50 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("host", "status"), HOSTS)
-def test_a_keyless_server_of_this_machine_answers_to_its_names_alone(start: Start, host: str, status: int) -> None:
+async def test_a_keyless_server_of_this_machine_answers_to_its_names_alone(
+    start: Start, host: str, status: int
+) -> None:
     """A page whose name was made to lead to 127.0.0.1 could start fine-tunes otherwise."""
 
-    async def body() -> None:
-        async with start() as server:
-            for method, path, data in (("GET", "/info", None), ("POST", "/finetune", {"data": [{"text": "x"}]})):
-                answer = await server.client.request(method, path, json=data, headers={"host": host})
-                assert answer.status_code == (status if status == 403 or method == "GET" else 202), path
-            assert (await server.client.get("/health/ready", headers={"host": host})).status_code == 200
-
-    asyncio.run(body())
+    async with start() as server:
+        for method, path, data in (("GET", "/info", None), ("POST", "/finetune", {"data": [{"text": "x"}]})):
+            answer = await server.client.request(method, path, json=data, headers={"host": host})
+            assert answer.status_code == (status if status == 403 or method == "GET" else 202), path
+        assert (await server.client.get("/health/ready", headers={"host": host})).status_code == 200
 
 
-def test_further_names_are_allowed_by_name(start: Start) -> None:
-    async def body() -> None:
-        async def asked(server: Server, host: str) -> int:
-            headers = {"host": host, "authorization": f"Bearer {KEY}".encode()}
-            return (await server.client.get("/version", headers=headers)).status_code
+async def test_further_names_are_allowed_by_name(start: Start) -> None:
+    async def asked(server: Server, host: str) -> int:
+        headers = {"host": host, "authorization": f"Bearer {KEY}".encode()}
+        return (await server.client.get("/version", headers=headers)).status_code
 
-        async with start(allowed_hosts=("Models.example",)) as server:
-            assert [await asked(server, host) for host in ("models.example:80", "localhost", "other")] == [
-                200,
-                200,
-                403,
-            ]
-        async with start(api_key=KEY) as server:
-            assert await asked(server, "any.example") == 200
-        async with start(api_key=KEY, allowed_hosts=("models.example",)) as server:
-            assert [await asked(server, host) for host in ("models.example", "other")] == [200, 403]
-
-    asyncio.run(body())
+    async with start(allowed_hosts=("Models.example",)) as server:
+        assert [await asked(server, host) for host in ("models.example:80", "localhost", "other")] == [
+            200,
+            200,
+            403,
+        ]
+    async with start(api_key=KEY) as server:
+        assert await asked(server, "any.example") == 200
+    async with start(api_key=KEY, allowed_hosts=("models.example",)) as server:
+        assert [await asked(server, host) for host in ("models.example", "other")] == [200, 403]
 
 
-def test_a_page_of_another_origin_changes_nothing(start: Start) -> None:
+async def test_a_page_of_another_origin_changes_nothing(start: Start) -> None:
     """Browsers send no `Sec-Fetch-Site` to a server that they reach by plain HTTP over a network."""
 
-    async def body() -> None:
-        async with start(allowed_hosts=("models.example",)) as server:
-            for origin, status in (
-                ("http://localhost:8000", 200),
-                ("https://models.example", 200),
-                ("http://localhost:3000", 403),
-                ("http://evil.example", 403),
-                ("null", 403),
-            ):
-                headers = {"origin": origin, "host": "localhost:8000"}
-                answer = await server.client.post("/generate", json={"inputs": "x"}, headers=headers)
-                assert answer.status_code == status, origin
-                assert (await server.client.get("/version", headers=headers)).status_code == 200
-
-    asyncio.run(body())
+    async with start(allowed_hosts=("models.example",)) as server:
+        for origin, status in (
+            ("http://localhost:8000", 200),
+            ("https://models.example", 200),
+            ("http://localhost:3000", 403),
+            ("http://evil.example", 403),
+            ("null", 403),
+        ):
+            headers = {"origin": origin, "host": "localhost:8000"}
+            answer = await server.client.post("/generate", json={"inputs": "x"}, headers=headers)
+            assert answer.status_code == status, origin
+            assert (await server.client.get("/version", headers=headers)).status_code == 200
 
 
 def test_the_key_comes_from_the_option_the_file_or_the_environment(
@@ -200,59 +184,50 @@ def test_the_key_is_not_in_the_repr(settings: Settings) -> None:
     assert KEY not in repr(Settings(model=settings.model, data_dir=settings.data_dir, api_key=KEY))
 
 
-def test_prompts_and_keys_stay_out_of_logs_and_metrics(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        caplog.set_level(logging.DEBUG)
-        async with start(api_key=KEY) as server:
-            server.client.headers["authorization"] = "Bearer wrong"
-            await server.client.post("/generate?canary-query", json={"inputs": "canary-prompt"})
-            server.client.headers = {b"authorization": f"Bearer {KEY}".encode()}
-            for path in ("/generate", "/v1/completions", "/canary-path"):
-                await server.client.post(
-                    path, json={"inputs": "canary-prompt", "prompt": "canary-prompt", "canary-field": 1}
-                )
-                await server.client.post(path, json={"inputs": "canary-prompt"})
-            ours = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("fp8serve"))
-            sinks = ours + (await server.client.get("/metrics")).text
-            assert "POST /generate" in sinks
-            assert 'route="unmatched"' in sinks
-            assert "canary" not in sinks
-            assert KEY not in sinks
-
-    asyncio.run(body())
+async def test_prompts_and_keys_stay_out_of_logs_and_metrics(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with start(api_key=KEY) as server:
+        server.client.headers["authorization"] = "Bearer wrong"
+        await server.client.post("/generate?canary-query", json={"inputs": "canary-prompt"})
+        server.client.headers = {b"authorization": f"Bearer {KEY}".encode()}
+        for path in ("/generate", "/v1/completions", "/canary-path"):
+            await server.client.post(
+                path, json={"inputs": "canary-prompt", "prompt": "canary-prompt", "canary-field": 1}
+            )
+            await server.client.post(path, json={"inputs": "canary-prompt"})
+        ours = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("fp8serve"))
+        sinks = ours + (await server.client.get("/metrics")).text
+        assert "POST /generate" in sinks
+        assert 'route="unmatched"' in sinks
+        assert "canary" not in sinks
+        assert KEY not in sinks
 
 
-def test_request_ids_are_ours_unless_they_are_plain(start: Start) -> None:
-    async def body() -> None:
-        async with start() as server:
-            assert (await server.client.get("/version", headers={"x-request-id": "abc-1"})).headers[
-                "x-request-id"
-            ] == "abc-1"
-            for odd in ("a b", "x" * 65, "a\tb", '"', "naïve".encode("latin-1"), "a\x7f", ""):
-                assert (
-                    (await server.client.get("/version", headers={"x-request-id": odd}))
-                    .headers["x-request-id"]
-                    .startswith("req-")
-                )
-
-    asyncio.run(body())
+async def test_request_ids_are_ours_unless_they_are_plain(start: Start) -> None:
+    async with start() as server:
+        assert (await server.client.get("/version", headers={"x-request-id": "abc-1"})).headers[
+            "x-request-id"
+        ] == "abc-1"
+        for odd in ("a b", "x" * 65, "a\tb", '"', "naïve".encode("latin-1"), "a\x7f", ""):
+            assert (
+                (await server.client.get("/version", headers={"x-request-id": odd}))
+                .headers["x-request-id"]
+                .startswith("req-")
+            )
 
 
-def test_two_requests_may_carry_the_same_id(start: Start) -> None:
+async def test_two_requests_may_carry_the_same_id(start: Start) -> None:
     """A gateway that tries again sends the same id, while the first may still run."""
 
-    async def body() -> None:
-        async with start(Launcher(lambda: FakeEngine(delay=0.01))) as server:
-            given = {"x-request-id": "again"}
-            ask = {"inputs": "ab", "parameters": {"max_new_tokens": 5}}
-            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-            routes = [("/generate", ask), ("/generate_stream", ask), ("/v1/chat/completions", chat)]
-            answers = await asyncio.gather(
-                *(server.client.post(path, json=one, headers=given) for path, one in routes for _ in range(3))
-            )
-            assert [answer.status_code for answer in answers] == [200] * 9
-            assert all('"error"' not in answer.text for answer in answers)
-            assert {answer.headers["x-request-id"] for answer in answers} == {"again"}
-            assert len({answer.json()["id"] for answer in answers[-3:]}) == 3
-
-    asyncio.run(body())
+    async with start(Launcher(lambda: FakeEngine(delay=0.01))) as server:
+        given = {"x-request-id": "again"}
+        ask = {"inputs": "ab", "parameters": {"max_new_tokens": 5}}
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+        routes = [("/generate", ask), ("/generate_stream", ask), ("/v1/chat/completions", chat)]
+        answers = await asyncio.gather(
+            *(server.client.post(path, json=one, headers=given) for path, one in routes for _ in range(3))
+        )
+        assert [answer.status_code for answer in answers] == [200] * 9
+        assert all('"error"' not in answer.text for answer in answers)
+        assert {answer.headers["x-request-id"] for answer in answers} == {"again"}
+        assert len({answer.json()["id"] for answer in answers[-3:]}) == 3

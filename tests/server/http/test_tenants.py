@@ -3,14 +3,11 @@
 from typing import Any
 
 import httpx
-import pytest
 
 from fp8serve.engine.request import Request
 from fp8serve.server.http.tenants import tenant_of
 from tests.server.conftest import Start
 from tests.server.fakes import FakeEngine, Launcher
-
-pytestmark = pytest.mark.anyio
 
 
 class Recording(FakeEngine):

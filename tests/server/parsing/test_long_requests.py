@@ -203,7 +203,6 @@ def test_a_request_that_needs_too_much_memory_is_refused(tmp_path: Path) -> None
         assert process.stop() == 0
 
 
-@pytest.mark.anyio
 async def test_a_text_that_cannot_fit_is_not_tokenized(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> list[int]:
         raise AssertionError("the text was tokenized")
@@ -216,8 +215,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(start: Start, monkeypatch
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-@pytest.mark.anyio
-async def test_a_full_server_refuses_before_it_reads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_house_refuses_before_it_reads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> list[int]:
         raise AssertionError("the text was tokenized")
 

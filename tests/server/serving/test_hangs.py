@@ -4,7 +4,6 @@ one that is certain to pass.
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +15,9 @@ from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 from fp8serve.server.serving.models import MAX_FAILED_RESTARTS
 from fp8serve.server.serving.served import Source
 from fp8serve.server.settings import Deadlines, Settings
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
-
-pytestmark = pytest.mark.anyio
 
 
 class Hanging(Launcher):
@@ -39,12 +36,6 @@ class Hanging(Launcher):
         return await super().__call__(source)
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def activate(server: Server) -> Any:
     return await server.client.post(f"/models/{server.state.models.name}/activate", json={"source": "base"})
 
@@ -53,9 +44,9 @@ async def test_a_silent_engine_is_replaced_and_readiness_follows(start: Start) -
     async with start(heartbeat_seconds=0.5) as server:
         hung, served = server.launcher.engine, server.state.models.current
         hung.heartbeat_age = 1e9
-        await until(lambda: hung.killed)
+        await eventually(lambda: hung.killed)
         assert "no sign of life" in str(hung.killed)
-        await until(lambda: server.state.models.ready)
+        await eventually(lambda: server.state.models.ready)
         assert server.state.models.current is not served
         assert len(server.launcher.engines) == 2
 
@@ -67,7 +58,7 @@ async def test_an_engine_that_is_stuck_in_a_step_is_replaced_though_its_heart_be
         await asyncio.sleep(0.5)
         assert not hung.killed
         hung.step_seconds = 100.0
-        await until(lambda: hung.killed)
+        await eventually(lambda: hung.killed)
         assert "did not finish a step within 100 seconds" in str(hung.killed)
 
 
@@ -76,7 +67,7 @@ async def test_a_silent_engine_is_not_ready_until_it_is_replaced(start: Start) -
     async with start(launcher, heartbeat_seconds=0.5) as server:
         launcher.hang = True
         launcher.engine.heartbeat_age = 1e9
-        await until(lambda: not server.state.models.ready)
+        await eventually(lambda: not server.state.models.ready)
         assert (await server.client.get("/health/ready")).status_code == 503
         assert (await server.client.get("/health/live")).status_code == 200  # it is being loaded
         answer = await server.client.post("/generate", json={"inputs": "a"})
@@ -103,11 +94,11 @@ async def test_an_engine_is_replaced_while_other_weights_are_being_loaded(start:
     async with start(launcher) as server:
         launcher.hang = True
         swap = asyncio.create_task(activate(server))
-        await until(server.state.models.swapping)
+        await eventually(server.state.models.swapping)
         launcher.hang = False
         dead = launcher.engine
         dead.alive = False
-        await until(lambda: launcher.engine is not dead and server.state.models.ready)
+        await eventually(lambda: launcher.engine is not dead and server.state.models.ready)
         assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
         assert not swap.done()
         assert (await activate(server)).json()["code"] == "alias_busy"
@@ -120,7 +111,7 @@ async def test_a_swap_wins_over_a_restart(start: Start) -> None:
     async with start(launcher) as server:
         launcher.hang = True
         launcher.engine.alive = False
-        await until(lambda: server.state.models.state == "restarting")
+        await eventually(lambda: server.state.models.state == "restarting")
         launcher.hang = False
         assert (await activate(server)).status_code == 200
         assert server.state.models.ready
@@ -141,12 +132,12 @@ async def test_liveness_ends_when_an_engine_cannot_be_started_again(start: Start
     async with start() as server:
         server.launcher.problem = "The disk is gone."
         server.launcher.engine.alive = False
-        await until(lambda: server.state.models.failed_restarts == 1)
+        await eventually(lambda: server.state.models.failed_restarts == 1)
         assert (await server.client.get("/health/live")).status_code == 200
-        await until(lambda: server.state.models.failed_restarts == MAX_FAILED_RESTARTS)
+        await eventually(lambda: server.state.models.failed_restarts == MAX_FAILED_RESTARTS)
         assert (await server.client.get("/health/live")).status_code == 503
         server.launcher.problem = None
-        await until(lambda: server.state.models.ready)
+        await eventually(lambda: server.state.models.ready)
         assert (await server.client.get("/health/live")).status_code == 200
 
 
@@ -155,7 +146,7 @@ async def test_an_answer_has_a_deadline_where_one_is_set(start: Start) -> None:
         endless = {"inputs": "abc", "parameters": {"max_new_tokens": 500}}
         answer = await server.client.post("/generate", json=endless)
         assert (answer.status_code, answer.json()["code"]) == (408, "request_timeout")
-        await until(lambda: not server.launcher.engine.running)
+        await eventually(lambda: not server.launcher.engine.running)
         assert server.state.admission.in_flight == 0
         streamed = await server.client.post("/generate_stream", json=endless)
         assert '"code":"request_timeout"' in streamed.text
