@@ -35,13 +35,26 @@ FP8_INLINE float dot(const float* a, const float* b, int64_t width) {
   return lane_sum(lanes);
 }
 
-// One query row and one tile: `seen` of its 16 keys are at or before the query's position.
+// Of a tile's 16 keys a query sees [first, last). `softcap`: 0 for none.
+struct Seen {
+  int64_t first, last;
+  float softcap;
+};
+
+FP8_INLINE float capped(float score, float softcap) {
+  return softcap == 0.0f ? score : softcap * tanh_of(score / softcap);
+}
+
+// One query row and one tile. kPlain: nothing is hidden before the first key seen, and scores are not capped.
+template <bool kPlain>
 FP8_INLINE void attend(const float* q, float* out, float* maximum, float* sum, const float* k, const float* v,
-                       int64_t width, int64_t seen) {
+                       int64_t width, Seen seen) {
   float weight[kTile];
   float top = *maximum;
   for (int j = 0; j < kTile; ++j) {
-    weight[j] = j < seen ? dot(q, k + j * width, width) : -INFINITY;
+    const bool visible = (kPlain || j >= seen.first) && j < seen.last;
+    weight[j] = visible ? dot(q, k + j * width, width) : -INFINITY;
+    if (!kPlain && visible) weight[j] = capped(weight[j], seen.softcap);
     top = weight[j] > top ? weight[j] : top;
   }
   for (int j = 0; j < kTile; ++j) weight[j] = exp_of(weight[j] - top);
@@ -51,8 +64,8 @@ FP8_INLINE void attend(const float* q, float* out, float* maximum, float* sum, c
   for (int64_t d = 0; d < width; d += 16) {
     float lanes[16];
     for (int i = 0; i < 16; ++i) lanes[i] = out[d + i] * correction;
-    for (int j = 0; j < kTile && j < seen;
-         ++j) {  // a NaN behind the query's position must not get in as 0 * NaN
+    for (int64_t j = kPlain ? 0 : seen.first; j < kTile && j < seen.last;
+         ++j) {  // a NaN that the query does not see must not get in as 0 * NaN
       for (int i = 0; i < 16; ++i) lanes[i] += weight[j] * v[j * width + d + i];
     }
     for (int i = 0; i < 16; ++i) out[d + i] = lanes[i];
@@ -89,9 +102,16 @@ struct Attend {
       gather(w, static_cast<const C*>(w.k), begin, end, width, k_tile);
       gather(w, static_cast<const C*>(w.v), begin, end, width, v_tile);
       for (int64_t r = 0; r < state->rows; ++r) {
-        if (w.position(r) < begin) continue;
-        attend(q + r * width, state->out + r * width, state->maximum + r, state->sums + r * 16, k_tile,
-               v_tile, width, w.position(r) - begin + 1);
+        const int64_t last = w.position(r) - begin + 1, hidden = last - w.window;
+        if (last <= 0 || hidden >= kTile) continue;
+        const Seen seen{hidden > 0 ? hidden : 0, last, w.softcap};
+        const float* row = q + r * width;
+        float *out = state->out + r * width, *maximum = state->maximum + r, *sum = state->sums + r * 16;
+        if (hidden <= 0 && w.softcap == 0.0f) {
+          attend<true>(row, out, maximum, sum, k_tile, v_tile, width, seen);
+        } else {
+          attend<false>(row, out, maximum, sum, k_tile, v_tile, width, seen);
+        }
       }
     }
   }

@@ -164,7 +164,20 @@ def _paged_cases() -> list[Case]:
     grid = product(
         (torch.float32, torch.bfloat16, torch.float8_e4m3fn), ((4, 2, 16), (3, 3, 8), (8, 1, 20)), mixes.items()
     )
-    return [Case(f"{c} {h} {mix}", partial(_paged_case, c, *h, lengths)) for c, h, (mix, lengths) in grid]
+    plain = [Case(f"{c} {h} {mix}", partial(_paged_case, c, *h, lengths)) for c, h, (mix, lengths) in grid]
+    return [*plain, *_paged_option_cases()]
+
+
+def _paged_option_case(cache: torch.dtype, *options: Any) -> tuple[Any, ...]:
+    return *_paged_case(cache, 4, 2, 16, [(90, 1), (1, 1), (70, 40)]), *options
+
+
+def _paged_option_cases() -> list[Case]:
+    """Window, soft cap, sinks."""
+    sinks = torch.tensor([0.5, -4.0, 3.0, 0.0])
+    found = ((8,), (33, None, sinks), (None, 2.0), (5, 0.5, sinks))
+    grid = product((torch.float32, torch.bfloat16, torch.float8_e4m3fn), found)
+    return [Case(f"{c} {options}", partial(_paged_option_case, c, *options)) for c, options in grid]
 
 
 def _write_case(cache: torch.dtype, scale: float | None) -> tuple[Any, ...]:

@@ -128,7 +128,7 @@ def _fake_nothing(*args: Any) -> None:
     return None
 
 
-def _fake_paged(q: Tensor, *args: Any) -> Tensor:
+def _fake_paged(q: Tensor, *args: Any, **options: Any) -> Tensor:
     return torch.empty_like(q)
 
 
@@ -202,7 +202,8 @@ _define(
 )
 _define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor context_lens,"
-    " Tensor query_starts, Tensor? k_scale_inv, Tensor? v_scale_inv, float softmax_scale) -> Tensor",
+    " Tensor query_starts, Tensor? k_scale_inv, Tensor? v_scale_inv, float softmax_scale,"
+    " int? window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
     reference.paged_attention,
     _fake_paged,
 )
