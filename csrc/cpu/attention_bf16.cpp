@@ -315,14 +315,13 @@ void attend_tile(const Work& w, Tile tile, const Space& s, Ahead& ahead) {
   while (row < end && seen(row).last <= 0) ++row;
   score(w, tile, s, row, end);
   while (row < end) {
-    int64_t same = 1;
-    while (same < 4 && row + same < end && seen(row + same) == seen(row)) ++same;
-    const int64_t together = same == 4 ? 4 : 1;
+    const Seen here = seen(row);
+    const int64_t together = row + 3 < end && seen(row + 3) == here ? 4 : 1;  // both ends only rise
     for (int64_t r = row; r < row + together; ++r) {
-      capped ? soften<true>(s, r, seen(r), scale, inner) : soften<false>(s, r, seen(r), scale, inner);
+      capped ? soften<true>(s, r, here, scale, inner) : soften<false>(s, r, here, scale, inner);
       ahead.some();
     }
-    mix_rows(s, row, together, seen(row));
+    mix_rows(s, row, together, here);
     row += together;
   }
 }
