@@ -218,7 +218,7 @@ __device__ __forceinline__ void cap(Scores& scores, float scale) {
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) scores[n][e] = tanhf(scores[n][e] * scale);
+    for (int e = 0; e < 4; ++e) scores[n][e] = tanhf(__fmul_rn(scores[n][e], scale));
   }
 }
 
@@ -380,7 +380,8 @@ struct Sunk {
 };
 __device__ __forceinline__ Sunk with_sink(const Work& w, int64_t head, float maximum, float sum) {
   if (w.sinks == nullptr) return {sum, 1.0f};
-  const Merge m = merge_of(maximum, w.sinks[head % w.heads] * kLog2E);
+  const Merge m =
+      merge_of(maximum, __fmul_rn(w.sinks[head % w.heads], kLog2E));  // not fused with a difference
   return {merged(m, sum, 1.0f), m.before};
 }
 
