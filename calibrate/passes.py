@@ -31,11 +31,11 @@ def attention_names(decoder: Decoder) -> list[str]:
 
 def forward(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Tensor:
     """Hidden states [tokens, hidden]; sequences attend causally to themselves. `tap` sees and may replace k, v."""
-    names = attention_names(decoder)
+    names, config = attention_names(decoder), decoder.config
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = tap(names[layer], k, v) if tap else (k, v)
-        return causal_attention(q, k, v, batch.lengths, decoder.config.softmax_scale)
+        return causal_attention(q, k, v, batch.lengths, config.softmax_scale, config.layer_windows[layer])
 
     return decoder(batch.ids, batch.positions, attend)  # type: ignore[no-any-return]
 

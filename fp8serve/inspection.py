@@ -63,7 +63,7 @@ def inspect(path: Path) -> dict[str, Any]:
         checkpoint = open_checkpoint(path)
         found += _from_checkpoint(checkpoint)
         holds = _describe(checkpoint)
-        notes = [note for note in (checkpoint.config.window_note, *reader_notes(checkpoint)) if note]
+        notes = list(reader_notes(checkpoint))
     elif not (path / FILE_NAME).is_file():
         raise ModelError(f"{path} holds neither config.json nor {FILE_NAME}; give a model directory.")
     if (path / FILE_NAME).is_file():

@@ -32,7 +32,9 @@ constexpr int64_t kAlone = 1 << 20;  // fewer products with keys are done before
 
 struct Batch {
   Tensor q, out, k_cache, v_cache, tables, lengths, starts;
-  float k_scale, v_scale, softmax_scale;
+  std::optional<Tensor> sinks;
+  int64_t window;
+  float k_scale, v_scale, softmax_scale, softcap;
 };
 
 struct Task {
@@ -104,18 +106,27 @@ Work work_of(const Batch& b, const Task& task) {
           .dim = dim,
           .score_scale = b.softmax_scale * b.k_scale,
           .value_scale = b.v_scale,
-          .cache = b.k_cache.scalar_type()};
+          .cache = b.k_cache.scalar_type(),
+          .window = b.window,
+          .softcap = b.softcap,
+          .sinks = b.sinks ? data<const float>(*b.sinks) + task.kv_head * group : nullptr};
 }
 
 // --- parts
 
-int64_t parts_of(const Work& w) { return (w.context + kPart - 1) / kPart; }
-Keys keys_of(const Work& w, int64_t part) { return {part * kPart, std::min(w.context, (part + 1) * kPart)}; }
+// Those that any row sees, counted from the first of them.
+int64_t first_part(const Work& w) { return w.from(0) / kPart; }
+int64_t parts_of(const Work& w) { return (w.context + kPart - 1) / kPart - first_part(w); }
+int64_t begin_of(const Work& w, int64_t part) { return (first_part(w) + part) * kPart; }
+Keys keys_of(const Work& w, int64_t part) {
+  const int64_t begin = begin_of(w, part), from = w.from(0) / kAligned * kAligned;
+  return {std::max(begin, from), std::min(w.context, begin + kPart)};
+}
 
-// One part onto those before it, for the rows from `first` on.
+// One part onto those before it, for rows [first, last).
 struct Join {
-  static FP8_INLINE void run(const State* total, const State* part, int64_t first) {
-    for (int64_t r = first; r < total->rows; ++r) {
+  static FP8_INLINE void run(const State* total, const State* part, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
       const float before = total->maximum[r], here = part->maximum[r], top = here > before ? here : before;
       const float kept = exp_of(before - top), added = exp_of(here - top);
       const auto add = [&](float* sum, const float* more, int64_t count) {
@@ -123,6 +134,20 @@ struct Join {
       };
       add(total->out + r * total->width, part->out + r * total->width, total->width);
       add(total->sums + r * 16, part->sums + r * 16, 16);
+      total->maximum[r] = top;
+    }
+  }
+};
+
+// A sink onto the parts before it.
+struct JoinSink {
+  static FP8_INLINE void run(const State* total, const float* sinks, int64_t group) {
+    for (int64_t r = 0; r < total->rows; ++r) {
+      const float before = total->maximum[r], here = sinks[r % group], top = here > before ? here : before;
+      const float kept = exp_of(before - top), added = exp_of(here - top);
+      for (int64_t i = 0; i < total->width; ++i) total->out[r * total->width + i] *= kept;
+      for (int64_t i = 0; i < 16; ++i) total->sums[r * 16 + i] *= kept;
+      total->sums[r * 16] += added;
       total->maximum[r] = top;
     }
   }
@@ -142,12 +167,20 @@ struct States {
 };
 
 void join(const Piece& p, int64_t part, const States& total, const States& more) {
-  for (int64_t i = 0; i < p.count; ++i)
-    dispatch<Join>(&total.of[i], &more.of[i], p.heads[i].first_row(part * kPart));
+  for (int64_t i = 0; i < p.count; ++i) {
+    const Work& w = p.heads[i];
+    const int64_t begin = begin_of(w, part), fresh = w.first_row_from(begin);
+    dispatch<Join>(&total.of[i], &more.of[i], w.first_row(begin), fresh);
+    for (int64_t r = fresh; r < w.first_row_from(begin + kPart); ++r) total.of[i].copy_row(more.of[i], r);
+  }
 }
 
 void finish(const Path& path, const Piece& p, const States& total) {
-  for (int64_t i = 0; i < p.count; ++i) path.finish(p.heads[i], total.of[i]);
+  for (int64_t i = 0; i < p.count; ++i) {
+    const Work& w = p.heads[i];
+    if (w.sinks != nullptr) dispatch<JoinSink>(&total.of[i], w.sinks, w.group);
+    path.finish(w, total.of[i]);
+  }
 }
 
 Reading reading(const Piece& p, int64_t part) { return {p.heads, p.count, keys_of(*p.heads, part)}; }
@@ -208,7 +241,7 @@ Plan plan(const Path& path, const std::vector<Work>& works) {
 
 bool alone(const std::vector<Work>& works) {
   int64_t products = 0;
-  for (const Work& w : works) products += w.tokens * w.group * w.context * w.dim;
+  for (const Work& w : works) products += w.tokens * w.group * (w.context - w.from(0)) * w.dim;
   return products < kAlone;
 }
 
@@ -264,7 +297,8 @@ float scale_of(const Contract& check, const char* name, const std::optional<Tens
 Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                        const Tensor& block_tables, const Tensor& context_lens, const Tensor& query_starts,
                        const std::optional<Tensor>& k_scale_inv, const std::optional<Tensor>& v_scale_inv,
-                       double softmax_scale) {
+                       double softmax_scale, std::optional<int64_t> window, std::optional<double> softcap,
+                       const std::optional<Tensor>& sinks) {
   const Contract check("paged_attention");
   const auto high = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
   const auto stored = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn,
@@ -287,6 +321,9 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   check.tensor("block_tables", block_tables, {ScalarType::Int},
                {sequences, {"max_blocks", block_tables.size(1)}});
   check.tensor("query_starts", query_starts, {ScalarType::Int}, {{"S + 1", sequences.value() + 1}});
+  check.require(window.value_or(1) > 0, "window", "is ", window.value_or(1), ", must be positive");
+  check.require(softcap.value_or(1) > 0, "softcap", "is ", softcap.value_or(1), ", must be positive");
+  if (sinks) check.tensor("sinks", *sinks, {ScalarType::Float}, {heads});
   const Batch batch{.q = dense(q),
                     .out = empty({t.value(), heads.value(), dim.value()}, q.scalar_type()),
                     .k_cache = dense(k_cache),
@@ -294,9 +331,12 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
                     .tables = dense(block_tables),
                     .lengths = dense(context_lens),
                     .starts = dense(query_starts),
+                    .sinks = sinks ? std::optional(dense(*sinks)) : std::nullopt,
+                    .window = std::min(window.value_or(kNoWindow), kNoWindow),
                     .k_scale = scale_of(check, "k_scale_inv", k_scale_inv),
                     .v_scale = scale_of(check, "v_scale_inv", v_scale_inv),
-                    .softmax_scale = static_cast<float>(softmax_scale)};
+                    .softmax_scale = static_cast<float>(softmax_scale),
+                    .softcap = static_cast<float>(softcap.value_or(0))};
   check_sequences(check, batch);
   std::vector<Work> works;
   for (const Task& task : tasks_of(batch)) works.push_back(work_of(batch, task));

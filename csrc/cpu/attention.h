@@ -1,14 +1,17 @@
 // What paged attention is made of, at any instruction set: the order of every sum, one task's work, and its
 // state.
 //
-// The order. A query at position p sees keys 0..p in parts of 512 and tiles within them, both aligned to
-// multiples of their size whatever chunk or batch the query came in. Per tile: the scores, their maximum, the
-// weights exp(score - running maximum); sum and output are rescaled if the maximum rose, and the tile is
-// added. Each part starts from nothing; the parts' maxima, sums and outputs are joined in their order. Keys
-// beyond p have weight exactly 0 and their values are not touched. So a query's result depends on its own q,
-// its keys and its position alone: not on the batch, on how the prompt was cut, or on threads, which may take
-// the parts of one long sequence at the same time. Tile and arithmetic are the path's: 16 keys in FP32 in
-// general, 64 keys in BF16 with FP32 sums where q is BF16 and the machine multiplies BF16.
+// The order. A query at position p sees keys 0..p, or the last `window` of them, in parts of 512 and tiles
+// within them, both aligned to multiples of their size whatever chunk or batch the query came in. Per tile:
+// the scores, their maximum, the weights exp(score - running maximum); sum and output are rescaled if the
+// maximum rose, and the tile is added. Each part starts from nothing; the parts' maxima, sums and outputs are
+// joined in their order. Keys beyond p or before its window have weight exactly 0 and their values are not
+// touched; tiles and parts without a key that a row sees leave the row alone, and those that no row of a task
+// sees are not read. A head's sink is joined last, as a part with one key of weight 1 and without a value. So
+// a query's result depends on its own q, its keys and its position alone: not on the batch, on how the prompt
+// was cut, or on threads, which may take the parts of one long sequence at the same time. Tile and arithmetic
+// are the path's: 16 keys in FP32 in general, 64 keys in BF16 with FP32 sums where q is BF16 and the machine
+// multiplies BF16.
 //
 // An FP8 cache's k scale multiplies the scores, its v scale the finished output: no element is scaled alone.
 #pragma once
@@ -20,7 +23,9 @@
 
 namespace fp8serve::attention {
 
-constexpr int64_t kPart = 512;  // keys
+constexpr int64_t kPart = 512;                   // keys
+constexpr int64_t kAligned = 64;                 // keys: a multiple of any path's tile
+constexpr int64_t kNoWindow = int64_t{1} << 40;  // keys: more than there are
 
 // One sequence's one kv head: `rows` query rows (token-major: row = token * group + head in group) over its
 // blocks.
@@ -37,12 +42,19 @@ struct Work {
   int64_t heads, group, dim;
   float score_scale, value_scale;
   ScalarType cache;
+  int64_t window;      // keys that a query sees at most, its own included
+  float softcap;       // c of c * tanh(score / c); 0: scores stay as they are
+  const float* sinks;  // [group] logits that join the sums of weights, or null
 
   // Elements from `q` or `out` to a query row.
   int64_t row(int64_t r) const { return (r / group * heads + r % group) * dim; }
   int64_t position(int64_t r) const { return context - tokens + r / group; }
   // The first query row that sees a position.
   int64_t first_row(int64_t seen) const { return std::max<int64_t>(0, seen - (context - tokens)) * group; }
+  // The first key that a query row sees.
+  int64_t from(int64_t r) const { return std::max<int64_t>(0, position(r) - window + 1); }
+  // The first query row that sees no key before `key` > 0; `rows` where there is none.
+  int64_t first_row_from(int64_t key) const { return std::min(tokens * group, first_row(key + window - 1)); }
   int64_t slot(int64_t position) const {
     return static_cast<int64_t>(blocks[position / block_size]) * block_size + position % block_size;
   }
@@ -72,6 +84,11 @@ struct State {
   static int64_t size(int64_t rows, int64_t width) { return rows * (width + 17); }
   static State at(float* memory, int64_t rows, int64_t width) {
     return {memory, memory + rows * width, memory + rows * (width + 16), rows, width};
+  }
+  void copy_row(const State& other, int64_t r) const {
+    std::copy_n(other.out + r * width, width, out + r * width);
+    std::copy_n(other.sums + r * 16, 16, sums + r * 16);
+    maximum[r] = other.maximum[r];
   }
   void clear() const {
     std::fill_n(out, rows * (width + 16), 0.0f);

@@ -69,6 +69,21 @@ FP8_TARGET FP8_INLINE __m512 exp16(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
+// tanh(x), NaN for NaN, as tanh_of() of vectormath.h.
+FP8_TARGET FP8_INLINE __m512 tanh16(__m512 x) {
+  const __m512 size = _mm512_abs_ps(x), square = _mm512_mul_ps(x, x), one = _mm512_set1_ps(1.0f);
+  __m512 p = _mm512_set1_ps(-5.70498872745e-3f);
+  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(2.06390887954e-2f));
+  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(-5.37397155531e-2f));
+  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(1.33314422036e-1f));
+  p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(-3.33332819422e-1f));
+  const __m512 near = _mm512_fmadd_ps(_mm512_mul_ps(p, square), x, x);
+  const __m512 rest = exp16(_mm512_mul_ps(_mm512_set1_ps(-2.0f), size));
+  const __m512 far = _mm512_div_ps(_mm512_sub_ps(one, rest), _mm512_add_ps(one, rest));
+  const __m512 signed_far = _mm512_or_ps(far, _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
+  return _mm512_mask_mov_ps(signed_far, _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.625f), _CMP_LT_OQ), near);
+}
+
 // --- tiles
 
 struct Tile {
@@ -179,30 +194,45 @@ void unpack(const Work& w, Tile tile, const int64_t* at, const Space& s, Ahead& 
 
 // --- one tile onto every row
 
-void score(const Work& w, Tile tile, const Space& s, int64_t first) {
+// Of the tile's keys a row sees [first, last).
+struct Seen {
+  int64_t first, last;
+  bool operator==(const Seen&) const = default;
+};
+
+Seen seen_of(const Work& w, Tile tile, int64_t row) {
+  const int64_t last = w.position(row) - tile.begin + 1;
+  return {std::max<int64_t>(0, last - w.window), std::min(last, kKeys)};
+}
+
+// Rows [first, last).
+void score(const Work& w, Tile tile, const Space& s, int64_t first, int64_t last) {
   const gemm::Level& level = gemm::avx512bf16();
   for (int64_t g = 0; g < tile.count; g += 16) {
-    for (int64_t r = first; r < s.rows; r += gemm::kMaxRows) {
+    for (int64_t r = first; r < last; r += gemm::kMaxRows) {
       level.tile({.a = s.q + r * s.width,
                   .b = s.k + g * s.width,
                   .a_stride = s.width,
                   .k = w.dim,
-                  .rows = static_cast<int>(std::min(gemm::kMaxRows, s.rows - r)),
+                  .rows = static_cast<int>(std::min(gemm::kMaxRows, last - r)),
                   .out = s.scores + (g / 16 * s.rows + r) * 16});
     }
   }
 }
 
-// Scores of a row -> weights in BF16, its maximum, its sums, and by what earlier output shrinks.
-FP8_TARGET void soften(const Space& s, int64_t row, int64_t seen, float scale) {
-  const uint64_t mask = seen >= kKeys ? ~0ull : (1ull << seen) - 1;
+// Scores of a row -> weights in BF16, its maximum, its sums, and by what earlier output shrinks. Scores are
+// multiplied by `scale`; kCapped: by `inner`, and their tanh by `scale`.
+template <bool kCapped>
+FP8_TARGET void soften(const Space& s, int64_t row, Seen seen, float scale, float inner) {
+  const uint64_t mask = (seen.last >= kKeys ? ~0ull : (1ull << seen.last) - 1) & (~0ull << seen.first);
   const __m512 nothing = _mm512_set1_ps(-INFINITY);
   __m512 score[4];
   __m512 top = _mm512_set1_ps(s.maximum[row]);
 #pragma GCC unroll 4
   for (int g = 0; g < 4; ++g) {
     const auto lanes = static_cast<__mmask16>(mask >> (16 * g));
-    const __m512 raw = _mm512_maskz_loadu_ps(lanes, s.scores + (g * s.rows + row) * 16);
+    __m512 raw = _mm512_maskz_loadu_ps(lanes, s.scores + (g * s.rows + row) * 16);
+    if constexpr (kCapped) raw = tanh16(_mm512_mul_ps(raw, _mm512_set1_ps(inner)));
     score[g] = _mm512_mask_mul_ps(nothing, lanes, raw, _mm512_set1_ps(scale));
     top = _mm512_max_ps(score[g], top);
   }
@@ -227,11 +257,11 @@ FP8_TARGET FP8_INLINE __m512 dot(__m512 sum, __m512i weights, __m512i values) {
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(values));
 }
 
-// R rows from `row` that see the same `seen` keys: out = out * correction + weights * values, 64 dimensions
-// at a time.
-template <int R>
-FP8_TARGET void mix(const Space& s, int64_t row, int64_t seen) {
-  const __m512i even_only = _mm512_set1_epi32(0xffff);
+// R rows from `row` that see the same keys: out = out * correction + weights * values, 64 dimensions at a
+// time. kLate: the first keys of the tile are not seen.
+template <int R, bool kLate>
+FP8_TARGET void mix(const Space& s, int64_t row, Seen seen) {
+  const __m512i even_only = _mm512_set1_epi32(0xffff), odd_only = _mm512_set1_epi32(-0x10000);
   for (int64_t d = 0; d < s.width; d += kPiece) {
     __m512 sum[R][4];
 #pragma GCC unroll 4
@@ -242,14 +272,15 @@ FP8_TARGET void mix(const Space& s, int64_t row, int64_t seen) {
         sum[r][i] = _mm512_mul_ps(_mm512_loadu_ps(s.out + (row + r) * s.width + d + 16 * i), correction);
       }
     }
-    for (int64_t j = 0; j < seen; j += 2) {
+    for (int64_t j = kLate ? seen.first / 2 * 2 : 0; j < seen.last; j += 2) {
       const uint16_t* pair = s.v + j * s.width + 2 * d;
       __m512i value[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         value[i] = _mm512_loadu_si512(pair + 32 * i);
-        if (j + 1 == seen)
+        if (j + 1 == seen.last)
           value[i] = _mm512_and_si512(value[i], even_only);  // 0 * NaN of an unseen key is not 0
+        if (kLate && j < seen.first) value[i] = _mm512_and_si512(value[i], odd_only);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -267,20 +298,30 @@ FP8_TARGET void mix(const Space& s, int64_t row, int64_t seen) {
   }
 }
 
+void mix_rows(const Space& s, int64_t row, int64_t count, Seen seen) {
+  if (seen.first > 0) {
+    count == 4 ? mix<4, true>(s, row, seen) : mix<1, true>(s, row, seen);
+  } else {
+    count == 4 ? mix<4, false>(s, row, seen) : mix<1, false>(s, row, seen);
+  }
+}
+
 void attend_tile(const Work& w, Tile tile, const Space& s, Ahead& ahead) {
-  const auto seen = [&](int64_t row) { return std::min(w.position(row) - tile.begin + 1, kKeys); };
+  const auto seen = [&](int64_t row) { return seen_of(w, tile, row); };
+  const bool capped = w.softcap > 0.0f;
+  const float scale = capped ? w.softcap : w.score_scale, inner = capped ? w.score_scale / w.softcap : 0.0f;
+  const int64_t end = w.first_row_from(tile.begin + kKeys);
   int64_t row = 0;
-  while (row < s.rows && seen(row) <= 0) ++row;
-  score(w, tile, s, row);
-  while (row < s.rows) {
-    int64_t same = 1;
-    while (same < 4 && row + same < s.rows && seen(row + same) == seen(row)) ++same;
-    const int64_t together = same == 4 ? 4 : 1;
+  while (row < end && seen(row).last <= 0) ++row;
+  score(w, tile, s, row, end);
+  while (row < end) {
+    const Seen here = seen(row);
+    const int64_t together = row + 3 < end && seen(row + 3) == here ? 4 : 1;  // both ends only rise
     for (int64_t r = row; r < row + together; ++r) {
-      soften(s, r, seen(r), w.score_scale);
+      capped ? soften<true>(s, r, here, scale, inner) : soften<false>(s, r, here, scale, inner);
       ahead.some();
     }
-    together == 4 ? mix<4>(s, row, seen(row)) : mix<1>(s, row, seen(row));
+    mix_rows(s, row, together, here);
     row += together;
   }
 }

@@ -14,7 +14,7 @@
 namespace fp8serve::attention {
 namespace {
 
-constexpr int64_t kTile = 16;
+constexpr int kTile = 16;
 
 // A cache element that is an FP8 code.
 template <class F>
@@ -35,27 +35,53 @@ FP8_INLINE float dot(const float* a, const float* b, int64_t width) {
   return lane_sum(lanes);
 }
 
-// One query row and one tile: `seen` of its 16 keys are at or before the query's position.
+// Of a tile's 16 keys a query sees [first, last). `softcap`: 0 for none.
+struct Seen {
+  int first, last;
+  float softcap;
+};
+
+// Caps the scores that are seen; their maximum, or `top` where that is higher.
+FP8_INLINE float cap(float* scores, Seen seen, float top) {
+  for (int j = 0; j < kTile; ++j) {
+    const float capped = seen.softcap * tanh_of(scores[j] / seen.softcap);
+    scores[j] = j >= seen.first && j < seen.last ? capped : -INFINITY;
+  }
+  for (int j = 0; j < kTile; ++j) top = scores[j] > top ? scores[j] : top;
+  return top;
+}
+
+// out = out * correction + weight * v over the keys [first, last): 0 * NaN of an unseen key is not 0.
+FP8_INLINE void mix(float* out, float correction, const float* weight, const float* v, int64_t width,
+                    int first, int last) {
+  for (int64_t d = 0; d < width; d += 16) {
+    float lanes[16];
+    for (int i = 0; i < 16; ++i) lanes[i] = out[d + i] * correction;
+    for (int j = first; j < kTile && j < last; ++j) {
+      for (int i = 0; i < 16; ++i) lanes[i] += weight[j] * v[j * width + d + i];
+    }
+    for (int i = 0; i < 16; ++i) out[d + i] = lanes[i];
+  }
+}
+
+// One query row and one tile.
 FP8_INLINE void attend(const float* q, float* out, float* maximum, float* sum, const float* k, const float* v,
-                       int64_t width, int64_t seen) {
+                       int64_t width, Seen seen) {
   float weight[kTile];
   float top = *maximum;
   for (int j = 0; j < kTile; ++j) {
-    weight[j] = j < seen ? dot(q, k + j * width, width) : -INFINITY;
+    weight[j] = j >= seen.first && j < seen.last ? dot(q, k + j * width, width) : -INFINITY;
     top = weight[j] > top ? weight[j] : top;
   }
+  if (seen.softcap != 0.0f) top = cap(weight, seen, *maximum);
   for (int j = 0; j < kTile; ++j) weight[j] = exp_of(weight[j] - top);
   const float correction = exp_of(*maximum - top);
   *maximum = top;
   *sum = *sum * correction + lane_sum(weight);
-  for (int64_t d = 0; d < width; d += 16) {
-    float lanes[16];
-    for (int i = 0; i < 16; ++i) lanes[i] = out[d + i] * correction;
-    for (int j = 0; j < kTile && j < seen;
-         ++j) {  // a NaN behind the query's position must not get in as 0 * NaN
-      for (int i = 0; i < 16; ++i) lanes[i] += weight[j] * v[j * width + d + i];
-    }
-    for (int i = 0; i < 16; ++i) out[d + i] = lanes[i];
+  if (seen.first == 0) {
+    mix(out, correction, weight, v, width, 0, seen.last);
+  } else {
+    mix(out, correction, weight, v, width, seen.first, seen.last);
   }
 }
 
@@ -89,9 +115,13 @@ struct Attend {
       gather(w, static_cast<const C*>(w.k), begin, end, width, k_tile);
       gather(w, static_cast<const C*>(w.v), begin, end, width, v_tile);
       for (int64_t r = 0; r < state->rows; ++r) {
-        if (w.position(r) < begin) continue;
-        attend(q + r * width, state->out + r * width, state->maximum + r, state->sums + r * 16, k_tile,
-               v_tile, width, w.position(r) - begin + 1);
+        const int64_t last = w.position(r) - begin + 1, hidden = last - w.window;
+        if (last <= 0 || hidden >= kTile) continue;
+        const Seen seen{hidden > 0 ? static_cast<int>(hidden) : 0,
+                        last < kTile ? static_cast<int>(last) : kTile, w.softcap};
+        const float* row = q + r * width;
+        float *out = state->out + r * width, *maximum = state->maximum + r, *sum = state->sums + r * 16;
+        attend(row, out, maximum, sum, k_tile, v_tile, width, seen);
       }
     }
   }

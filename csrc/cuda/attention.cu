@@ -107,8 +107,10 @@ __device__ __forceinline__ void score(const Work& w, const Rows& rows, Shared<kW
   }
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
-    const bool seen = top + r < rows.count && begin + key <= position_of(w, rows, top + r);
-    shared.weight[top + r][key] = seen ? dot[r] : -INFINITY;
+    const int behind = position_of(w, rows, top + r) - begin - key;
+    const bool seen = top + r < rows.count && behind >= 0 && behind < w.window;
+    const float score = w.softcap == 0.0f ? dot[r] : w.softcap * tanhf(dot[r] / w.softcap);
+    shared.weight[top + r][key] = seen ? score : -INFINITY;
   }
 }
 
@@ -189,7 +191,18 @@ __device__ __forceinline__ float merged(const Merge& m, float old_value, float n
   return fmaf(new_value, m.new_weight, __fmul_rn(old_value, m.old_weight));
 }
 
-// Keys [begin, end) for 16 rows: into shared maximum and sum, and the thread's sums.
+// A head's sink is one more part: a key of weight 1 without a value.
+struct Sunk {
+  float sum, value_weight;
+};
+__device__ __forceinline__ Sunk with_sink(const Work& w, int64_t head, float maximum, float sum) {
+  if (w.sinks == nullptr) return {sum, 1.0f};
+  const Merge m = merge(maximum, w.sinks[head % w.heads]);
+  return {merged(m, sum, 1.0f), m.old_weight};
+}
+
+// Keys [begin, end) for 16 rows, but for the tiles that none sees: into shared maximum and sum, and the
+// thread's sums.
 template <class C, int kWide>
 __device__ __forceinline__ void walk_segment(const Work& w, const Rows& rows, Shared<kWide>& shared,
                                              Sums<kWide>& sums, int begin, int end) {
@@ -198,7 +211,7 @@ __device__ __forceinline__ void walk_segment(const Work& w, const Rows& rows, Sh
   for (int i = 0; i < kWide; ++i) {
     for (int r = 0; r < kHalf; ++r) sums[i][r] = 0.0f;
   }
-  for (int at = begin; at < end; at += kKeys) {
+  for (int at = max(begin, first_key(w, rows) / kKeys * kKeys); at < end; at += kKeys) {
     __syncthreads();  // the tile before is no longer read
     gather<C, kKeys, kDim + 4>(w, w.k, rows, at, end, shared.k);
     gather<C, kKeys, kDim>(w, w.v, rows, at, end, shared.v);
@@ -246,7 +259,7 @@ __device__ __forceinline__ void walk_all(const Work& w, const Rows& rows, Shared
   float maximum[kHalf], sum[kHalf] = {};
 #pragma unroll
   for (int r = 0; r < kHalf; ++r) maximum[r] = -INFINITY;
-  for (int begin = 0; begin < end; begin += kSegment) {
+  for (int begin = first_key(w, rows) / kSegment * kSegment; begin < end; begin += kSegment) {
     walk_segment<C>(w, rows, shared, part, begin, min(end, begin + kSegment));
 #pragma unroll
     for (int r = 0; r < kHalf; ++r) {
@@ -260,7 +273,9 @@ __device__ __forceinline__ void walk_all(const Work& w, const Rows& rows, Shared
   }
   const float scale = factor(w.v_scale);
   for_sums<kWide>(w, rows, [&](int row, int r, int d, int i) {
-    store(quotient(total[i][r], sum[r]) * scale, w.out, head_of(w, rows, row) * w.dim + d, w.query);
+    const int64_t head = head_of(w, rows, row);
+    const Sunk sunk = with_sink(w, head, maximum[r], sum[r]);
+    store(quotient(total[i][r] * sunk.value_weight, sunk.sum) * scale, w.out, head * w.dim + d, w.query);
   });
 }
 
@@ -273,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Wo
   load_queries(w, rows, shared);
   if (w.values == nullptr) return walk_all<C>(w, rows, shared, end);
   const int segment = static_cast<int>(blockIdx.z), begin = segment * kSegment;
-  if (begin >= end) return;
+  if (begin >= end || begin + kSegment <= first_key(w, rows)) return;
   const int64_t base = segment * rows_in_all(w);
   Sums<kWide> sums;
   walk_segment<C>(w, rows, shared, sums, begin, min(end, begin + kSegment));
@@ -293,14 +308,15 @@ __global__ void __launch_bounds__(kColumns) merge_segments(const __grid_constant
   const float scale = factor(w.v_scale);
   for (int d = static_cast<int>(threadIdx.x); d < w.dim; d += kColumns) {
     float maximum = -INFINITY, sum = 0.0f, value = 0.0f;
-    for (int segment = 0; segment * kSegment < end; ++segment) {
+    for (int segment = max(end - w.window, 0) / kSegment; segment * kSegment < end; ++segment) {
       const int64_t at = segment * all + row;
       const Merge m = merge(maximum, w.maxima[at]);
       maximum = m.maximum;
       sum = merged(m, sum, w.sums[at]);
       value = merged(m, value, w.values[at * w.dim + d]);
     }
-    store(quotient(value, sum) * scale, w.out, row * w.dim + d, w.query);
+    const Sunk sunk = with_sink(w, row, maximum, sum);
+    store(quotient(value * sunk.value_weight, sunk.sum) * scale, w.out, row * w.dim + d, w.query);
   }
 }
 
@@ -354,7 +370,8 @@ const float* scale_of(const DeviceContract& check, const char* name, const std::
 Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache,
                        const Tensor& block_tables, const Tensor& context_lens, const Tensor& query_starts,
                        const std::optional<Tensor>& k_scale_inv, const std::optional<Tensor>& v_scale_inv,
-                       double softmax_scale) {
+                       double softmax_scale, std::optional<int64_t> window, std::optional<double> softcap,
+                       const std::optional<Tensor>& sinks) {
   const DeviceContract check("paged_attention", q_in);
   check.rank("q", q_in, 3);
   const Size t{"T", q_in.size(0)}, heads{"heads", q_in.size(1)}, dim{"head_dim", q_in.size(2)};
@@ -374,6 +391,10 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   check.tensor("block_tables", block_tables, {ScalarType::Int},
                {sequences, {"max_blocks", block_tables.size(1)}});
   check.tensor("query_starts", query_starts, {ScalarType::Int}, {{"S + 1", sequences.value() + 1}});
+  check.require(window.value_or(1) > 0, "window", "is ", window.value_or(1), ", must be positive");
+  check.require(softcap.value_or(1) > 0, "softcap", "is ", softcap.value_or(1), ", must be positive");
+  if (sinks) check.tensor("sinks", *sinks, {ScalarType::Float}, {heads});
+  const std::optional<Tensor> joining = sinks ? std::optional(dense(*sinks)) : std::nullopt;
   const OnDevice device(q_in);
   const Tensor q = dense(q_in), k = dense(k_cache), v = dense(v_cache);
   const Tensor tables = dense(block_tables), lengths = dense(context_lens), starts = dense(query_starts);
@@ -398,7 +419,10 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
       .heads = static_cast<int>(heads.value()),
       .kv_heads = static_cast<int>(kv_heads.value()),
       .dim = static_cast<int>(dim.value()),
-      .segments = static_cast<int>(ceil_over(block_tables.size(1) * size.value(), kSegment))};
+      .segments = static_cast<int>(ceil_over(block_tables.size(1) * size.value(), kSegment)),
+      .window = static_cast<int>(std::min<int64_t>(window.value_or(kNoWindow), kNoWindow)),
+      .softcap = static_cast<float>(softcap.value_or(0)),
+      .sinks = joining ? data<const float>(*joining) : nullptr};
   const Call call{work, t.value(), k_cache.scalar_type()};
   if (!attend_on_tensor_cores(call, device, q)) run(call, device, q);
   return out;

@@ -6,6 +6,8 @@
 namespace fp8serve {
 namespace attention {
 
+constexpr int kNoWindow = 1 << 30;  // keys: more than there are
+
 struct Work {
   const void *q, *k, *v;
   void* out;
@@ -15,6 +17,9 @@ struct Work {
   float softmax_scale;
   bool whole;  // heads begin on 16 bytes and are eights of elements
   int sequences, max_blocks, block_size, heads, kv_heads, dim, segments;
+  int window;          // keys that a row sees at most, its own included
+  float softcap;       // c of c * tanh(score / c); 0: scores stay as they are
+  const float* sinks;  // [heads] logits that join the sums of weights, or null
   // [segments][rows], [segments][rows], [segments][rows][dim]; null: one block does all segments
   float *maxima = nullptr, *sums = nullptr, *values = nullptr;
 };
@@ -82,7 +87,12 @@ __device__ __forceinline__ int position_of(const Work& w, const Rows& rows, int 
   return rows.length - rows.tokens + (rows.first + r) / (w.heads / w.kv_heads);
 }
 
-// How many keys the token with this number in q sees.
+// The first key that any row of the tile may see.
+__device__ __forceinline__ int first_key(const Work& w, const Rows& rows) {
+  return max(position_of(w, rows, 0) + 1 - w.window, 0);
+}
+
+// How many keys the token with this number in q sees, those before its window included.
 __device__ __forceinline__ int keys_of(const Work& w, int token) {
   int low = 0, high = w.sequences;
   while (high - low > 1) {

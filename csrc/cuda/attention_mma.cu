@@ -15,8 +15,11 @@
 // how a prompt was cut, nor on how many warps a block has (1 for decoding, 4 for prefill, chosen by the
 // average).
 //
-// What a later token wrote must be finite: its weight is 0, and 0 times NaN is NaN. Only a request whose own
-// activations overflowed has such keys, and its next token is refused.
+// Keys before the windows of a block's rows are not read; in the tile where the last window begins they are
+// masked by a pass of their own, so that attention without a window pays for neither.
+//
+// What a block reads and a row does not see must be finite: its weight is 0, and 0 times NaN is NaN. Only a
+// request whose own activations overflowed has such keys, and its next token is refused.
 #include <cmath>
 
 #include "cuda/attention.h"
@@ -199,6 +202,26 @@ __device__ __forceinline__ void mask(Scores& scores, float scale, const int (&se
   }
 }
 
+// Minus infinity at the keys before the rows' windows.
+__device__ __forceinline__ void mask_before(Scores& scores, int window, const int (&seen)[2]) {
+  const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (8 * n + column + e % 2 < seen[e / 2] - window) scores[n][e] = -INFINITY;
+    }
+  }
+}
+
+__device__ __forceinline__ void cap(Scores& scores, float scale) {
+#pragma unroll
+  for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[n][e] = tanhf(__fmul_rn(scores[n][e], scale));
+  }
+}
+
 // What the exponents are taken from: the maximum, or 0 where nothing was seen.
 __device__ __forceinline__ float base_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
@@ -298,13 +321,15 @@ __device__ __forceinline__ void load_queries(const Work& w, const WarpRows& mine
   }
 }
 
-// Keys [begin, end); `segment_done(row)` at the end of each segment, with the sums of whole rows.
+// Keys [begin, end), begin a multiple of kKeys; `segment_done(row)` at the end of each segment, with the sums
+// of whole rows.
 template <class Format, int kDim, bool kFp8, int kWarps, class F>
 __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const WarpRows& mine,
                                      Shared<kDim, kFp8>& shared, int begin, int end, const F& segment_done) {
   constexpr int kThreads = 32 * kWarps;
   const Paged paged = paged_of<kFp8 ? 1 : 2>(w, rows);
-  const float scale = w.softmax_scale * factor(w.k_scale) * kLog2E;
+  const float logits = w.softmax_scale * factor(w.k_scale);
+  const float scale = (w.softcap == 0.0f ? logits : w.softcap) * kLog2E;
   Queries<kDim> q;
   load_queries<kDim>(w, mine, q);
   Softmax<kDim> row;
@@ -322,7 +347,9 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
       Scores scores;
       uint32_t weights[kKeys / 8][2];
       score<kDim>(q, shared.k[now], scores);
+      if (w.softcap != 0.0f) cap(scores, logits / w.softcap);
       mask(scores, scale, seen);
+      if (at < mine.most - w.window) mask_before(scores, w.window, seen);  // the last row's begins in here
       soften<kDim>(row, scores, weights);
       mix<kDim>(row, shared.v[now], weights);
     }
@@ -347,13 +374,30 @@ __device__ __forceinline__ float merged(const Merge& m, float before, float segm
   return fmaf(segment, m.segment, __fmul_rn(before, m.before));
 }
 
+// A head's sink is one more segment: a key of weight 1 without a value.
+struct Sunk {
+  float sum, value_weight;
+};
+__device__ __forceinline__ Sunk with_sink(const Work& w, int64_t head, float maximum, float sum) {
+  if (w.sinks == nullptr) return {sum, 1.0f};
+  const Merge m =
+      merge_of(maximum, __fmul_rn(w.sinks[head % w.heads], kLog2E));  // not fused with a difference
+  return {merged(m, sum, 1.0f), m.before};
+}
+
+// The first key that any row of the block may see, and those beside it in a tile.
+__device__ __forceinline__ int first_tile(const Work& w, const Rows& rows) {
+  return first_key(w, rows) / kKeys * kKeys;
+}
+
 // All segments, one after the other.
 template <class Format, int kDim, bool kFp8, int kWarps>
 __device__ __forceinline__ void walk_all(const Work& w, const Rows& rows, const WarpRows& mine,
                                          Shared<kDim, kFp8>& shared, int end) {
   Softmax<kDim> total;
   total.start();
-  walk<Format, kDim, kFp8, kWarps>(w, rows, mine, shared, 0, end, [&](const Softmax<kDim>& part) {
+  const int begin = first_tile(w, rows);
+  walk<Format, kDim, kFp8, kWarps>(w, rows, mine, shared, begin, end, [&](const Softmax<kDim>& part) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const Merge m = merge_of(total.maximum[i], part.maximum[i]);
@@ -371,13 +415,15 @@ __device__ __forceinline__ void walk_all(const Work& w, const Rows& rows, const 
   const int column = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
+    if (mine.head[i] < 0) continue;
+    const Sunk sunk = with_sink(w, mine.head[i], total.maximum[i], total.sum[i]);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
-      if (mine.head[i] < 0 || 8 * n >= w.dim) continue;
+      if (8 * n >= w.dim) continue;
       auto* to = static_cast<BF16*>(w.out) + mine.head[i] * w.dim + 8 * n + column;
       *reinterpret_cast<uint32_t*>(to) =
-          bfloat_pair(quotient(total.values[n][2 * i], total.sum[i]) * scale,
-                      quotient(total.values[n][2 * i + 1], total.sum[i]) * scale);
+          bfloat_pair(quotient(total.values[n][2 * i] * sunk.value_weight, sunk.sum) * scale,
+                      quotient(total.values[n][2 * i + 1] * sunk.value_weight, sunk.sum) * scale);
     }
   }
 }
@@ -410,11 +456,12 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 1 ? 8 : 2) attend(const
   const WarpRows mine = warp_rows(w, rows);
   const int end = position_of(w, rows, rows.count - 1) + 1;  // keys that the last row sees
   if (w.values == nullptr) return walk_all<Format, kDim, kFp8, kWarps>(w, rows, mine, shared, end);
-  for (int segment = static_cast<int>(blockIdx.z); segment * kSegment < end;
+  const int first = first_tile(w, rows);
+  for (int segment = first / kSegment + static_cast<int>(blockIdx.z); segment * kSegment < end;
        segment += static_cast<int>(gridDim.z)) {
-    const int begin = segment * kSegment;
+    const int begin = max(segment * kSegment, first);
     walk<Format, kDim, kFp8, kWarps>(
-        w, rows, mine, shared, begin, min(end, begin + kSegment),
+        w, rows, mine, shared, begin, min(end, (segment + 1) * kSegment),
         [&](const Softmax<kDim>& part) { store_part<kDim>(w, mine, segment, part); });
   }
 }
@@ -424,10 +471,10 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 1 ? 8 : 2) attend(const
 __global__ void __launch_bounds__(kMergeThreads) merge_parts(const __grid_constant__ Work w) {
   __shared__ float maxima[kMergeThreads], sums[kMergeThreads], before[kMergeThreads], weight[kMergeThreads];
   const int token = static_cast<int>(blockIdx.x), me = static_cast<int>(threadIdx.x);
-  const int segments = (keys_of(w, token) + kSegment - 1) / kSegment;
+  const int keys = keys_of(w, token), segments = (keys + kSegment - 1) / kSegment;
   const int64_t all = rows_in_all(w), row = static_cast<int64_t>(token) * w.heads + blockIdx.y;
   float maximum = -INFINITY, sum = 0.0f, value = 0.0f;
-  for (int first = 0; first < segments; first += kMergeThreads) {
+  for (int first = max(keys - w.window, 0) / kSegment; first < segments; first += kMergeThreads) {
     const int count = min(kMergeThreads, segments - first);
     const int64_t base = first * all + row;
     __syncthreads();
@@ -451,7 +498,9 @@ __global__ void __launch_bounds__(kMergeThreads) merge_parts(const __grid_consta
     }
   }
   if (me < w.dim) {
-    store(quotient(value, sum) * factor(w.v_scale), static_cast<BF16*>(w.out) + row * w.dim + me);
+    const Sunk sunk = with_sink(w, row, maximum, sum);
+    store(quotient(value * sunk.value_weight, sunk.sum) * factor(w.v_scale),
+          static_cast<BF16*>(w.out) + row * w.dim + me);
   }
 }
 

@@ -32,7 +32,7 @@ def study(
     decoder, linears = load(model, "cpu")
     batches = calibration_batches(
         data, Tokenizer.from_dir(model), decoder.config.vocab_size,
-        samples=samples, seq_len=min(seq_len, decoder.config.max_full_attention_len), batch_size=4, seed=0,
+        samples=samples, seq_len=min(seq_len, decoder.config.max_position_embeddings), batch_size=4, seed=0,
         holdout=data,
     )  # fmt: skip
     states = settle(observe(decoder, linears, batches.calibration, DelayedScaling()))

@@ -8,7 +8,7 @@ import typer
 
 from fp8serve.commands.serve import RecipeChoice
 from fp8serve.errors import RequestError
-from fp8serve.terminal import AsJson, print_json, remark
+from fp8serve.terminal import AsJson, print_json
 
 
 def command(
@@ -48,8 +48,6 @@ def command(
     from fp8serve.engine.engine import Engine
 
     engine = Engine(directory, recipe=recipe, scales=scales, device=device)
-    for note in engine.info()["notes"]:
-        remark(note)
     done = engine.generate(
         asked,
         max_new_tokens=max_new_tokens,

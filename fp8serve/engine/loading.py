@@ -79,18 +79,15 @@ class Loaded:
             "eos_token_ids": list(config.eos_token_ids),
             "kernels": ops.backends(torch.device(options.device).type),
             "cuda_graphs": self.graphs.text(),
-            "notes": [config.window_note] if config.window_note else [],
             "tiled_layers": sorted(name for name, heights in self.tiles.items() if heights),
         }
 
     def limits(self) -> Limits:
         """What requests are checked against."""
         plan, config = self.plan, self.config
-        windowed = config.window_note is not None and plan.max_model_len == config.max_full_attention_len
-        bound = config.length_bound if windowed else ""
         has_tokenizer = self.tokenizer is not None
         size = self.options.block_size
-        return Limits(plan.max_model_len, plan.num_blocks, size, config.vocab_size, has_tokenizer, bound)
+        return Limits(plan.max_model_len, plan.num_blocks, size, config.vocab_size, has_tokenizer)
 
     def scales(self, tokens: int, sampled: int) -> list[dict[str, Any]]:
         """See `Engine.scales`; `tokens` is how many were computed, `sampled` of how many there were logits."""

@@ -46,11 +46,11 @@ def plan(config: ModelConfig, options: EngineOptions, cache_dtype: torch.dtype, 
 
 def check_length(config: ModelConfig, options: EngineOptions) -> int:
     """The longest sequence of the model; RequestError when the options ask for a longer one."""
-    longest = config.max_full_attention_len
+    longest = config.max_position_embeddings
     if options.max_model_len is not None and options.max_model_len > longest:
         raise RequestError(
             f"max_model_len {options.max_model_len} is beyond the {longest} tokens of this model's "
-            f"{config.length_bound}; ask for less."
+            "trained context; ask for less."
         )
     return longest
 

@@ -207,11 +207,6 @@ class Limits:
     block_size: int  # tokens
     vocab_size: int
     has_tokenizer: bool = True
-    bound: str = ""  # what keeps `max_model_len` below the trained context, where that is the model
-
-    def context(self) -> str:
-        """ "4096 (the model's attention window)", for a refusal."""
-        return f"{self.max_model_len} (the model's {self.bound})" if self.bound else str(self.max_model_len)
 
     def check(self, request: Request) -> None:
         """Raises RequestError when `request` could never run, however long it waited."""
@@ -219,7 +214,7 @@ class Limits:
         if prompt + new > self.max_model_len:
             raise RequestError(
                 f"The prompt has {prompt} tokens and max_new_tokens is {new}, together {prompt + new}, but the context "
-                f"holds {self.context()}: shorten the prompt or ask for fewer new tokens."
+                f"holds {self.max_model_len}: shorten the prompt or ask for fewer new tokens."
             )
         # the last token is returned but never read back, so it needs no slot
         if (blocks := -(-(prompt + new - 1) // self.block_size)) > self.num_blocks:

@@ -16,14 +16,15 @@ FP32 accumulation. There is no fused kernel for this yet, so, unlike its numbers
 Without fp8_dpa in the recipe in force, attention runs in high precision through `causal_attention`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.attention import causal_attention, check_lengths
+from fp8serve.fp8.attention import causal_attention, causal_weights, check_lengths
 from fp8serve.fp8.autocast import current, expect_backward, prepare, record
 from fp8serve.fp8.casting import Operand, Quantized, cast_by_content, cast_delayed, has_infinity, unhidden
 from fp8serve.fp8.ops import arithmetic
@@ -125,20 +126,32 @@ class DotProductAttention(Stateful):
         for state in self.scaling.values():
             state.move(self._seen)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], softmax_scale: float) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Sequence[int],
+        softmax_scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], sequences of these lengths -> like q.
 
+        window, softcap and sinks are those of `causal_attention`; in FP8, too, scores are capped and joined in FP32.
         The result has q's dtype; FP32 under `fp8_mha`, for the projection behind it to cast. While calibrating without
         FP8 the operands' amaxes are recorded and none is rounded. Raises ValueError if the lengths do not add up.
         """
         self._seen = q.device
         rounding = planned(self.key, lambda: self._rounding(any(t.requires_grad for t in (q, k, v))))
         if rounding is None:
-            return causal_attention(q, k, v, lengths, softmax_scale)
+            return causal_attention(q, k, v, lengths, softmax_scale, window, softcap, sinks)
         check_lengths(q, lengths)
         rounded = (_round(x, rounding, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         sequences = zip(*(torch.split(x, list(lengths)) for x in rounded), strict=True)
-        mixed = torch.cat([_attend(a, b, c, softmax_scale, rounding) for a, b, c in sequences])
+        weigh = partial(causal_weights, window=window, softcap=softcap, sinks=sinks)
+        mixed = torch.cat([_attend(a, b, c, softmax_scale, rounding, weigh) for a, b, c in sequences])
         out = _round(mixed, rounding, "grad_output")
         return out if rounding.enabled and rounding.recipe.specs.keeps_attention_wide else out.to(q.dtype)
 
@@ -158,7 +171,9 @@ class DotProductAttention(Stateful):
         )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, rounding: Rounding) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, rounding: Rounding, weigh: Callable[[Tensor], Tensor]
+) -> Tensor:
     """One sequence: rounded q [L, heads, head_dim], k and v [L, kv_heads, head_dim] -> FP32 like q.
 
     Under delayed scaling all sequences of a call share one scale of P and of dS, under current each has its own.
@@ -166,6 +181,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, rounding: Rou
     group = q.shape[1] // k.shape[1]
     q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     scores = _round(q @ k.transpose(1, 2) * softmax_scale, rounding, "grad_scores")  # [heads, L, L]
-    later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-    weights = _round(scores.masked_fill(later, -torch.inf).softmax(-1), rounding, "p")
+    weights = _round(weigh(scores), rounding, "p")
     return (weights @ v).transpose(0, 1)

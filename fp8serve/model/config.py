@@ -66,32 +66,6 @@ class ModelConfig:
     dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
 
     @property
-    def sliding_window(self) -> int | None:
-        """The smallest window of any layer. Up to this length windowed and full attention are the same thing."""
-        return min((w for w in self.layer_windows if w is not None), default=None)
-
-    @property
-    def max_full_attention_len(self) -> int:
-        """The longest sequence on which plain causal attention in every layer is exact."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
-
-    @property
-    def length_bound(self) -> str:
-        """What `max_full_attention_len` is, in words."""
-        return "trained context" if self.window_note is None else "attention window"
-
-    @property
-    def window_note(self) -> str | None:
-        """What a user must know of a model whose window is shorter than its context; None for other models."""
-        window = self.sliding_window
-        if window is None or window >= self.max_position_embeddings:
-            return None
-        return (
-            f"This model attends to windows of {window} tokens, and attention beyond a window is not computed yet: "
-            f"sequences end at {window} tokens instead of the {self.max_position_embeddings} that it was trained for."
-        )
-
-    @property
     def softmax_scale(self) -> float:
         return float(self.head_dim**-0.5)
 

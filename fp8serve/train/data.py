@@ -97,9 +97,9 @@ def fingerprint(rows: Sequence[Row]) -> str:
 
 
 def check_length(seq_len: int, model: ModelConfig) -> None:
-    """Raises ModelError for a row longer than the model's context, or than its attention window."""
-    if seq_len > model.max_full_attention_len:
+    """Raises ModelError for a row longer than the model's context."""
+    if seq_len > model.max_position_embeddings:
         raise ModelError(
-            f"seq_len {seq_len} is longer than the {model.max_full_attention_len} tokens of this model's "
-            f"{model.length_bound}; lower seq_len."
+            f"seq_len {seq_len} is longer than the {model.max_position_embeddings} tokens of this model's "
+            "trained context; lower seq_len."
         )

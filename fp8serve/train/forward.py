@@ -32,10 +32,11 @@ class Network(nn.Module):
         self.attention = nn.ModuleList(DotProductAttention() for _ in decoder.model.layers)
 
     def forward(self, batch: Batch) -> Tensor:
-        scale = self.decoder.config.softmax_scale
+        config = self.decoder.config
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attention[layer](q, k, v, batch.lengths, scale)  # type: ignore[no-any-return]
+            options = config.softmax_scale, config.layer_windows[layer]
+            return self.attention[layer](q, k, v, batch.lengths, *options)  # type: ignore[no-any-return]
 
         hidden = self.decoder(batch.token_ids, batch.positions, attend)
         return self.decoder.logits(hidden[batch.predict])

@@ -35,13 +35,14 @@ class Paged:
         self.lengths, self.scale = lengths, dim**-0.5
         self.queries = [torch.randn(n, heads, dim, generator=self.noise).bfloat16() for n in lengths]
 
-    def attend(self, kernels, parts):
-        """parts: per sequence (sequence, first query token, one past the last)."""
+    def attend(self, kernels, parts, *options):
+        """parts: per sequence (sequence, first query token, one past the last). options: window, softcap, sinks."""
         chosen = [self.queries[s][first:last] for s, first, last in parts]
         starts = torch.tensor([0] + [len(q) for q in chosen]).cumsum(0).int()
         tables = torch.stack([self.tables[s] for s, _, _ in parts])
         lens = torch.tensor([last for _, _, last in parts]).int()
-        args = (torch.cat(chosen), self.k, self.v, tables, lens, starts, self.kv_scale, self.kv_scale, self.scale)
+        scales = self.kv_scale, self.kv_scale, self.scale
+        args = (torch.cat(chosen), self.k, self.v, tables, lens, starts, *scales, *options)
         expected = reference.paged_attention(*args)
         found = kernels.run("paged_attention", *args)
         assert_close(found, expected)
@@ -63,6 +64,45 @@ def test_a_sequence_does_not_depend_on_its_batch(kernels, cache):
     assert_bits_equal(prompt[-1:], alone)
     assert_bits_equal(together[0], alone)
     assert_bits_equal(mixed[2], alone)
+
+
+SINKS = torch.tensor([0.5, -3.0, 5.0, 0.0, 1.0, -1.0])
+OPTIONS = [(1,), (33, None, SINKS), (256,), (700, 2.0), (None, 0.7, SINKS), (90, 1.5, SINKS)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("cache", "dim"), [(torch.bfloat16, 32), (E4M3, 32), (torch.bfloat16, 20)])
+def test_windows_soft_caps_and_sinks(kernels, cache, dim, options):
+    """Right, and the same bits from a block for each segment, from one block for all, and from any cut."""
+    paged = Paged([1100, 40, 700, 513, 16, 90], heads=6, kv_heads=2, dim=dim, dtype=cache)
+    alone = paged.attend(kernels, [(0, 1099, 1100)], *options)[0]
+    together = paged.attend(kernels, [(s, n - 1, n) for s, n in enumerate(paged.lengths)], *options)
+    prompts = [(1, 0, 40), (2, 600, 700), (0, 1000, 1100), (5, 0, 90)]
+    mixed = paged.attend(kernels, prompts, *options)
+    assert_bits_equal(together[0], alone)
+    assert_bits_equal(mixed[2][-1:], alone)
+    for cut in (1001, 1024, 1025, 1060):
+        first = paged.attend(kernels, [(0, 1000, cut)], *options)[0]
+        second = paged.attend(kernels, [(0, cut, 1100)], *options)[0]
+        assert_bits_equal(torch.cat([first, second]), mixed[2])
+
+
+@pytest.mark.parametrize("dim", [32, 20])
+def test_options_that_change_nothing_change_no_bit(kernels, dim):
+    paged = Paged([600, 90], heads=4, dim=dim)
+    parts = [(0, 590, 600), (1, 0, 90)]
+    plain = torch.cat(paged.attend(kernels, parts))
+    for options in ((600,), (2**62,), (None, None, torch.full((4,), -torch.inf))):
+        assert_bits_equal(torch.cat(paged.attend(kernels, parts, *options)), plain)
+
+
+@pytest.mark.parametrize("dim", [32, 20])
+def test_what_lies_far_before_a_window_is_not_read(kernels, dim):
+    paged = Paged([900], dim=dim)
+    clean = paged.attend(kernels, [(0, 880, 900)], 100)[0]
+    for position in range(880 - 100 - 64):  # a tile of keys is read as a whole
+        paged.k[paged.tables[0, position // 16], position % 16] = torch.nan
+    assert_bits_equal(paged.attend(kernels, [(0, 880, 900)], 100)[0], clean)
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])

@@ -96,6 +96,10 @@ def test_every_architecture(tmp_path: Path, model_type: str) -> None:
     assert_fused_equals_plain(tmp_path / "model", "delayed", 12, model_type=model_type)
 
 
+def test_windows(tmp_path: Path) -> None:
+    assert_fused_equals_plain(tmp_path / "model", "fp8 cache", 40, model_type="mistral", sliding_window=20)
+
+
 BLOCKS = 16  # tokens in each
 
 

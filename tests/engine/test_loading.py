@@ -90,22 +90,12 @@ def test_a_cache_for_less_than_one_sequence_is_refused(model_dir: Path, monkeypa
     assert plan(read_config(model_dir), EngineOptions(), torch.bfloat16).max_model_len == 48
 
 
-def test_a_window_limits_the_length_and_is_named_in_every_refusal(tmp_path: Path) -> None:
+def test_a_window_does_not_limit_the_length(tmp_path: Path) -> None:
     config = read_config(write_model(tmp_path, "mistral", sliding_window=32))
-    assert plan(config, EngineOptions(num_blocks=9), torch.bfloat16).max_model_len == 32
-    with pytest.raises(RequestError, match="33 is beyond the 32 tokens of this model's attention window"):
-        plan(config, EngineOptions(max_model_len=33), torch.bfloat16)
-    engine = Engine(tmp_path, recipe="bf16")
-    assert ["sequences end at 32 tokens instead of the 128" in note for note in engine.info()["notes"]] == [True]
-    with pytest.raises(RequestError, match=r"the context holds 32 \(the model's attention window\)"):
-        engine.add_request(Request("a", tuple(range(30)), SamplingParams(max_new_tokens=8)))
-    shorter = Engine(tmp_path, recipe="bf16", max_model_len=16)
+    assert plan(config, EngineOptions(num_blocks=9), torch.bfloat16).max_model_len == 128
+    engine = Engine(tmp_path, recipe="bf16", max_model_len=16)
     with pytest.raises(RequestError, match="the context holds 16: shorten"):
-        shorter.add_request(Request("a", tuple(range(30)), SamplingParams(max_new_tokens=8)))
-
-
-def test_a_model_without_a_window_has_no_note(model_dir: Path) -> None:
-    assert Engine(model_dir, recipe="bf16").info()["notes"] == []
+        engine.add_request(Request("a", tuple(range(30)), SamplingParams(max_new_tokens=8)))
 
 
 def test_memory_is_found_on_this_machine() -> None:

@@ -8,11 +8,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8serve.engine.engine import Engine
+from fp8serve.fp8.recipe import DelayedScaling
 
-from .tiny import ARCHITECTURES, write_model
+from .tiny import ARCHITECTURES, write_model, write_scales
 
 TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 NEW = 32
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 12},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+}
 
 
 @pytest.mark.parametrize("model_type", list(ARCHITECTURES))
@@ -25,6 +33,34 @@ def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> No
         expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         assert completion.token_ids == expected[0, len(prompt) :].tolist()
         assert bytes(completion.token_ids) in TEXT * 2
+
+
+@pytest.mark.parametrize("model_type", WINDOWS)
+def test_windowed_models_with_cached_prefixes_and_with_an_fp8_cache(model_type: str, tmp_path: Path) -> None:
+    """Prompts and answers are longer than the window; the second and third prompt find the first one's blocks."""
+    directory = write_model(tmp_path, model_type, **WINDOWS[model_type])
+    oracle = learn(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)).to(torch.bfloat16)
+    oracle.save_pretrained(tmp_path)
+    sizes = {"max_batch_tokens": 24, "max_prefill_tokens": 8}
+    fp8 = {"scales": write_scales(tmp_path, tmp_path / "made-up", kv=True), "kv_cache_dtype": "fp8"}
+    plain, quantized = (
+        Engine(tmp_path, recipe="bf16", **sizes),
+        Engine(tmp_path, recipe=DelayedScaling(), **fp8, **sizes),
+    )
+    for prompt in ([*TEXT[:48]], [*TEXT[:60]], [*TEXT[:48]]):
+        expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        assert greedy(plain, prompt) == expected[0, len(prompt) :].tolist()
+        tokens = greedy(quantized, prompt)
+        with torch.no_grad():
+            logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        assert ((logits.amax(-1) - chosen) < 0.5 * logits.std(-1)).all()
+    for engine in (plain, quantized):
+        assert engine.stats()["prefix_hit_tokens_total"] >= 2 * 32
+
+
+def greedy(engine: Engine, prompt: list[int]) -> list[int]:
+    return [*engine.generate([prompt], temperature=0.0, max_new_tokens=NEW)[0].token_ids]
 
 
 def learn(oracle: Any) -> Any:
@@ -41,10 +77,15 @@ def learn(oracle: Any) -> Any:
     return oracle.eval()
 
 
-@pytest.mark.parametrize("model_type", list(ARCHITECTURES))
-def test_tokens_of_a_random_model_are_transformers_best_to_rounding(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "windows"), [*((kind, {}) for kind in ARCHITECTURES), *WINDOWS.items()], ids=str
+)
+def test_tokens_of_a_random_model_are_transformers_best_to_rounding(
+    model_type: str, windows: dict[str, Any], tmp_path: Path
+) -> None:
     """Random weights give near ties, and then either token is right; every token given must be one of those."""
-    oracle = AutoModelForCausalLM.from_pretrained(write_model(tmp_path, model_type), dtype=torch.float32)
+    directory = write_model(tmp_path, model_type, **windows)
+    oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = Engine(tmp_path, recipe="bf16", max_batch_tokens=24, max_prefill_tokens=8)
     prompts = [[256, *b"a"], list(range(2, 60))]
     done = engine.generate(prompts, temperature=0.0, max_new_tokens=NEW, logprobs=0)

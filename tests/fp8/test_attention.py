@@ -1,23 +1,39 @@
 """Attention: the training path and the paged op agree with the formula, and sequences do not see each other."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from fp8serve.fp8.attention import causal_attention, paged_attention, write_kv
 from fp8serve.fp8.ops import Case, cases, reference
+from fp8serve.fp8.ops.attention import attend
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of one sequence in FP64, head by head: q [T, H, D], k and v [L, KV, D]."""
     queries, heads, _ = q.shape
     out = torch.zeros(q.shape, dtype=torch.float64)
     for t in range(queries):
         seen = k.shape[0] - queries + t + 1
+        near = slice(max(0, seen - (window or seen)), seen)
         for h in range(heads):
             group = h // (heads // k.shape[1])
-            weights = (k[:seen, group].double() @ q[t, h].double() * scale).softmax(0)
-            out[t, h] = weights @ v[:seen, group].double()
+            scores = k[near, group].double() @ q[t, h].double() * scale
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            sink = 0.0 if sinks is None else sinks[h].double().exp()
+            out[t, h] = scores.exp() / (scores.exp().sum() + sink) @ v[near, group].double()
     return out
 
 
@@ -31,9 +47,52 @@ def test_causal_attention_keeps_sequences_apart(lengths: list[int]) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_causal_attention_is_differentiable() -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": 3},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"sinks": torch.tensor([1.0, -2.0, 0.0, 3.0])},
+    "all": {"window": 2, "softcap": 1.5, "sinks": torch.tensor([1.0, -2.0, 0.0, 3.0])},
+}
+
+
+@pytest.mark.parametrize("lengths", [[9], [5, 5], [3, 1, 7]])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_causal_attention_knows_windows_soft_caps_and_sinks(lengths: list[int], options: dict[str, Any]) -> None:
+    total = sum(lengths)
+    q, k, v = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
+    found = causal_attention(q, k, v, lengths, 0.3, **options)
+    parts = zip(*(torch.split(t, lengths) for t in (q, k, v)), strict=True)
+    expected = torch.cat([formula(*part, 0.3, **options) for part in parts])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 70, 299])
+def test_long_windowed_sequences_are_computed_in_pieces(window: int) -> None:
+    q, k, v = torch.randn(600, 2, 8), torch.randn(600, 1, 8), torch.randn(600, 1, 8)
+    found = causal_attention(q, k, v, [300, 300], 0.3, window)
+    halves = zip(*(t.split(300) for t in (q, k.double(), v.double())), strict=True)
+    whole = [attend(a, b.transpose(0, 1), c.transpose(0, 1), 0.3, window) for a, b, c in halves]
+    torch.testing.assert_close(found.double(), torch.cat(whole), rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_as_long_as_the_sequence_changes_no_bit() -> None:
+    q, k, v = (torch.randn(12, 2, 8) for _ in range(3))
+    for lengths in ([12], [5, 7]):
+        whole = causal_attention(q, k, v, lengths, 0.3)
+        assert torch.equal(causal_attention(q, k, v, lengths, 0.3, window=12), whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"window": 2, "softcap": 0.6}])
+def test_causal_attention_is_differentiable(options: dict[str, Any]) -> None:
     q, k, v = (torch.randn(6, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    assert torch.autograd.gradcheck(lambda *t: causal_attention(*t, [2, 4], 0.5), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *t: causal_attention(*t, [2, 4], 0.5, **options), (q, k, v))
+
+
+def test_sinks_are_learned() -> None:
+    q, k, v = (torch.randn(6, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    attend = partial(causal_attention, lengths=[2, 4], softmax_scale=0.5)
+    assert torch.autograd.gradcheck(lambda *t: attend(*t[:3], sinks=t[3]), (q, k, v, sinks))
 
 
 def test_causal_attention_refuses_lengths_that_do_not_add_up() -> None:
@@ -44,14 +103,15 @@ def test_causal_attention_refuses_lengths_that_do_not_add_up() -> None:
 
 @pytest.mark.parametrize("case", cases("paged_attention"), ids=lambda c: c.name)
 def test_paged_attention_is_the_formula(case: Case) -> None:
-    q, k_cache, v_cache, tables, lengths, starts, k_scale, _, scale = case.make()
+    q, k_cache, v_cache, tables, lengths, starts, k_scale, _, *options = case.make()
     found = torch.ops.fp8serve.paged_attention(*case.make())
     inverse = 1.0 if k_scale is None else float(k_scale)
     for i, length in enumerate(lengths.tolist()):
         rows = slice(int(starts[i]), int(starts[i + 1]))
         k, v = (c[tables[i].long()].flatten(0, 1)[:length].double() * inverse for c in (k_cache, v_cache))
         tolerance = 2.0**-7 if q.dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(found[rows].double(), formula(q[rows], k, v, scale), rtol=tolerance, atol=tolerance)
+        expected = formula(q[rows], k, v, *options)
+        torch.testing.assert_close(found[rows].double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def cache(blocks: int = 12) -> tuple[Tensor, Tensor]:
@@ -92,8 +152,10 @@ def test_wrapper_passes_scales_in_order() -> None:
     q = torch.randn(1, 2, 16)
     k, v = (t.to(torch.float8_e4m3fn) for t in cache())
     tables, lengths, starts = torch.tensor([[1]]).int(), torch.tensor([1]).int(), torch.tensor([0, 1]).int()
-    out = paged_attention(q, k, v, tables, lengths, starts, 0.25, torch.tensor(3.0), torch.tensor(0.5))
-    torch.testing.assert_close(out[0], v[1, 0].float() * 0.5)
+    args = q, k, v, tables, lengths, starts, 0.25, torch.tensor(3.0), torch.tensor(0.5)
+    torch.testing.assert_close(paged_attention(*args)[0], v[1, 0].float() * 0.5)
+    sunk = paged_attention(*args, window=1, softcap=2.0, sinks=torch.full((2,), 99.0))
+    torch.testing.assert_close(sunk, torch.zeros(1, 2, 16))
 
 
 def test_write_kv_places_casts_and_skips() -> None:

@@ -121,6 +121,22 @@ def test_the_second_step_is_close_to_high_precision() -> None:
     assert (run(module) - exact).norm() < 0.06 * exact.norm()
 
 
+@pytest.mark.parametrize(("window", "softcap"), [(2, None), (None, 0.5), (3, 1.0)])
+def test_windows_soft_caps_and_sinks_are_those_of_high_precision(window: int | None, softcap: float | None) -> None:
+    sinks = torch.randn(4, requires_grad=True)
+    q, k, v = tensors()
+    exact = causal_attention(q, k, v, LENGTHS, SCALE, window, softcap, sinks)
+    exact.square().sum().backward()
+    wanted, sinks.grad = sinks.grad, None
+    with autocast(recipe=Float8CurrentScaling(fp8_dpa=True)):
+        found = DotProductAttention()(q, k, v, LENGTHS, SCALE, window, softcap, sinks)
+    found.square().sum().backward()
+    assert wanted is not None
+    assert sinks.grad is not None
+    assert (found - exact).norm() < 0.06 * exact.norm()
+    assert (sinks.grad - wanted).norm() < 0.1 * wanted.norm()
+
+
 def test_no_grad_freezes_and_copies_are_independent() -> None:
     module = DotProductAttention()
     run(module)

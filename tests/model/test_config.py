@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from fp8serve.errors import ModelError
-from fp8serve.model.config import FAMILIES, parse_config, read_config
+from fp8serve.model.config import FAMILIES, ModelConfig, parse_config, read_config
 from fp8serve.model.config_keys import is_harmless
 from tests.model.published import CONFIGS
 
@@ -38,9 +38,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     ours = parse_config(raw)
     for mine, his in (("num_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim"), ("vocab_size", "vocab_size"),
                       ("rms_norm_eps", "rms_norm_eps"), ("max_position_embeddings", "max_position_embeddings"),
-                      ("tie_word_embeddings", "tie_word_embeddings"), ("sliding_window", "sliding_window"),
-                      ("bos_token_id", "bos_token_id")):  # fmt: skip
+                      ("tie_word_embeddings", "tie_word_embeddings"), ("bos_token_id", "bos_token_id")):  # fmt: skip
         assert getattr(ours, mine) == getattr(theirs, his, {"head_dim": 128}.get(his)), mine
+    assert smallest_window(ours) == getattr(theirs, "sliding_window", None)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
 
@@ -51,25 +51,18 @@ def test_eos_of_generation_config_rules() -> None:
     assert parse_config(LLAMA | {"eos_token_id": None}, {}).eos_token_ids == ()
 
 
+def smallest_window(config: ModelConfig) -> int | None:
+    return min((w for w in config.layer_windows if w is not None), default=None)
+
+
 def test_windows_per_layer() -> None:
     on = {"use_sliding_window": True, "sliding_window": 8}
     assert parse_config(qwen2(**on, max_window_layers=1)).layer_windows == (None, 8)
     assert parse_config(qwen2(**on, layer_types=["sliding_attention", "full_attention"])).layer_windows == (8, None)
     assert parse_config(qwen2(sliding_window=8, max_window_layers=0)).layer_windows == (None, None)
-    assert parse_config(LLAMA).sliding_window is None
-    config = parse_config(qwen2(**on, max_window_layers=1))
-    assert (config.sliding_window, config.max_full_attention_len) == (8, 8)
-
-
-def test_a_window_below_the_context_is_said() -> None:
+    assert parse_config(LLAMA).layer_windows == (None, None)
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
-    windowed = parse_config(LLAMA | mistral | {"sliding_window": 8, "max_position_embeddings": 64})
-    assert windowed.length_bound == "attention window"
-    assert windowed.window_note is not None
-    assert "sequences end at 8 tokens instead of the 64" in windowed.window_note
-    whole = parse_config(LLAMA | mistral | {"sliding_window": 64, "max_position_embeddings": 64})
-    for config in (whole, parse_config(LLAMA)):
-        assert (config.length_bound, config.window_note) == ("trained context", None)
+    assert parse_config(LLAMA | mistral | {"sliding_window": 8}).layer_windows == (8, 8)
 
 
 def test_harmless_keys_are_ignored() -> None:
@@ -89,7 +82,7 @@ def test_published_models_are_read_as_transformers_reads_them(repository: str) -
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (ours.rope_scaling.kind if ours.rope_scaling else "default") == theirs.rope_parameters["rope_type"]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    assert smallest_window(ours) == getattr(theirs, "sliding_window", None)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
 
 

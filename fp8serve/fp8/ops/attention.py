@@ -20,15 +20,46 @@ def _gather(cache: Tensor, blocks: Tensor, length: int, scale_inv: Tensor | None
     return values.double().transpose(0, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
+def hidden(queries: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool [queries, length]: what the last `queries` of `length` tokens do not see.
+
+    A token sees itself and those before it, with a window (>= 1) only the last `window` of these.
+    """
+    ahead = torch.arange(length, device=device) - torch.arange(length - queries, length, device=device).unsqueeze(1)
+    return ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+
+
+def attention_weights(scores: Tensor, unseen: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys: scores [..., T, L] in high precision, bool `unseen` [T, L] -> like scores.
+
+    softcap: scores become softcap * tanh(scores / softcap). sinks: logits [..., 1, 1] that join the sum of weights.
+    """
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of the last T of L tokens: q [T, H, D], k and v [KV, L, D] in FP64 -> [T, H, D] in FP64."""
     queries, heads, dim = q.shape
     kv_heads, length, _ = k.shape
     grouped = q.double().view(queries, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     scores = grouped @ k.unsqueeze(1).transpose(2, 3) * softmax_scale  # [KV, group, T, L]
-    position = torch.arange(length - queries, length, device=q.device)
-    hidden = torch.arange(length, device=q.device) > position.unsqueeze(1)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, heads // kv_heads, 1, 1)
+    weights = attention_weights(scores, hidden(queries, length, window, q.device), softcap, sinks)
     return (weights @ v.unsqueeze(1)).permute(2, 0, 1, 3).reshape(queries, heads, dim)
 
 
@@ -42,11 +73,16 @@ def paged_attention(
     k_scale_inv: Tensor | None,
     v_scale_inv: Tensor | None,
     softmax_scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of new tokens over their sequences' paged caches.
 
     q [T, heads, head_dim] flattened over sequences (query_starts int32 [S+1]); caches [blocks, block_size, kv_heads,
-    head_dim]; block_tables int32 [S, max_blocks]; context_lens int32 [S] with the new tokens. Each sequence is computed
+    head_dim]; block_tables int32 [S, max_blocks]; context_lens int32 [S] with the new tokens. window: a token
+    sees itself and the `window` - 1 tokens before it; None: all of them. softcap: scores, scaled, become softcap *
+    tanh(score / softcap). sinks FP32 [heads]: logits that join their head's sum of weights. Each sequence is computed
     alone and in FP64, rounded once at the end: its result does not depend on its neighbours, nor on how its prompt was
     cut into chunks.
     """
@@ -57,11 +93,11 @@ def paged_attention(
         blocks = block_tables[i, : -(-length // k_cache.shape[1])]
         k, v = _gather(k_cache, blocks, length, k_scale_inv), _gather(v_cache, blocks, length, v_scale_inv)
         if rows.start != rows.stop:
-            out[rows] = attend(q[rows], k, v, softmax_scale).to(q.dtype)
+            out[rows] = attend(q[rows], k, v, softmax_scale, window, softcap, sinks).to(q.dtype)
     return out
 
 
-def _fake_paged_attention(q: Tensor, *rest: Any) -> Tensor:
+def _fake_paged_attention(q: Tensor, *rest: Any, **options: Any) -> Tensor:
     return torch.empty_like(q)
 
 
@@ -85,12 +121,26 @@ def _paged_cases() -> list[Case]:
     grid = product(
         (torch.float32, torch.bfloat16, torch.float8_e4m3fn), ((4, 2, 16), (3, 3, 8), (8, 1, 20)), mixes.items()
     )
-    return [Case(f"{c} {h} {mix}", partial(_paged_case, c, *h, lengths)) for c, h, (mix, lengths) in grid]
+    plain = [Case(f"{c} {h} {mix}", partial(_paged_case, c, *h, lengths)) for c, h, (mix, lengths) in grid]
+    return [*plain, *_paged_option_cases()]
+
+
+def _paged_option_case(cache: torch.dtype, *options: Any) -> tuple[Any, ...]:
+    return *_paged_case(cache, 4, 2, 16, [(90, 1), (1, 1), (70, 40)]), *options
+
+
+def _paged_option_cases() -> list[Case]:
+    """Window, soft cap, sinks."""
+    sinks = torch.tensor([0.5, -4.0, 3.0, 0.0])
+    found = ((8,), (33, None, sinks), (None, 2.0), (5, 0.5, sinks))
+    grid = product((torch.float32, torch.bfloat16, torch.float8_e4m3fn), found)
+    return [Case(f"{c} {options}", partial(_paged_option_case, c, *options)) for c, options in grid]
 
 
 define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor context_lens,"
-    " Tensor query_starts, Tensor? k_scale_inv, Tensor? v_scale_inv, float softmax_scale) -> Tensor",
+    " Tensor query_starts, Tensor? k_scale_inv, Tensor? v_scale_inv, float softmax_scale,"
+    " int? window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
     paged_attention,
     fake=_fake_paged_attention,
     cases=_paged_cases,

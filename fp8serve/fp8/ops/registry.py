@@ -76,14 +76,14 @@ def _on_one_device(name: str, fake: Kernel) -> Kernel:
     """`fake`, which torch also calls when one argument of several is on meta: the result would be uninitialised."""
 
     @wraps(fake)
-    def checked(*args: Any) -> Any:
+    def checked(*args: Any, **options: Any) -> Any:
         flat = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, torch.Tensor)]
         devices = sorted({t.device.type for t in flat})
         if "meta" in devices and len(devices) > 1:
             raise ValueError(
                 f"fp8serve::{name}: its arguments are on {' and '.join(devices)}; move them to one device."
             )
-        return fake(*args)
+        return fake(*args, **options)
 
     return checked
 

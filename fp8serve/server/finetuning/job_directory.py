@@ -79,7 +79,7 @@ class JobDirectories:
         """Fault when the trainer would refuse the numbers."""
         try:
             model = read_config(source.directory)
-            seq_len = body.seq_len or min(SEQ_LEN, model.max_full_attention_len)
+            seq_len = body.seq_len or min(SEQ_LEN, model.max_position_embeddings)
             check_length(seq_len, model)
             return TrainConfig.from_dict(
                 body.hyper_parameters()

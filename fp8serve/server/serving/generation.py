@@ -190,7 +190,7 @@ def _check_all(served: Served, requests: Sequence[Request]) -> None:
             raise Fault(
                 Code.CONTEXT_LENGTH_EXCEEDED,
                 f"The prompt has {prompt} tokens and {new} new ones are asked for, but this model's context holds "
-                f"{served.engine.limits.context()}.",
+                f"{limit}.",
                 hint="Shorten the prompt or ask for fewer tokens.",
             )
         try:

@@ -164,8 +164,6 @@ class ServedModels:
             raise MachineError(f"The weights were not ready within {self.deadlines.load:g} seconds.") from None
         except OSError as error:
             raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
-        for note in engine.info.get("notes", ()):
-            log.warning("%s", note)
         return Served(source, engine, tokenizer, f"{source.key}-{version}")
 
     async def _canary(self, engine: EngineHandle) -> None:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
-from tests.server.fakes import FakeEngine, Launcher
+from tests.server.fakes import Launcher
 
 NAMES = """
 fp8serve_http_responses fp8serve_http_seconds fp8serve_requests_accepted fp8serve_requests_finished
@@ -103,18 +103,6 @@ async def test_info_shows_limits_and_no_place_on_our_disk(start: Start) -> None:
         assert info["limits"]["n"] == 16
         assert info["max_total_tokens"] == 512
         assert "/secret" not in json.dumps(info)
-
-
-async def test_what_the_engine_notes_is_logged_and_shown(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    class Noting(FakeEngine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.info["notes"] = ["sequences end at 32 tokens"]
-
-    with caplog.at_level("WARNING", logger="fp8serve.server"):
-        async with start(Launcher(Noting)) as server:
-            assert (await server.client.get("/info")).json()["engine"]["notes"] == ["sequences end at 32 tokens"]
-    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == ["sequences end at 32 tokens"]
 
 
 async def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(

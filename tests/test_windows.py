@@ -1,0 +1,82 @@
+"""A model whose layers attend to windows gives transformers' logits in every room, beyond its windows too."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.calibration import data, passes
+from fp8serve.engine.engine import Engine
+from fp8serve.model.checkpoint import load_trainable
+from fp8serve.train.batch import Batch
+from fp8serve.train.forward import Network
+from tests.model.oracle import make_model
+
+WINDOW = 8
+QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+MODELS = {"mistral-window": {}, "qwen2-window": {}, "qwen3": QWEN}
+LENGTHS = [100, 37]
+IDS = torch.randint(3, 256, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
+
+
+def trained(directory: Path) -> Tensor:
+    batch = Batch(IDS, POSITIONS, LENGTHS, torch.arange(len(IDS)), IDS)
+    logits: Tensor = Network(load_trainable(directory))(batch)
+    return logits
+
+
+def calibrated(directory: Path) -> Tensor:
+    decoder = load_trainable(directory)
+    hidden = passes.forward(decoder, data.Batch(IDS, POSITIONS, IDS, LENGTHS))
+    return decoder.logits(hidden)
+
+
+def served(directory: Path) -> Tensor:
+    """In chunks of 24 tokens at most, on cached prefixes; the logits of the last 32 tokens of each sequence."""
+    engine = Engine(directory, recipe="bf16", max_batch_tokens=24, max_num_seqs=4)
+    run, seen = engine.loaded.runner.run, []
+
+    def watched(work: Any) -> Tensor:
+        seen.append(run(work).clone())
+        return seen[-1]
+
+    engine.loaded.runner.run = watched  # type: ignore[method-assign]
+    for ids in IDS.split(LENGTHS):
+        for end in range(len(ids) - 32, len(ids)):
+            list(engine.generate([ids[: end + 1].tolist()], max_new_tokens=1))
+    return torch.cat([logits for logits in seen if len(logits)])
+
+
+ROOMS: dict[str, tuple[Callable[[Path], Tensor], int]] = {
+    "training": (trained, max(LENGTHS)),
+    "calibration": (calibrated, max(LENGTHS)),
+    "serving": (served, 32),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_equal_transformers_beyond_the_window(kind: str, room: str, tmp_path: Path) -> None:
+    theirs = make_model(kind, tmp_path, overrides=MODELS[kind])
+    compute, newest = ROOMS[room]
+    with torch.no_grad():
+        found = compute(tmp_path)
+        expected = torch.cat([theirs(ids[None]).logits[0, -newest:].float() for ids in IDS.split(LENGTHS)])
+    apart = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert apart < 8 * torch.finfo(torch.bfloat16).eps
+
+
+def test_the_window_matters(tmp_path: Path) -> None:
+    """What the test above would see of a room that ignored it."""
+    windowed = make_model("mistral-window", tmp_path)
+    ids = IDS[None, :100]
+    with torch.no_grad():
+        near = windowed(ids).logits
+        windowed.config.sliding_window = None
+        far = windowed(ids).logits
+    assert (near - far).square().mean().sqrt() > 0.1 * far.square().mean().sqrt()
+    assert torch.equal(near[:, :WINDOW], far[:, :WINDOW])
