@@ -48,17 +48,11 @@ class FakeGraphs:
 def engine(model_dir: Path, graphs: Any = None, **options: Any) -> Engine:
     made = Engine(model_dir, **{"recipe": "rowwise", "max_num_seqs": 6, **options})
     if graphs is not None:
-        graphs.layers = _layers(made)
+        graphs.layers = list(made.loaded.frozen.values())
         made.loaded.runner.use_graphs(graphs, 6, made.limits.max_model_len)
         for layer in made.loaded.frozen.values():
             layer.reset_counters()
     return made
-
-
-def _layers(made: Engine) -> list[FrozenLinear]:
-    runner = made.loaded.runner
-    joined = runner.fused.joined().values() if runner.fused else ()
-    return [*made.loaded.frozen.values(), *joined]
 
 
 def test_sizes_grow_by_at_most_eight() -> None:
@@ -105,7 +99,7 @@ def test_what_fills_a_batch_up_is_not_counted(model_dir: Path, tmp_path: Path) -
     scales = {"recipe": DelayedScaling(), "scales": write_scales(model_dir, tmp_path / "scales")}
     made, plain = engine(model_dir, FakeGraphs(), **scales), engine(model_dir, **scales)
     for one in (made, plain):
-        for scale in {id(layer.input_scale): layer.input_scale for layer in _layers(one)}.values():
+        for scale in {id(layer.input_scale): layer.input_scale for layer in one.loaded.frozen.values()}.values():
             scale.mul_(50)  # type: ignore[union-attr]
         one.generate(PROMPTS[:3], max_new_tokens=9, seed=1, ignore_eos=True)
     assert made.scales() == plain.scales()

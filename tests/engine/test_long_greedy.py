@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from fp8serve.engine.invariant import own_products
 
 from .long_greedy import CONTEXT, MODES, NEW, PROMPTS, TEXT, engine, tokens
-from .tiny import write_model, write_scales
+from .tiny import call_each_layer, write_model, write_scales
 
 LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
 pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
@@ -87,10 +87,10 @@ def test_all_at_once_alone_and_from_the_cache(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_the_plain_decoder(mode: str, model: Path, expected: dict[str, list[list[int]]]) -> None:
+def test_every_layer_by_itself(mode: str, model: Path, expected: dict[str, list[list[int]]]) -> None:
     """Op by op, where serving runs joined ones."""
     runner = engine(model, mode)
-    runner.loaded.runner.fused = None
+    call_each_layer(runner)
     assert tokens(runner, PROMPTS[:2]) == expected[mode][:2]
 
 
