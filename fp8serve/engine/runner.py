@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8serve.engine.graphs import Buffers, Capture, GraphedDecode
+from fp8serve.engine.graphs import Buffers, Capture, GraphedDecode, Recorded
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.step import Queries, StepTensors, flatten
 from fp8serve.fp8 import ops as ops  # registers the ops called below
@@ -64,6 +64,8 @@ class Runner:
         self._caches = list(zip(self.k_cache, self.v_cache, strict=True))  # of each layer
         self._scales = scales
         self.graphs: GraphedDecode | None = None
+        self._recorded: Recorded | None = None
+        self._captured_by: tuple[Capture, int, int] | None = None
 
     @torch.inference_mode()
     def run(self, work: list[Work]) -> Tensor:
@@ -71,16 +73,23 @@ class Runner:
 
         They may lie in a buffer that the next step overwrites.
         """
-        if self.graphs is not None and self.graphs.takes(work):
-            return self.graphs.run(work)
-        return self._compute(flatten(work, self.block_size, self.device))
+        if self.graphs is None or not self.graphs.takes(work):
+            return self._compute(flatten(work, self.block_size, self.device))
+        logits = self.graphs.run(work)
+        if self._recorded is not None and not self._recorded.is_current():
+            self.use_graphs(*self._captured_by)  # type: ignore[misc]  # there with the graphs
+            logits = self.graphs.run(work)
+        return logits
 
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
-        """From now on decoding steps are replayed. What `capture` raises is raised, and nothing has changed."""
+        """From now on decoding steps are replayed. What `capture` raises is raised; then none are."""
+        self.graphs = self._recorded = None
+        self._captured_by = capture, max_num_seqs, max_model_len
         buffers = Buffers(max_num_seqs, -(-max_model_len // self.block_size), self.device)
         with self._counting(buffers.live_rows):
             self.graphs = GraphedDecode(self._compute, capture, buffers, self.block_size)
+        self._recorded = Recorded(self.model)
 
     @contextmanager
     def _counting(self, live_rows: Tensor) -> Iterator[None]:
