@@ -128,9 +128,10 @@ class Joined:
 
 
 def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLinear]]:
-    """Whether all are frozen, cast their input alike, and a scale for each row, or whole blocks of rows, says it all.
+    """Whether all are frozen, cast their input alike, and have weight scales that can be put under each other.
 
-    Layers with hooks want to be called, each for itself.
+    Scales of blocks can where every layer but the last has whole blocks of rows. Layers with hooks are not joined, for
+    their hooks must be called.
     """
     parts = [layer for layer in layers if isinstance(layer, FrozenLinear) and not _is_hooked(layer)]
     if len(parts) < len(layers):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.fusing import Projections, RMSNorm, add_gated, add_projection, entrance
+from fp8serve.model.fusing import Projections, RMSNorm, add_gated, add_projection, direct
 from fp8serve.model.rotary import Rotary
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         q, k, v = [part.view(tokens, -1, head_dim) for part in self.qkv(x, norm)]
         q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
         if q_norm is not None and k_norm is not None:
-            q, k = entrance(q_norm)(q), entrance(k_norm)(k)
+            q, k = direct(q_norm)(q), direct(k_norm)(k)
         return q, k, v
 
 
@@ -110,10 +110,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend, last: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> the same; where `last` [R] is not None, [R, hidden] of these rows."""
         modules: dict[str, nn.Module] = self._modules  # type: ignore[assignment]  # of a layer all are there
-        x = entrance(modules["self_attn"])(x, modules["input_layernorm"], rotation, attend, last)
+        x = direct(modules["self_attn"])(x, modules["input_layernorm"], rotation, attend, last)
         if last is not None and x.size(0) == 0:
             return x
-        return entrance(modules["mlp"])(x, modules["post_attention_layernorm"])  # type: ignore[no-any-return]
+        return direct(modules["mlp"])(x, modules["post_attention_layernorm"])  # type: ignore[no-any-return]
 
 
 class Backbone(nn.Module):
@@ -131,8 +131,8 @@ class Backbone(nn.Module):
         rotation = self.rotary.cos_sin(positions, x.dtype)
         *earlier, final = self.layers
         for layer in earlier:
-            x = entrance(layer)(x, rotation, attend)
-        return self.norm(entrance(final)(x, rotation, attend, last))  # type: ignore[no-any-return]
+            x = direct(layer)(x, rotation, attend)
+        return self.norm(direct(final)(x, rotation, attend, last))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):

@@ -3,8 +3,8 @@
 A layer (decoder.py) is written once, in four pieces: a norm and the projections behind it, twice, and a projection onto
 the residual, twice. Serving's frozen layers (fp8/frozen.py) cast with the norm or the activation in front of them and
 add their product to the residual in the same pass: ten ops a layer instead of about forty, each of which costs more
-time to call than to compute at batch 1. The ops round where the plain modules round, so the bits are the same. Whoever
-has hooks, gradients, or weights of another kind is called as a module.
+time to call than to compute at batch 1. The ops round where the plain modules round, so the bits are the same.
+Modules with hooks, gradients or weights of another kind are called one by one.
 
 Children and tensors are looked up in the dictionaries where torch keeps them: there is no copy of them that could be
 out of date, and an attribute of a module takes twenty times as long.
@@ -21,8 +21,8 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
 
 
-def entrance(module: nn.Module) -> Callable[..., Any]:
-    """What calls `module`: its forward where there is no gradient and no hook, for torch's own way in takes longer."""
+def direct(module: nn.Module) -> Callable[..., Any]:
+    """The forward of `module` where there is neither gradient nor hook, which calling a module costs time to find."""
     is_watched = module._forward_hooks or module._forward_pre_hooks or torch.is_grad_enabled()
     return module if is_watched else module.forward
 
