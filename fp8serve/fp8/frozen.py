@@ -28,6 +28,9 @@ _norm = torch.ops.fp8serve.rms_norm.default
 _norm_quantize = torch.ops.fp8serve.rms_norm_quantize.default
 _packed_mm = torch.ops.fp8serve.packed_mm.default
 _quantize = torch.ops.fp8serve.quantize.default
+_quantize_block = torch.ops.fp8serve.quantize_block.default
+_quantize_current = torch.ops.fp8serve.quantize_current.default
+_quantize_rowwise = torch.ops.fp8serve.quantize_rowwise.default
 _scaled_mm = torch.ops.fp8serve.scaled_mm.default
 _scaled_mm_add = torch.ops.fp8serve.scaled_mm_add.default
 _silu_mul = torch.ops.fp8serve.silu_mul.default
@@ -195,12 +198,11 @@ class FrozenLinear(nn.Module):
         return q, tensors["input_scale_inv"]  # type: ignore[return-value]
 
     def _cast_by_content(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        op = torch.ops.fp8serve
         if self.granularity == "row":
-            return cast(tuple[Tensor, Tensor], op.quantize_rowwise(x, E4M3, self.power_2_scale))
+            return cast(tuple[Tensor, Tensor], _quantize_rowwise(x, E4M3, self.power_2_scale))
         if self.granularity == "block":
-            return cast(tuple[Tensor, Tensor], op.quantize_block(x, E4M3, 1, self.power_2_scale))
-        return cast(tuple[Tensor, Tensor], op.quantize_current(x, E4M3, self.power_2_scale))
+            return cast(tuple[Tensor, Tensor], _quantize_block(x, E4M3, 1, self.power_2_scale))
+        return cast(tuple[Tensor, Tensor], _quantize_current(x, E4M3, self.power_2_scale))
 
     def product(self, q: Tensor, scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
         """What `cast` gave, times the weight: [M, N] of `out_dtype`."""
