@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fp8serve.engine.fused import fuse
 from fp8serve.engine.graphs import CudaCapture
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.scheduler import Work
@@ -55,7 +54,8 @@ class DecodeStep:
         model = frozen(Decoder(config(dry), device))
         layers = [module for module in model.model.modules() if isinstance(module, FrozenLinear)]
         self.bytes = sum(layer.weight_q.nbytes for layer in layers) + model.lm_head.weight.nbytes
-        self.runner = Runner(model, CONTEXT // BLOCK + 1, BLOCK, torch.bfloat16, fused=fuse(model))
+        model.join()
+        self.runner = Runner(model, CONTEXT // BLOCK + 1, BLOCK, torch.bfloat16)
         sequence = SimpleNamespace(token_ids=[5] * (CONTEXT + 1), block_table=list(range(CONTEXT // BLOCK + 1)))
         self.work = [Work(cast(Any, sequence), CONTEXT, 1)]
         self.how = ""

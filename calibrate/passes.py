@@ -16,7 +16,7 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import dequantize, quantize
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.decoder import Decoder, rotated
 
 from .data import IGNORED, Batch
 from .measure import LOGIT_ROWS, LayerTally
@@ -37,7 +37,7 @@ def forward(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Tensor:
         k, v = tap(names[layer], k, v) if tap else (k, v)
         return causal_attention(q, k, v, batch.lengths, config.softmax_scale, config.layer_windows[layer])
 
-    return decoder(batch.ids, batch.positions, attend)  # type: ignore[no-any-return]
+    return decoder(batch.ids, batch.positions, rotated(attend))  # type: ignore[no-any-return]
 
 
 def backward(decoder: Decoder, hidden: Tensor, targets: Tensor) -> None:

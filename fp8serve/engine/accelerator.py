@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8serve.engine.fused import FusedDecoder, Heads, Rotation
 from fp8serve.engine.graphs import Capture, CudaCapture
 from fp8serve.engine.memory import Plan, check_length, gpu_bytes_of, gpu_cache_memory, plan
 from fp8serve.engine.options import EngineOptions
@@ -18,7 +17,7 @@ from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.decoder import Decoder, Heads, Rotation
 
 _sample = torch.ops.fp8serve.sample.default
 
@@ -38,7 +37,7 @@ def check_device(name: str) -> torch.device:
 
 
 @torch.inference_mode()
-def largest_step(model: Decoder, fused: FusedDecoder | None, options: EngineOptions) -> Tensor:
+def largest_step(model: Decoder, options: EngineOptions) -> Tensor:
     """A step with as many tokens and sequences as there may be; each is drawn, and has log-probabilities.
 
     Returns these, FP32 [sequences, vocab], which the sampler (sampler.py) holds while it draws from a copy of the rows.
@@ -47,11 +46,7 @@ def largest_step(model: Decoder, fused: FusedDecoder | None, options: EngineOpti
     device = model.lm_head.weight.device
     tokens = torch.zeros(options.max_batch_tokens, dtype=torch.long, device=device)
     last = tokens[: options.max_num_seqs]
-    if fused is not None:
-        hidden = fused(tokens, tokens, last, _no_attention)
-    else:
-        hidden = model(tokens, tokens, lambda layer, q, k, v: q.clone())[last]
-    logits = model.logits(hidden)
+    logits = model.logits(model(tokens, tokens, _no_attention, last))
     ranked, chosen = torch.log_softmax(logits, -1), logits.clone()
     one = torch.ones(len(logits), dtype=torch.float64, device=device)
     _sample(chosen, one, one.long(), 0.5 * one, 0 * one, 0 * one)
@@ -62,13 +57,11 @@ def _no_attention(layer: int, heads: Heads, rotation: Rotation, last: Tensor | N
     return heads[0].clone() if last is None else heads[0][last]
 
 
-def plan_on_gpu(
-    model: Decoder, fused: FusedDecoder | None, config: ModelConfig, options: EngineOptions, dtype: torch.dtype
-) -> Plan:
+def plan_on_gpu(model: Decoder, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> Plan:
     """The cache's sizes from what is free beside the weights and the largest step."""
     check_length(config, options)
     device = model.lm_head.weight.device
-    step_bytes = gpu_bytes_of(lambda: largest_step(model, fused, options), device)
+    step_bytes = gpu_bytes_of(lambda: largest_step(model, options), device)
     return plan(config, options, dtype, gpu_cache_memory(device, options, step_bytes))
 
 

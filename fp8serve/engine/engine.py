@@ -175,8 +175,8 @@ class Engine:
     def scales(self) -> list[dict[str, Any]]:
         """One record per FP8 layer: live amax of its input, scale, headroom and saturation.
 
-        Where the fused decoder runs, o_proj, gate_proj, up_proj and down_proj of the last decoder layer are given the
-        tokens whose logits are wanted and no others (fused.py): their records are of these, not of whole prompts.
+        o_proj, gate_proj, up_proj and down_proj of the last decoder layer are given the tokens whose logits are wanted
+        and no others (model/decoder.py): their records are of these, not of whole prompts.
         """
         return self.loaded.scales(self._totals["computed"], self._totals["generated"])
 

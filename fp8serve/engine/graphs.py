@@ -11,6 +11,10 @@ Buffers. A step's integers lie in pinned memory on the host and in its copy on t
 first n rows each. The block table is as wide as the longest sequence allowed; rows that have not changed since the last
 step are not written again. Every capture takes its memory from one pool, the largest first, so that the others fit in.
 
+A graph reads the memory that its capture read. What is written there is seen; a tensor or module that was replaced is
+looked for while the device computes (`Recorded`), and then all is captured anew and the step repeated, which writes the
+same places of the cache.
+
 What cannot be captured runs as before: prompts, batches with a prompt in them, and everything if the capture fails,
 whose reason `info` then shows. Logits are bit-equal to those of the step that was not captured: the same kernels run.
 """
@@ -21,7 +25,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.step import Queries, StepTensors
@@ -58,6 +62,25 @@ class CudaCapture:
             return logits
 
         return replay
+
+
+class Recorded:
+    """What a capture of `model` has read: its modules and tensors, and their memory, which stays while this does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        owners = list(model.modules())
+        tables = [table for m in owners for table in (m._modules, m._parameters, m._buffers)]
+        self._things = [(table, name, thing) for table in tables for name, thing in table.items()]
+        tensors = [thing for _, _, thing in self._things if isinstance(thing, Tensor)]
+        self._places = [(tensor, tensor.data_ptr()) for tensor in tensors]
+        self._memory = [tensor.untyped_storage() for tensor in tensors]
+
+    def is_current(self) -> bool:
+        """Whether the model consists of these still."""
+        for table, name, thing in self._things:
+            if table.get(name) is not thing:
+                return False
+        return all(tensor.data_ptr() == place for tensor, place in self._places)
 
 
 def sizes_up_to(most: int) -> list[int]:

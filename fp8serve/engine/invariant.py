@@ -24,6 +24,7 @@ Costs: about 1,000 rows through one layer of every kind, once; for BF16 layers a
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from torch.nn import functional
 
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear, packed
+from fp8serve.fp8.ops.packing import is_packable
 
 _mm = torch.ops.fp8serve.mm.default
 _packed_mm = torch.ops.fp8serve.packed_mm.default
@@ -51,6 +53,13 @@ class OwnLinear(nn.Module):
     def pack(self, out: Tensor) -> None:
         """Reads the weight from now on where it is packed: `out`, as many BF16."""
         self.weight = nn.Parameter(packed(self.weight, out), requires_grad=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes a weight in rows where this one is packed."""
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and weight.dim() == 2 and self.weight.dim() == 3 and is_packable(weight):
+            state_dict[f"{prefix}weight"] = packed(weight, torch.empty_like(weight).view(-1))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 3:

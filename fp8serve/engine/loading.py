@@ -19,7 +19,6 @@ from fp8serve.engine.accelerator import (
     forget_trial_runs,
     plan_on_gpu,
 )
-from fp8serve.engine.fused import FusedDecoder, fuse
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
 from fp8serve.engine.memory import Plan, check_length, plan
@@ -32,7 +31,7 @@ from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.checkpoint import kv_scales, load_servable
 from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.decoder import Decoder, pruned_names
 from fp8serve.model.files import present
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -91,8 +90,8 @@ class Loaded:
 
     def scales(self, tokens: int, sampled: int) -> list[dict[str, Any]]:
         """See `Engine.scales`; `tokens` is how many were computed, `sampled` of how many there were logits."""
-        pruned = self.runner.fused.pruned() if self.runner.fused else []
-        rows = {name: sampled if layer in pruned else tokens for name, layer in self.frozen.items()}
+        pruned = pruned_names(self.config)
+        rows = {name: sampled if name in pruned else tokens for name in self.frozen}
         return [_scale_record(name, layer, rows[name]) for name, layer in self.frozen.items()]
 
 
@@ -105,14 +104,14 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     check_length(config, options)
     model = load_servable(model_dir, parse_recipe(options.recipe), _path(options.scales), options.device)
     frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    fused, tiles = _separate_rows(model, frozen, options)
+    tiles = _separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
-    sizes = sizes or plan_on_gpu(model, fused, config, options, cache_dtype)
-    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales, fused)
+    sizes = sizes or plan_on_gpu(model, config, options, cache_dtype)
+    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
     graphs = capture_decoding(runner, options, sizes.max_model_len)
     forget_trial_runs(list(frozen.values()))
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
-    tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model, fused)
+    tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model)
     return Loaded(model_dir, options, config, tokenizer, grammars, sizes, runner, frozen, tiles, graphs, packer)
 
 
@@ -134,20 +133,20 @@ def _tokenizer(model_dir: Path) -> Tokenizer | None:
 
 def _separate_rows(
     model: Decoder, frozen: dict[str, FrozenLinear], options: EngineOptions
-) -> tuple[FusedDecoder | None, dict[str, tuple[int, ...]]]:
-    """Makes every linear's rows independent of each other: (the model with fused ops, the heights of tiles).
+) -> dict[str, tuple[int, ...]]:
+    """Makes every linear's rows independent of each other, and joins what can be joined; the heights of tiles.
 
     Our CPU kernels are written to be and tested for it. Other products of a CPU are measured, and tiled where that is
     needed. On a GPU products choose their kernel by the number of rows, and tiles would cost most of its speed.
     """
     for layer in frozen.values():
         layer.make_rows_independent()
-    if torch.device(options.device).type == "cuda":
-        return fuse(model), {}
-    if own_products(options.device):
+    if torch.device(options.device).type != "cuda":
+        if not own_products(options.device):
+            return _measured_rows(model, frozen, options)
         use_own_products(model)
-        return fuse(model), {}
-    return None, _measured_rows(model, frozen, options)
+    model.join()
+    return {}
 
 
 def _measured_rows(

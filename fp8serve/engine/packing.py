@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8serve.engine.fused import FusedDecoder, Matrix
 from fp8serve.engine.invariant import OwnLinear
 from fp8serve.engine.memory import free_memory
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import is_packable
 from fp8serve.model.decoder import Decoder
+from fp8serve.model.fusing import Projections
 from fp8serve.model.mapped import let_go
 
 ROOM = 0.6  # of free memory may become packed weights; up to a quarter is the cache's
@@ -38,10 +38,10 @@ def worth_packing() -> bool:
 
 
 class Packable(Protocol):
-    """A weight [N, K] that can be read packed instead."""
+    """A weight [N, K] that can be read packed instead; None where that matrix is no more."""
 
     @property
-    def weight(self) -> Tensor: ...
+    def weight(self) -> Tensor | None: ...
     def pack(self, out: Tensor) -> None: ...
 
 
@@ -49,8 +49,9 @@ class Packer:
     """Packs matrices one by one, in the order in which a step reads them."""
 
     def __init__(self, matrices: Sequence[Packable]) -> None:
-        chosen = [matrix for matrix in matrices if is_packable(matrix.weight)]
-        size = sum(matrix.weight.nbytes for matrix in chosen)
+        weights = [matrix.weight for matrix in matrices]
+        chosen = [m for m, weight in zip(matrices, weights, strict=True) if weight is not None and is_packable(weight)]
+        size = sum(weight.nbytes for weight in weights if weight is not None and is_packable(weight))
         if size > free_memory() * ROOM:  # mapped weights of a model that is too large can be read again and again
             chosen, size = [], 0
         self._left, self._memory = deque(chosen), huge_pages(size)
@@ -67,20 +68,20 @@ class Packer:
 
     def _pack_next(self, matrix: Packable) -> None:
         weight = matrix.weight
+        if weight is None or not is_packable(weight):  # replaced since
+            return
         own, self._memory = self._memory[: weight.nbytes], self._memory[weight.nbytes :]
         matrix.pack(own.view(weight.dtype))
         let_go(weight)
 
 
-def packer_of(model: Decoder, fused: FusedDecoder | None) -> Packer:
+def packer_of(model: Decoder) -> Packer:
     """Of every linear that runs; a head that is the embedding too stays as it is. Nothing where packing has no use."""
     if not worth_packing():
         return Packer([])
-    head = model.lm_head
-    layers: list[nn.Module | Matrix] = [*fused.matrices(), head] if fused else list(model.modules())
     shared = model.model.embed_tokens.weight.data_ptr()
-    kinds = FrozenLinear | OwnLinear | Matrix
-    return Packer([layer for layer in layers if isinstance(layer, kinds) and layer.weight.data_ptr() != shared])
+    known = [matrix for matrix in model.matrices() if isinstance(matrix, FrozenLinear | OwnLinear | Projections)]
+    return Packer([matrix for matrix in known if matrix.weight is None or matrix.weight.data_ptr() != shared])
 
 
 def huge_pages(size: int) -> Tensor:

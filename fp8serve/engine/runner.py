@@ -1,7 +1,5 @@
 """A step's tensors (step.py) go through the model and come back as logits; decoding steps by CUDA graphs (graphs.py).
 
-Where `fused` could make a FusedDecoder of the model that one runs, else the decoder itself: same logits, fewer ops.
-
 The cache is one tensor of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim], in the model's
 own type or in E4M3 with one scale each per layer.
 """
@@ -16,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8serve.engine.fused import FusedDecoder, Heads, Rotation
-from fp8serve.engine.graphs import Buffers, Capture, GraphedDecode
+from fp8serve.engine.graphs import Buffers, Capture, GraphedDecode, Recorded
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.step import Queries, StepTensors, flatten
-from fp8serve.fp8 import attention
+from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.decoder import Decoder, Heads, Rotation
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
 _rotary_write_kv = torch.ops.fp8serve.rotary_write_kv.default
@@ -56,19 +53,19 @@ class Runner:
         block_size: int,
         cache_dtype: torch.dtype,
         scales: list[KvScale] | None = None,
-        fused: FusedDecoder | None = None,
     ) -> None:
-        """`scales`: one for each layer, when and only when `cache_dtype` is FP8. `fused`: runs instead of `model`."""
+        """`scales`: one for each layer, when and only when `cache_dtype` is FP8."""
         config = model.config
         self.model = model
         self.block_size = block_size
         self.device = next(model.parameters()).device
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.k_cache, self.v_cache = (_zeros(shape, cache_dtype, self.device) for _ in range(2))
-        self.fused = fused
         self._caches = list(zip(self.k_cache, self.v_cache, strict=True))  # of each layer
         self._scales = scales
         self.graphs: GraphedDecode | None = None
+        self._recorded: Recorded | None = None
+        self._captured_by: tuple[Capture, int, int] | None = None
 
     @torch.inference_mode()
     def run(self, work: list[Work]) -> Tensor:
@@ -76,22 +73,28 @@ class Runner:
 
         They may lie in a buffer that the next step overwrites.
         """
-        if self.graphs is not None and self.graphs.takes(work):
-            return self.graphs.run(work)
-        return self._compute(flatten(work, self.block_size, self.device))
+        if self.graphs is None or not self.graphs.takes(work):
+            return self._compute(flatten(work, self.block_size, self.device))
+        logits = self.graphs.run(work)
+        if self._recorded is not None and not self._recorded.is_current():
+            self.use_graphs(*self._captured_by)  # type: ignore[misc]  # there with the graphs
+            logits = self.graphs.run(work)
+        return logits
 
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
-        """From now on decoding steps are replayed. What `capture` raises is raised, and nothing has changed."""
+        """From now on decoding steps are replayed. What `capture` raises is raised; then none are."""
+        self.graphs = self._recorded = None
+        self._captured_by = capture, max_num_seqs, max_model_len
         buffers = Buffers(max_num_seqs, -(-max_model_len // self.block_size), self.device)
         with self._counting(buffers.live_rows):
             self.graphs = GraphedDecode(self._compute, capture, buffers, self.block_size)
+        self._recorded = Recorded(self.model)
 
     @contextmanager
     def _counting(self, live_rows: Tensor) -> Iterator[None]:
         """FP8 layers count the first `live_rows` rows of their inputs only."""
-        layers = [*self.model.modules(), *(self.fused.joined().values() if self.fused else ())]
-        frozen = [layer for layer in layers if isinstance(layer, FrozenLinear)]
+        frozen = [layer for layer in self.model.modules() if isinstance(layer, FrozenLinear)]
         for layer in frozen:
             layer.live_rows = live_rows
         try:
@@ -101,18 +104,8 @@ class Runner:
                 layer.live_rows = None
 
     def _compute(self, step: StepTensors) -> Tensor:
-        if self.fused is not None:
-            hidden = self.fused(step.token_ids, step.positions, step.last, partial(self._rotate_and_attend, step))
-        else:
-            hidden = self.model(step.token_ids, step.positions, partial(self._attend, step))
-            hidden = hidden if step.last is None else hidden[step.last]
-        return self.model.logits(hidden)
-
-    def _attend(self, step: StepTensors, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scale = self._scales[layer] if self._scales else None
-        scales = (scale.k, scale.v) if scale else (None, None)
-        attention.write_kv(k, v, *self._caches[layer], step.slots, *scales)
-        return self._paged(step.queries, layer, q)
+        attend = partial(self._rotate_and_attend, step)
+        return self.model.logits(self.model(step.token_ids, step.positions, attend, step.last))
 
     def _rotate_and_attend(
         self, step: StepTensors, layer: int, heads: Heads, rotation: Rotation, last: Tensor | None

@@ -65,7 +65,7 @@ def from_quantized(q: Tensor, scale: Tensor, columnwise: bool) -> Operand:
 def content_cast(spec: QuantSpec) -> tuple[Any, tuple[Any, ...]]:
     """(op, arguments): `op(x, *arguments)` casts x [M, K] by its own content to (q, scale_inv)."""
     name, more = _OPS[spec.granularity, spec.scale_format]
-    return getattr(torch.ops.fp8serve, name), (DTYPES[spec.element], *more)
+    return getattr(torch.ops.fp8serve, name).default, (DTYPES[spec.element], *more)
 
 
 def cast_by_content(x: Tensor, spec: QuantSpec) -> Quantized:

@@ -17,13 +17,18 @@ from torch.autograd.function import once_differentiable
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.ops import activation, norm
 
+# overloads are looked up once: through torch.ops a call takes a microsecond longer
+_rms_norm = torch.ops.fp8serve.rms_norm.default
+_silu_mul = torch.ops.fp8serve.silu_mul.default
+_rotary = torch.ops.fp8serve.rotary.default
+
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return cast(Tensor, torch.ops.fp8serve.rms_norm(x, weight, eps))
+        return cast(Tensor, _rms_norm(x, weight, eps))
 
     @staticmethod
     @once_differentiable
@@ -36,7 +41,7 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return cast(Tensor, torch.ops.fp8serve.silu_mul(gate, up))
+        return cast(Tensor, _silu_mul(gate, up))
 
     @staticmethod
     @once_differentiable
@@ -50,13 +55,13 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return cast(Tensor, torch.ops.fp8serve.rotary(x, cos, sin))
+        return cast(Tensor, _rotary(x, cos, sin))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return torch.ops.fp8serve.rotary(grad, cos, -sin), None, None
+        return _rotary(grad, cos, -sin), None, None
 
 
 def _apply(function: type[torch.autograd.Function], op: Any, *args: Any) -> Tensor:
@@ -70,7 +75,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != weight.dtype:
         return norm.rms_norm(x, weight, eps)
     flat = x.reshape(-1, x.shape[-1])
-    return _apply(_RmsNorm, torch.ops.fp8serve.rms_norm, flat, weight, eps).view(x.shape)
+    return _apply(_RmsNorm, _rms_norm, flat, weight, eps).view_as(x)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -78,11 +83,11 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if gate.dtype != up.dtype:
         return activation.silu_mul(gate, up)
     if gate.dim() == 2:
-        return _apply(_SiluMul, torch.ops.fp8serve.silu_mul, gate, up)
+        return _apply(_SiluMul, _silu_mul, gate, up)
     flat = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
-    return _apply(_SiluMul, torch.ops.fp8serve.silu_mul, *flat).view(gate.shape)
+    return _apply(_SiluMul, _silu_mul, *flat).view(gate.shape)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, D] turned by cos, sin [T, 1, D] of its dtype; dimension i is paired with i + D/2."""
-    return _apply(_Rotary, torch.ops.fp8serve.rotary, x, cos, sin)
+    return _apply(_Rotary, _rotary, x, cos, sin)

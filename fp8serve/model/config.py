@@ -1,9 +1,9 @@
 """The hyper-parameters we honour, read from `config.json`.
 
-Four published architectures are one decoder with switches: which projections carry a bias, whether queries and keys are
-normalised, which layers see only a window. Every key of the file is sorted into one of three: honoured (becomes a
-field), harmless (`config_keys`), or unknown. An unknown key that is set is an error, because a model that runs with one
-term of its maths missing looks healthy and answers wrongly.
+Published architectures are one decoder with switches: what the architecture fixes is a row of `families`, the rest is
+in the file. Every key of the file is sorted into one of three: honoured (becomes a field), harmless (`config_keys`), or
+unknown. An unknown key that is set is an error, because a model that runs with one term of its maths missing looks
+healthy and answers wrongly.
 
 transformers 5 writes `rope_parameters` and `dtype` where 4 wrote `rope_theta` + `rope_scaling` and `torch_dtype`: both
 are read. Defaults of omitted keys are those of transformers' class for the architecture. No torch here.
@@ -17,6 +17,7 @@ from typing import Any
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.config_keys import is_harmless
+from fp8serve.model.families import FAMILIES, Family
 from fp8serve.model.files import present, read_json, read_optional_json
 
 
@@ -69,45 +70,6 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         return float(self.head_dim**-0.5)
 
-
-@dataclass(frozen=True)
-class _Family:
-    """What is fixed by the architecture's class and not by the file. Defaults as in transformers' config classes."""
-
-    architecture: str
-    defaults: Mapping[str, Any]
-    qkv_bias: bool | None = None  # None: the file's `attention_bias`, which then also covers o
-    qk_norm: bool = False
-    optional: frozenset[str] = frozenset()  # further keys this family honours
-
-
-_COMMON: dict[str, Any] = {
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-    "mlp_bias": False, "head_dim": None, "num_key_value_heads": None, "sliding_window": None, "bos_token_id": None,
-    "eos_token_id": None, "max_position_embeddings": 2048, "vocab_size": 32000, "use_sliding_window": True,
-    "max_window_layers": 0, "layer_types": None,
-}  # fmt: skip
-_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
-_QWEN = {"max_position_embeddings": 32768, "vocab_size": 151936, "use_sliding_window": False, "sliding_window": 4096,
-         "max_window_layers": 28, "num_key_value_heads": 32}  # fmt: skip
-_WINDOWED = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
-
-FAMILIES: dict[str, _Family] = {
-    "llama": _Family("LlamaForCausalLM", _COMMON | _SPECIAL, optional=frozenset({"attention_bias", "mlp_bias"})),
-    "mistral": _Family(
-        "MistralForCausalLM",
-        _COMMON | _SPECIAL | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        qkv_bias=False,
-        optional=frozenset({"sliding_window"}),
-    ),
-    "qwen2": _Family("Qwen2ForCausalLM", _COMMON | _QWEN, qkv_bias=True, optional=_WINDOWED),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM",
-        _COMMON | _QWEN | {"head_dim": 128},
-        qk_norm=True,
-        optional=_WINDOWED | {"attention_bias"},
-    ),
-}
 
 _HONOURED = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -180,7 +142,7 @@ def parse_config(
     )
 
 
-def _family(raw: Mapping[str, Any], where: str) -> _Family:
+def _family(raw: Mapping[str, Any], where: str) -> Family:
     family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
     if family is None or (names and names != [family.architecture]):
         found = names[0] if isinstance(names, list) and names else raw.get("model_type")
@@ -189,7 +151,7 @@ def _family(raw: Mapping[str, Any], where: str) -> _Family:
     return family
 
 
-def _refuse_unknown(raw: Mapping[str, Any], family: _Family, where: str) -> None:
+def _refuse_unknown(raw: Mapping[str, Any], family: Family, where: str) -> None:
     for key, value in raw.items():
         if key not in _HONOURED and key not in family.optional and not is_harmless(key, value):
             raise ModelError(
@@ -201,7 +163,7 @@ def _refuse_unknown(raw: Mapping[str, Any], family: _Family, where: str) -> None
 class _Reader:
     """Typed access to the file's keys with the family's defaults; every complaint names file, key and value."""
 
-    def __init__(self, raw: Mapping[str, Any], family: _Family, where: str) -> None:
+    def __init__(self, raw: Mapping[str, Any], family: Family, where: str) -> None:
         self.raw, self.family, self.where = raw, family, where
 
     def __call__(self, key: str) -> Any:
@@ -272,7 +234,7 @@ def _windows(get: _Reader, layers: int, where: str) -> tuple[int | None, ...]:
     if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
         raise ModelError(f"{where}: layer_types is not {layers} of 'full_attention' and 'sliding_attention'.")
     windows = tuple(window if t == "sliding_attention" else None for t in types)
-    uniform = "max_window_layers" not in get.family.optional  # transformers gives all layers of the family the window
+    uniform = get.family.uniform_window
     if windows.count(None) != types.count("full_attention") or (uniform and set(windows) != {window}):
         raise ModelError(f"{where}: layer_types contradicts sliding_window {window} of {get.family.architecture}.")
     return windows

@@ -28,9 +28,10 @@ from fp8serve.errors import ModelError, RecipeError, ScalesError
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.config import FAMILIES, parse_config
+from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
+from fp8serve.model.families import FAMILIES
 from fp8serve.model.files import check_absent, regular_file, write_json
 from fp8serve.model.scales import ScalingCheckpoint, TensorScale
 

@@ -1,39 +1,49 @@
 """One decoder-only transformer that is Llama, Mistral, Qwen2 and Qwen3 by configuration.
 
+It is written once, for calibration, training and serving. What differs between these is which linears its projections
+are, and each piece of a layer runs them the best way it can (fusing.py); and how a token attends to earlier ones (a
+paged cache, or the other tokens of the same call), which is the caller's `attend`: this file knows no cache. Windows
+are the caller's too: `config.layer_windows`.
+
 Tokens of all sequences arrive flattened: there is no batch dimension and no padding, so a linear layer sees one matrix
-`[tokens, hidden]`. What differs between training, calibration and serving is only how a token attends to earlier ones
-(a paged cache, or the other tokens of the same call); that is the caller's `attend`, and this file knows no cache.
+`[tokens, hidden]`. Module and parameter names equal those in Hugging Face files
+(`model.layers.0.self_attn.q_proj.weight`). Sums of squares and angles are computed in FP32 and rounded where
+transformers rounds: with the reference ops BF16 logits are the same to the bit, with kernels up to the order in which a
+norm adds its squares and the last bit of an exponential.
 
-    attend(layer, q [T, heads, head_dim], k [T, kv_heads, head_dim], v [T, kv_heads, head_dim]) -> [T, heads, head_dim]
-
-q and k come with rotary position applied. Windows are the caller's too: `config.layer_windows`. Module and parameter
-names equal those in Hugging Face files (`model.layers.0.self_attn.q_proj.weight`). Sums of squares and angles are
-computed in FP32 and rounded where transformers rounds: with the reference ops BF16 logits are the same to the bit, with
-kernels up to the order in which a norm adds its squares and the last bit of an exponential.
+Logits are wanted of few rows in serving: the last token of each prompt that is complete, and every decoding one. The
+last layer takes the keys and values of all, and computes the rest for these rows (`last`) alone, as do the final norm
+and the head; where there are none, it ends there. Rows do not depend on each other, so that changes no bit, but the
+linears in `pruned_names` see and count no other rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.elementwise import rms_norm, rotary, silu_mul
+from fp8serve.fp8.elementwise import rotary
 from fp8serve.model.config import ModelConfig
+from fp8serve.model.fusing import Projections, RMSNorm, add_gated, add_projection, direct
 from fp8serve.model.rotary import Rotary
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
+Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
+# attend(layer, heads, rotation, last) -> [T, heads, head_dim]: rotates q and k, and attends; where `last` int64 [R] is
+# not None only the queries of these rows do -> [R, heads, head_dim]
+Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; the mean square in FP32, the product with `weight` in x's dtype."""
+def rotated(mix: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Attend:
+    """An `attend` by mix(layer, q, k, v), which gets q and k with rotary position applied; differentiable if it is."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+    def attend(layer: int, heads: Heads, rotation: Rotation, last: Tensor | None) -> Tensor:
+        q, k, v = heads
+        mixed = mix(layer, rotary(q, *rotation), rotary(k, *rotation), v)
+        return mixed if last is None else mixed[last]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    return attend
 
 
 class Attention(nn.Module):
@@ -47,18 +57,28 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        for name in ("q_norm", "k_norm"):
+            self.register_module(name, RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None)
+        self.qkv = Projections(self, "q_proj", "k_proj", "v_proj")
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        mixed = attend(self.layer, rotary(q, *rotation), rotary(k, *rotation), v)
-        return self.o_proj(mixed.reshape(len(x), -1)).to(x.dtype)  # type: ignore[no-any-return]  # FP32 under fp8_mha
+    def forward(
+        self, x: Tensor, norm: nn.Module, rotation: Rotation, attend: Attend, last: Tensor | None = None
+    ) -> Tensor:
+        """x [T, hidden] plus attention over norm(x); where `last` [R] is not None, [R, hidden] of these rows."""
+        mixed = attend(self.layer, self._heads(x, norm), rotation, last)
+        if last is not None:
+            x = x[last]
+            if x.size(0) == 0:
+                return x
+        return add_projection(x, self._modules["o_proj"], mixed.reshape(x.size(0), -1))  # type: ignore[arg-type]
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(len(x), -1, self.head_dim)  # [T, heads * head_dim] -> [T, heads, head_dim]
+    def _heads(self, x: Tensor, norm: nn.Module) -> Heads:
+        tokens, head_dim = x.size(0), self.head_dim
+        q, k, v = [part.view(tokens, -1, head_dim) for part in self.qkv(x, norm)]
+        q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
+        if q_norm is not None and k_norm is not None:
+            q, k = direct(q_norm)(q), direct(k_norm)(k)
+        return q, k, v
 
 
 class MLP(nn.Module):
@@ -69,9 +89,12 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up = Projections(self, "gate_proj", "up_proj")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """x [T, hidden] plus the MLP of norm(x)."""
+        gate, up = self.gate_up(x, norm)
+        return add_gated(x, self._modules["down_proj"], gate, up)  # type: ignore[arg-type]
 
 
 class Layer(nn.Module):
@@ -84,9 +107,13 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend, last: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> the same; where `last` [R] is not None, [R, hidden] of these rows."""
+        modules: dict[str, nn.Module] = self._modules  # type: ignore[assignment]  # of a layer all are there
+        x = direct(modules["self_attn"])(x, modules["input_layernorm"], rotation, attend, last)
+        if last is not None and x.size(0) == 0:
+            return x
+        return direct(modules["mlp"])(x, modules["post_attention_layernorm"])  # type: ignore[no-any-return]
 
 
 class Backbone(nn.Module):
@@ -99,12 +126,13 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
         x = self.embed_tokens(token_ids)
         rotation = self.rotary.cos_sin(positions, x.dtype)
-        for layer in self.layers:
-            x = layer(x, rotation, attend)
-        return self.norm(x)  # type: ignore[no-any-return]
+        *earlier, final = self.layers
+        for layer in earlier:
+            x = direct(layer)(x, rotation, attend)
+        return self.norm(direct(final)(x, rotation, attend, last))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -130,9 +158,27 @@ class Decoder(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """token_ids, positions integer [T] -> hidden [T, hidden], after the final norm."""
-        return self.model(token_ids, positions, attend)  # type: ignore[no-any-return]
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
+        """token_ids, positions integer [T] -> hidden [R, hidden] of the rows `last` int64 [R], after the final norm.
+
+        None: of all T.
+        """
+        return self.model(token_ids, positions, attend, last)  # type: ignore[no-any-return]
+
+    def join(self) -> None:
+        """For serving: q, k, v and gate, up of each layer become one matrix where they can (fp8/joined.py)."""
+        layers: Any = self.model.layers
+        for layer in layers:
+            layer.self_attn.qkv.join()
+            layer.mlp.gate_up.join()
+
+    def matrices(self) -> Iterator[nn.Module | Projections]:
+        """What a step multiplies by, in the order in which it does; what is joined as one."""
+        layers: Any = self.model.layers
+        for layer in layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            yield from (*attention.qkv.matrices(), attention.o_proj, *mlp.gate_up.matrices(), mlp.down_proj)
+        yield self.lm_head
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> FP32 [T, vocab]: computed in the weights' dtype, then widened, as transformers does."""
@@ -143,3 +189,9 @@ def linear_names(model: nn.Module) -> list[str]:
     """Names of the projections that FP8 may run: the seven of every layer, not `lm_head`. In the model's order."""
     suffixes = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     return [name for name, _ in model.named_modules() if name.endswith(suffixes)]
+
+
+def pruned_names(config: ModelConfig) -> list[str]:
+    """Names of the linears that see no rows but `last`: those behind the attention of the last layer."""
+    behind = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    return [f"model.layers.{config.num_layers - 1}.{name}" for name in behind]

@@ -4,7 +4,7 @@
 paths, headers larger than any model's, shard names in the index that leave the directory, links to elsewhere, and
 tensors that the index promises but the shards do not hold. A tensor is a view of the mapped file: nothing is copied
 until it is used, so a model larger than memory can be walked through layer by layer. All tensors of a file are views of
-one mapping, so that neighbours can be seen as one matrix (engine/fused.py); one that lies at an address its type does
+one mapping, so that neighbours can be seen as one matrix (fp8/joined.py); one that lies at an address its type does
 not allow is copied.
 
 A directory that we write has an index even when all its weights lie in one file, because vLLM and SGLang take every

@@ -19,7 +19,7 @@ from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, unreduced
 from fp8serve.fp8.stateful import Stateful
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.decoder import Decoder, rotated
 from fp8serve.train.batch import Batch
 
 
@@ -38,7 +38,7 @@ class Network(nn.Module):
             options = config.softmax_scale, config.layer_windows[layer]
             return self.attention[layer](q, k, v, batch.lengths, *options)  # type: ignore[no-any-return]
 
-        hidden = self.decoder(batch.token_ids, batch.positions, attend)
+        hidden = self.decoder(batch.token_ids, batch.positions, rotated(attend))
         return self.decoder.logits(hidden[batch.predict])
 
 

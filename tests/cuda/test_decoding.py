@@ -8,14 +8,15 @@ from torch import Tensor
 
 pytest.importorskip("numpy")
 
-from fp8serve.engine import fused, runner
-from fp8serve.engine.fused import fuse
+from fp8serve.engine import runner
 from fp8serve.engine.graphs import CudaCapture
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.request import Request, SamplingParams, Sequence
 from fp8serve.engine.runner import KvScale, Runner
 from fp8serve.engine.sampler import sample
 from fp8serve.engine.scheduler import Scheduler
+from fp8serve.fp8 import elementwise
+from fp8serve.fp8 import frozen as frozen_layers
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
@@ -23,7 +24,7 @@ from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.config import parse_config
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.decoder import Decoder, linear_names, rotated
 from tests.cuda import emulated
 from tests.cuda.conftest import on_both
 
@@ -69,8 +70,9 @@ class Tiny:
     ) -> None:
         """`budget`: tokens in a step; with 64 every prompt is whole in the first."""
         decoder, one = frozen(device, recipe), torch.ones((), device=device)
+        decoder.join()
         scales = [KvScale(8 * one, 8 * one, one / 8, one / 8)] * 2 if cache.itemsize == 1 else None
-        self.runner = Runner(decoder, 40, 16, cache, scales, fuse(decoder))
+        self.runner = Runner(decoder, 40, 16, cache, scales)
         self.budget = budget
         self.logits: list[Tensor] = []
 
@@ -117,8 +119,9 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
         pytest.skip("no C++ compiler")
     kernels = emulated.ops()
     taken = {
-        fused: ("norm rms_norm", "norm_quantize rms_norm_quantize", "silu_mul silu_mul", "quantize quantize",
-                "silu_mul_quantize silu_mul_quantize", "scaled_mm scaled_mm", "scaled_mm_add scaled_mm_add"),
+        frozen_layers: ("norm rms_norm", "norm_quantize rms_norm_quantize", "silu_mul silu_mul", "quantize quantize",
+                        "silu_mul_quantize silu_mul_quantize", "scaled_mm scaled_mm", "scaled_mm_add scaled_mm_add"),
+        elementwise: ("rms_norm rms_norm",),
         runner: ("rotary_write_kv rotary_write_kv", "paged_attention paged_attention"),
     }  # fmt: skip
     for module, names in taken.items():
@@ -170,7 +173,8 @@ def gradients(device: str, recipe: str) -> dict[str, Tensor]:
     for _ in range(2):
         decoder.zero_grad()
         with autocast(recipe=how):
-            hidden = decoder(tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v, lengths, 64**-0.5))
+            attend = rotated(lambda layer, q, k, v: causal_attention(q, k, v, lengths, 64**-0.5))
+            hidden = decoder(tokens, positions, attend)
             logits = decoder.logits(hidden)  # type: ignore[operator]
         torch.nn.functional.cross_entropy(logits, tokens.roll(-1)).backward()
     return {name: p.grad.detach().double().cpu() for name, p in decoder.named_parameters() if p.grad is not None}

@@ -51,25 +51,24 @@ def test_nothing_left_is_a_sentence(gpu_with: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
 def test_the_plan_follows_the_largest_step(model_dir: Path, gpu_with: Callable[..., None], recipe: str) -> None:
-    """The step itself runs, here on the CPU, through the fused decoder and the plain one."""
+    """The step itself runs, here on the CPU, by fused ops and by plain ones."""
     gpu_with(GIB, GIB, step=1000)
     engine = Engine(model_dir, recipe=recipe)
     runner, options = engine.loaded.runner, on_gpu(gpu_memory=1, max_num_seqs=4)
-    assert (runner.fused is None) == (recipe == "bf16")
-    found = plan_on_gpu(runner.model, runner.fused, engine.loaded.config, options, torch.bfloat16)
+    found = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
     assert (found.num_blocks, found.max_model_len) == (4 * 8, 128)
     gpu_with(memory.ATTENTION_PARTS + 2000 + 5 * found.block_bytes + 1, GIB, step=1000)
-    found = plan_on_gpu(runner.model, runner.fused, engine.loaded.config, options, torch.bfloat16)
+    found = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
     assert (found.num_blocks, found.max_model_len) == (5, 80)
     with pytest.raises(RequestError, match="4096 is beyond the 128 tokens"):
-        plan_on_gpu(runner.model, None, engine.loaded.config, on_gpu(max_model_len=4096), torch.bfloat16)
+        plan_on_gpu(runner.model, engine.loaded.config, on_gpu(max_model_len=4096), torch.bfloat16)
 
 
 def test_the_largest_step_has_all_tokens_and_sequences(model_dir: Path) -> None:
     runner = Engine(model_dir, recipe="rowwise").loaded.runner
     seen: list[int] = []
     handle = runner.model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    found = largest_step(runner.model, runner.fused, EngineOptions(max_num_seqs=3, max_batch_tokens=70))
+    found = largest_step(runner.model, EngineOptions(max_num_seqs=3, max_batch_tokens=70))
     handle.remove()
     assert (seen, tuple(found.shape)) == ([70], (3, 260))
 

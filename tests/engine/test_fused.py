@@ -1,9 +1,9 @@
-"""Fused ops give the logits of the plain decoder, bit for bit, and keep its names and counters.
+"""Joined layers and fused ops give the logits of layers that are called one by one, bit for bit, and their counters.
 
 The last layer's rows whose logits nobody wants are left out, and nobody can tell.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8serve.engine import runner as runner_module
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.fused import Attend, Matrix, _join, fuse
 from fp8serve.engine.invariant import own_products
 from fp8serve.engine.request import Request, SamplingParams, Sequence
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.scheduler import Work
+from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.joined import Joined, can_join
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.decoder import Attend
 
-from .tiny import ARCHITECTURES, write_model, write_scales
+from .tiny import ARCHITECTURES, call_each_layer, write_model, write_scales
 
 pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512, "head_dim": 128}
@@ -64,26 +65,24 @@ def logits_of_every_step(engine: Engine, prompts: list[list[int]], tokens: int) 
 def assert_fused_equals_plain(path: Path, mode: str, tokens: int, **model: Any) -> None:
     prompts = [[256, *b"Once upon a time"], list(range(1, 90))]
     fused, plain = make(path, mode, **model), make(path, mode, **model)
-    assert fused.loaded.runner.fused is not None
-    plain.loaded.runner.fused = None
+    assert all(joined(fused).values())
+    call_each_layer(plain)
     found, expected = (logits_of_every_step(engine, prompts, tokens) for engine in (fused, plain))
     assert len(found) == len(expected) > tokens
     assert all(map(torch.equal, found, expected))
-    assert_watched_alike(fused, plain)
+    assert not any(joined(plain).values())
+    assert [r["amax"] for r in fused.scales()] == [r["amax"] for r in plain.scales()]
 
 
-LAST = ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+def joined(engine: Engine) -> dict[str, bool]:
+    """Whether the projections of each input are one matrix now."""
+    layers: Any = engine.loaded.runner.model.model.layers
+    groups = {f"{i}.{name}": group for i, layer in enumerate(layers) for name, group in groups_of(layer).items()}
+    return {name: group.weight is not None for name, group in groups.items()}
 
 
-def assert_watched_alike(fused: Engine, plain: Engine) -> None:
-    """What the last layer leaves out it does not see."""
-    pruned = [f"model.layers.1.{name}" for name in LAST]
-    for found, expected in zip(fused.scales(), plain.scales(), strict=True):
-        assert found["name"] == expected["name"]
-        if found["name"] not in pruned:
-            assert found["amax"] == expected["amax"]
-        elif found["input"] == "stored":
-            assert 0 < found["amax"] <= expected["amax"]
+def groups_of(layer: Any) -> dict[str, Any]:
+    return {"qkv": layer.self_attn.qkv, "gate_up": layer.mlp.gate_up}
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -135,26 +134,26 @@ def sequence(seed: int, prompt: int, blocks: Iterator[int]) -> Sequence:
     return seq
 
 
-def unpruned(runner: Runner) -> Callable[..., Tensor]:
-    """The fused decoder that computes every row of every layer, and drops rows at the end."""
-    fused = runner.fused
-    assert fused is not None
+def prune_nothing(runner: Runner) -> None:
+    """The decoder computes every row of every layer, and drops rows at the end."""
+    forward = runner.model.forward
 
-    def run(token_ids: Tensor, positions: Tensor, last: Tensor | None, attend: Attend) -> Tensor:
-        hidden = fused(token_ids, positions, None, attend)
+    def all_rows(token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
+        hidden = forward(token_ids, positions, attend)
         return hidden if last is None else hidden[last]
 
-    return run
+    runner.model.forward = all_rows  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_rows_that_are_left_out_change_no_bit(tmp_path: Path, mode: str, model_type: str) -> None:
-    """Logits and caches, against the plain decoder and against all rows of all layers; every step's."""
-    pruned, every, plain = (
-        make(tmp_path / "model", mode, model_type, max_position_embeddings=1024).loaded.runner for _ in range(3)
-    )
-    every.fused, plain.fused = unpruned(every), None  # type: ignore[assignment]
+    """Logits and caches, against all rows of all layers, fused and each layer by itself; every step's."""
+    engines = [make(tmp_path / "model", mode, model_type, max_position_embeddings=1024) for _ in range(3)]
+    pruned, every, plain = (engine.loaded.runner for engine in engines)
+    call_each_layer(engines[2])
+    prune_nothing(every)
+    prune_nothing(plain)
     for work in mixed_steps():
         found = pruned.run(work)
         assert len(found) == sum(item.samples for item in work)
@@ -169,22 +168,26 @@ class Spy:
     """How many rows each product of each layer was given, and how many queries attended."""
 
     def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert runner.fused is not None
+        layers: Any = runner.model.model.layers
         self.names = {
-            id(getattr(layer, name).layer): (layer.index, name)
-            for layer in runner.fused._layers
-            for name in ("qkv", "o", "gate_up", "down")
+            id(product): (i, name)
+            for i, layer in enumerate(layers)
+            for name, product in {
+                **{name: group._joined for name, group in groups_of(layer).items()},
+                "o": layer.self_attn.o_proj,
+                "down": layer.mlp.down_proj,
+            }.items()
         }
         self.rows: dict[tuple[int, str], int] = {}
         self.queries: list[int] = []
-        product, product_onto, paged = Matrix.product, Matrix.product_onto, runner_module._paged_attention
-        monkeypatch.setattr(Matrix, "product", lambda m, q, *rest: product(m, self.see(m, q), *rest))
-        monkeypatch.setattr(Matrix, "product_onto", lambda m, x, q, *rest: product_onto(m, x, self.see(m, q), *rest))
+        together, onto, paged = Joined.__call__, FrozenLinear.product_onto, runner_module._paged_attention
+        monkeypatch.setattr(Joined, "__call__", lambda m, x, *rest: together(m, self.see(m, x), *rest))
+        monkeypatch.setattr(FrozenLinear, "product_onto", lambda m, x, *rest: onto(m, self.see(m, x), *rest))
         monkeypatch.setattr(runner_module, "_paged_attention", lambda q, *rest: paged(self.attending(q), *rest))
 
-    def see(self, matrix: Matrix, q: Tensor) -> Tensor:
-        self.rows[self.names[id(matrix.layer)]] = len(q)
-        return q
+    def see(self, product: Joined | FrozenLinear, x: Tensor) -> Tensor:
+        self.rows[self.names[id(product)]] = len(x)
+        return x
 
     def attending(self, q: Tensor) -> Tensor:
         self.queries.append(len(q))
@@ -238,9 +241,7 @@ def test_a_decoding_step_pays_nothing_for_it(tmp_path: Path) -> None:
 def test_shares_are_of_the_rows_that_were_seen(tmp_path: Path) -> None:
     """By scales at which everything but zero is cut off, the share is one, of whole prompts or of few rows."""
     engine = make(tmp_path / "model", "delayed")
-    runner = engine.loaded.runner
-    assert runner.fused is not None
-    for layer in (*engine.loaded.frozen.values(), *runner.fused.joined().values()):
+    for layer in engine.loaded.frozen.values():
         layer.input_scale.fill_(1e30)  # type: ignore[union-attr]
         layer.input_scale_inv.fill_(1 / 448)  # type: ignore[union-attr]  # what is cut off becomes one
     engine.generate([list(range(1, 90)), [7, 8, 9]], temperature=0.0, max_new_tokens=3, ignore_eos=True)
@@ -256,7 +257,7 @@ def test_odd_sizes(tmp_path: Path) -> None:
 
 def test_blocks_that_do_not_fit_are_not_joined(tmp_path: Path) -> None:
     engine = make(tmp_path / "model", "block", hidden_size=72, intermediate_size=100)
-    assert engine.loaded.runner.fused is None
+    assert joined(engine) == {"0.qkv": True, "0.gate_up": False, "1.qkv": True, "1.gate_up": False}
     assert len(engine.generate([[1, 2]], temperature=0.0, max_new_tokens=3)[0].token_ids) == 3
 
 
@@ -270,32 +271,38 @@ def test_projections_with_scales_of_their_own_are_not_joined(tmp_path: Path) -> 
     with safe_open(scales, "pt") as file:
         save_file(tensors, scales, file.metadata())
     engine = Engine(tmp_path / "model", recipe=DelayedScaling(), scales=scales)
-    assert engine.loaded.runner.fused is None
+    assert joined(engine) == {"0.qkv": True, "0.gate_up": True, "1.qkv": False, "1.gate_up": True}
 
 
-def test_a_bf16_model_is_not_fused(tmp_path: Path) -> None:
-    assert fuse(load_servable(write_model(tmp_path / "model"), recipe="bf16")) is None
+def test_a_bf16_model_is_not_joined(tmp_path: Path) -> None:
+    assert not any(joined(Engine(write_model(tmp_path / "model"), recipe="bf16")).values())
 
 
 def frozen(weight: Tensor) -> FrozenLinear:
     return FrozenLinear(weight.to(torch.float8_e4m3fn), torch.tensor(0.5), None, torch.tensor(2.0))
 
 
+def join(*parts: FrozenLinear) -> Joined:
+    assert can_join(parts)
+    return Joined({str(i): part for i, part in enumerate(parts)})
+
+
 def test_weights_that_lie_side_by_side_are_not_copied() -> None:
     whole = torch.randn(12, 8).to(torch.float8_e4m3fn)
     parts = [FrozenLinear(piece, torch.tensor(0.5), None, torch.tensor(2.0)) for piece in whole.split([4, 8])]
-    joined = _join(parts)
-    assert joined.weight_q.data_ptr() == whole.data_ptr()
-    assert joined.weight_q.shape == whole.shape
+    together = join(*parts)
+    assert together.weight.data_ptr() == whole.data_ptr()
+    assert together.weight.shape == whole.shape
 
 
 def test_others_are_copied_once_and_stay_views() -> None:
     parts = [frozen(torch.randn(rows, 8)) for rows in (4, 8, 2)]
     before = [part.weight_q.float() for part in parts]
-    joined = _join(parts)
-    x = torch.randn(3, 8)
-    assert torch.equal(joined(x), torch.cat([part(x) for part in parts], 1))
-    for part, values in zip(parts, before, strict=True):
+    together = join(*parts)
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    found = together(x, weight, 1e-6)
+    for part, values, y in zip(parts, before, found, strict=True):
+        assert torch.equal(part(rms_norm(x, weight, 1e-6)), y)
         assert torch.equal(part.weight_q.float(), values)
-        assert part.weight_q.untyped_storage().data_ptr() == joined.weight_q.untyped_storage().data_ptr()
-        assert part.amax is joined.amax
+        assert part.weight_q.untyped_storage().data_ptr() == together.weight.untyped_storage().data_ptr()
+        assert part.amax is parts[0].amax

@@ -48,17 +48,12 @@ class FakeGraphs:
 def engine(model_dir: Path, graphs: Any = None, **options: Any) -> Engine:
     made = Engine(model_dir, **{"recipe": "rowwise", "max_num_seqs": 6, **options})
     if graphs is not None:
-        graphs.layers = _layers(made)
+        made.pack_weights()  # which replaces weights, and is not done where there are graphs
+        graphs.layers = list(made.loaded.frozen.values())
         made.loaded.runner.use_graphs(graphs, 6, made.limits.max_model_len)
         for layer in made.loaded.frozen.values():
             layer.reset_counters()
     return made
-
-
-def _layers(made: Engine) -> list[FrozenLinear]:
-    runner = made.loaded.runner
-    joined = runner.fused.joined().values() if runner.fused else ()
-    return [*made.loaded.frozen.values(), *joined]
 
 
 def test_sizes_grow_by_at_most_eight() -> None:
@@ -105,9 +100,38 @@ def test_what_fills_a_batch_up_is_not_counted(model_dir: Path, tmp_path: Path) -
     scales = {"recipe": DelayedScaling(), "scales": write_scales(model_dir, tmp_path / "scales")}
     made, plain = engine(model_dir, FakeGraphs(), **scales), engine(model_dir, **scales)
     for one in (made, plain):
-        for scale in {id(layer.input_scale): layer.input_scale for layer in _layers(one)}.values():
+        for scale in {id(layer.input_scale): layer.input_scale for layer in one.loaded.frozen.values()}.values():
             scale.mul_(50)  # type: ignore[union-attr]
         one.generate(PROMPTS[:3], max_new_tokens=9, seed=1, ignore_eos=True)
     assert made.scales() == plain.scales()
     assert sum(record["saturated"] for record in made.scales()) > 0
     assert all(layer.live_rows is None for layer in made.loaded.frozen.values())
+
+
+def test_replaced_weights_are_captured_anew(model_dir: Path) -> None:
+    """What is written to lies where the capture read it."""
+    graphs = FakeGraphs()
+    made, plain = engine(model_dir, graphs), engine(model_dir)
+    once = list(graphs.captured)
+    sampling: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+
+    def answers(prompt: list[int]) -> list[list[int]]:
+        return [list(one.generate([prompt], **sampling)[0].token_ids) for one in (made, plain)]
+
+    def layers() -> list[FrozenLinear]:
+        return [one.loaded.frozen["model.layers.0.self_attn.q_proj"] for one in (made, plain)]
+
+    before = answers([1, 2, 3])
+    for layer in layers():
+        layer.weight_q.view(torch.uint8).bitwise_xor_(0x80)
+    written = answers([1, 2, 3, 4])
+    assert graphs.captured == once
+    for layer in layers():
+        layer.weight_q = layer.weight_q.view(torch.uint8).flip(0).view(layer.weight_q.dtype)
+    replaced = answers([1, 2, 3, 4, 5])
+    assert graphs.captured == once * 2
+    for layer in layers():
+        layer.weight_scale_inv.data = layer.weight_scale_inv * 2
+    moved = answers([1, 2, 3, 4, 5, 6])
+    assert graphs.captured == once * 3
+    assert all(ours == theirs for ours, theirs in (before, written, replaced, moved))

@@ -14,7 +14,7 @@ from fp8serve.engine.invariant import own_products
 from fp8serve.fp8.ops import LEVELS
 
 from .long_greedy import CONTEXT, MODES, NEW, PROMPTS, TEXT, engine, tokens
-from .tiny import write_model, write_scales
+from .tiny import call_each_layer, write_model, write_scales
 
 pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
 # Before torch loads the library, so that every op is the reference.
@@ -87,10 +87,10 @@ def test_all_at_once_alone_and_from_the_cache(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_the_plain_decoder(mode: str, model: Path, expected: dict[str, list[list[int]]]) -> None:
+def test_every_layer_by_itself(mode: str, model: Path, expected: dict[str, list[list[int]]]) -> None:
     """Op by op, where serving runs joined ones."""
     runner = engine(model, mode)
-    runner.loaded.runner.fused = None
+    call_each_layer(runner)
     assert tokens(runner, PROMPTS[:2]) == expected[mode][:2]
 
 

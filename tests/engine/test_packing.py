@@ -92,16 +92,17 @@ def test_the_models_layers_read_the_same_memory(tmp_path: Path) -> None:
     """Joined or not, a weight is in memory once."""
     engine = make(tmp_path / "model", "delayed")
     engine.pack_weights()
-    fused, model = engine.loaded.runner.fused, engine.loaded.runner.model
-    assert fused is not None
-    layer = model.model.layers[0]
-    q, k = layer.self_attn.q_proj, layer.self_attn.k_proj  # type: ignore[union-attr]
-    joined = fused.joined()["layers.0.qkv"]
-    assert q.weight_q.data_ptr() == joined.weight_q.data_ptr()  # type: ignore[union-attr]
-    assert k.weight_q.data_ptr() == q.weight_q.data_ptr() + q.weight_q.nbytes  # type: ignore[union-attr, operator]
-    x = torch.randn(3, q.in_features).bfloat16()  # type: ignore[union-attr, arg-type]
-    together = joined(x)
-    assert torch.equal(q(x), together[:, : q.out_features])  # type: ignore[operator, misc]
+    layer: Any = engine.loaded.runner.model.model.layers[0]
+    attention = layer.self_attn
+    q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+    joined = attention.qkv.weight
+    assert q.weight_q.data_ptr() == joined.data_ptr()
+    assert k.weight_q.data_ptr() == q.weight_q.data_ptr() + q.weight_q.nbytes
+    x = torch.randn(3, q.in_features).bfloat16()
+    with torch.inference_mode():
+        together = attention.qkv(x, layer.input_layernorm)
+        alone = [part(layer.input_layernorm(x)) for part in (q, k, v)]
+    assert all(map(torch.equal, alone, together))
 
 
 def test_a_head_that_is_the_embedding_stays(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.invariant import RowIndependent
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder, linear_names
@@ -52,6 +54,13 @@ def write_tokenizer(path: Path) -> None:
     backend.add_special_tokens(["<s>", "</s>"])
     backend.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+
+
+def call_each_layer(engine: Engine) -> None:
+    """From now on every FP8 layer of `engine` is called as a module: nothing is joined, no op is fused."""
+    model = engine.loaded.runner.model
+    for name, layer in engine.loaded.frozen.items():
+        model.set_submodule(name, RowIndependent(layer, ()))
 
 
 def write_scales(path: Path, out: Path, *, kv: bool = False) -> Path:

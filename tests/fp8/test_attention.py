@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fp8serve.fp8.attention import causal_attention, paged_attention, write_kv
 from fp8serve.fp8.ops import Case, cases, reference
-from fp8serve.fp8.ops.attention import attend
 
 
 def formula(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8serve.fp8.ops import reference
-from fp8serve.model import decoder
+from fp8serve.model import fusing
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder, linear_names
 from tests.model.oracle import MODELS, all_logits, make_model
@@ -40,8 +40,8 @@ def both_logits(kind: str, dtype: torch.dtype, path: Path) -> tuple[torch.Tensor
 def test_logits_of_the_reference_equal_transformers(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder, "rms_norm", reference.rms_norm)
-    monkeypatch.setattr(decoder, "silu_mul", reference.silu_mul)
+    monkeypatch.setattr(fusing, "rms_norm", reference.rms_norm)
+    monkeypatch.setattr(fusing, "silu_mul", reference.silu_mul)
     actual, expected = both_logits(kind, dtype, tmp_path)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 

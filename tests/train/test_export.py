@@ -17,7 +17,7 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, Format
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.decoder import Decoder, rotated
 from fp8serve.train import checkpoint, state
 from fp8serve.train.batch import Batch, collate
 from fp8serve.train.export import export
@@ -44,7 +44,7 @@ def served_logits(model: Decoder, batch: Batch) -> Tensor:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal_attention(q, k, v, batch.lengths, model.config.softmax_scale)
 
-    return model.logits(model(batch.token_ids, batch.positions, attend)[batch.predict])
+    return model.logits(model(batch.token_ids, batch.positions, rotated(attend))[batch.predict])
 
 
 @pytest.mark.parametrize("place", ["model", "optimizer"])

@@ -1,0 +1,116 @@
+"""The pieces of a decoder layer, each run as one op where its modules allow it, else one module after the other.
+
+A layer (decoder.py) is written once, in four pieces: a norm and the projections behind it, twice, and a projection onto
+the residual, twice. Serving's frozen layers (fp8/frozen.py) cast with the norm or the activation in front of them and
+add their product to the residual in the same pass: ten ops a layer instead of about forty, each of which costs more
+time to call than to compute at batch 1. The ops round where the plain modules round, so the bits are the same.
+Modules with hooks, gradients or weights of another kind are called one by one.
+
+Children and tensors are looked up in the dictionaries where torch keeps them: there is no copy of them that could be
+out of date, and an attribute of a module takes twenty times as long.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.fp8.elementwise import rms_norm, silu_mul
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.joined import Joined, can_join
+
+
+def direct(module: nn.Module) -> Callable[..., Any]:
+    """The forward of `module` where there is neither gradient nor hook, which calling a module costs time to find."""
+    is_watched = module._forward_hooks or module._forward_pre_hooks or torch.is_grad_enabled()
+    return module if is_watched else module.forward
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; the mean square in FP32, the product with `weight` in x's dtype."""
+
+    weight: nn.Parameter
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._parameters["weight"], self.eps)  # type: ignore[arg-type]  # it is there
+
+    def fused_weight(self, x: Tensor) -> Tensor | None:
+        """The weight, where an op may norm x with it; None where the module wants to be called."""
+        weight = self._parameters["weight"]
+        is_plain = not (self._forward_hooks or self._forward_pre_hooks) and weight.dtype == x.dtype  # type: ignore[union-attr]
+        return weight if is_plain else None
+
+
+class Projections:
+    """The linears of `owner`, by name, that read one normed input; as one matrix once `join` has been called.
+
+    No module: the linears stay where they are, under their own names.
+    """
+
+    def __init__(self, owner: nn.Module, *names: str) -> None:
+        self._owner, self._names = owner, names
+        self._joined: Joined | None = None
+
+    def __call__(self, x: Tensor, norm: nn.Module) -> Sequence[Tensor]:
+        """norm(x [T, K]) through every linear: [T, N] each, in their order."""
+        modules = self._owner._modules
+        if self._joined is not None and type(norm) is RMSNorm and not torch.is_grad_enabled():
+            weight, joined = norm.fused_weight(x), self._current()
+            if weight is not None and joined is not None:
+                return joined(x, weight, norm.eps)
+        x = norm(x)
+        return [modules[name](x) for name in self._names]  # type: ignore[misc]  # a linear is there
+
+    def join(self) -> None:
+        """Joins the linears where they can be joined. From then on also those that come into their place."""
+        layers = [self._owner._modules[name] for name in self._names]
+        if can_join(layers):
+            self._joined = Joined(dict(zip(self._names, layers, strict=True)))
+
+    def matrices(self) -> Iterator["nn.Module | Projections"]:
+        """What a step multiplies by and could be packed: all as one, or each for itself."""
+        joined = self._current()
+        if joined is None:
+            yield from (module for name in self._names if (module := self._owner._modules[name]) is not None)
+        elif joined.is_packable:
+            yield self
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The joined one; None where each linear runs for itself."""
+        joined = self._current()
+        return None if joined is None else joined.weight
+
+    def pack(self, out: Tensor) -> None:
+        """See FrozenLinear.pack; only where there is a joined weight."""
+        joined = self._current()
+        if joined is not None:
+            joined.pack(out)
+
+    def _current(self) -> Joined | None:
+        """What was joined, anew if something in it was replaced. None: it was not, or can no longer be."""
+        joined = self._joined
+        if joined is None or joined.is_current(self._owner._modules):
+            return joined
+        self.join()
+        return None if self._joined is joined else self._joined
+
+
+def add_projection(residual: Tensor, linear: nn.Module, x: Tensor) -> Tensor:
+    """residual [T, hidden] + linear(x [T, K]), in the residual's type: attention under fp8_mha gives FP32."""
+    if isinstance(linear, FrozenLinear) and linear.fuses(residual):
+        return linear.product_onto(residual, *linear.cast(x))
+    return residual + linear(x).to(residual.dtype)  # type: ignore[no-any-return]
+
+
+def add_gated(residual: Tensor, linear: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    """residual [T, hidden] + linear(silu(gate) * up), both [T, K]."""
+    if isinstance(linear, FrozenLinear) and linear.fuses(residual):
+        return linear.product_onto(residual, *linear.cast_silu_mul(gate, up))
+    return residual + linear(silu_mul(gate, up))  # type: ignore[no-any-return]

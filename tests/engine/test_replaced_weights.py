@@ -1,0 +1,241 @@
+"""A running engine computes with the weights that its model has now, however they came there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8serve.engine import packing
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.invariant import own_products
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.model.checkpoint import load_servable
+
+from .test_fused import SIZES, joined, mixed_steps
+from .tiny import call_each_layer, write_model, write_scales
+
+pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+           "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+Change = Callable[[Any], None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With biases."""
+    return written(tmp_path_factory.mktemp("models") / "one")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the same sizes."""
+    return written(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+def written(path: Path, seed: int = 0) -> Path:
+    biased = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "vocab_size": 272}
+    write_model(path, "llama", seed, **SIZES | biased)
+    write_scales(path, path / "made-up")
+    return path
+
+
+@pytest.fixture(params=["rows", "packed"])
+def engine(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(packing, "worth_packing", lambda: request.param == "packed")
+    return loaded(model)
+
+
+def loaded(path: Path) -> Engine:
+    """It has answered already."""
+    made = Engine(path, recipe=DelayedScaling(), scales=path / "made-up")
+    made.pack_weights()
+    logits(made)
+    return made
+
+
+def logits(engine: Engine) -> list[Tensor]:
+    return [engine.loaded.runner.run(work).clone() for work in mixed_steps()[1:3]]
+
+
+def assert_seen(engine: Engine, change: Change, module: Any) -> None:
+    """The logits change, to those of the same modules called one by one."""
+    before = logits(engine)
+    change(module)
+    after = logits(engine)
+    assert not any(map(torch.equal, before, after))
+    call_each_layer(engine)
+    assert all(map(torch.equal, after, logits(engine)))
+
+
+def negated(weight: Tensor) -> Tensor:
+    """Another E4M3 tensor of the same layout."""
+    return (weight.view(torch.uint8) ^ 0x80).view(weight.dtype)
+
+
+def write(layer: FrozenLinear) -> None:
+    layer.weight_q.copy_(negated(layer.weight_q))
+
+
+def write_data(layer: FrozenLinear) -> None:
+    layer.weight_q.data.view(torch.uint8).bitwise_xor_(0x80)
+
+
+def replace_data(layer: FrozenLinear) -> None:
+    layer.weight_q.data = negated(layer.weight_q)
+
+
+def assign(layer: FrozenLinear) -> None:
+    layer.weight_q = negated(layer.weight_q)
+
+
+def register(layer: FrozenLinear) -> None:
+    layer.register_buffer("weight_q", negated(layer.weight_q))
+
+
+def swap(layer: FrozenLinear) -> None:
+    torch.utils.swap_tensors(layer.weight_q, negated(layer.weight_q))
+
+
+def write_scale(layer: FrozenLinear) -> None:
+    layer.weight_scale_inv.mul_(2)
+
+
+def replace_scale(layer: FrozenLinear) -> None:
+    layer.weight_scale_inv = torch.tensor(0.125)
+
+
+def replace_scale_data(layer: FrozenLinear) -> None:
+    layer.weight_scale_inv.data = layer.weight_scale_inv * 2
+
+
+def write_bias(layer: FrozenLinear) -> None:
+    layer.bias.neg_()  # type: ignore[union-attr]
+
+
+def replace_bias(layer: FrozenLinear) -> None:
+    layer.bias = layer.bias.neg()  # type: ignore[union-attr]
+
+
+def replace_input_scale(layer: FrozenLinear) -> None:
+    """Of one layer, so that its neighbours no longer cast as it does."""
+    scale = layer.input_scale * 64  # type: ignore[operator]
+    layer.input_scale, layer.input_scale_inv = scale, scale.reciprocal()
+
+
+CHANGES = [write, write_data, replace_data, assign, register, swap, write_scale, replace_scale, replace_scale_data,
+           write_bias, replace_bias, replace_input_scale]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", LINEARS)
+def test_a_linear_that_changes(engine: Engine, name: str, change: Change) -> None:
+    assert_seen(engine, change, engine.loaded.frozen[f"model.layers.0.{name}"])
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_a_linear_that_is_another(engine: Engine, name: str) -> None:
+    """The new one is in rows, whatever its neighbours are; all of them are one matrix again."""
+    name = f"model.layers.0.{name}"
+    layer, model = engine.loaded.frozen[name], engine.loaded.runner.model
+    shape = layer.out_features, layer.in_features
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.float8_e4m3fn)
+    new = FrozenLinear(weight, torch.tensor(0.01), layer.bias, layer.input_scale, out_dtype=layer.out_dtype)
+
+    def change(_: object) -> None:
+        model.set_submodule(name, new)
+        engine.loaded.frozen[name] = new
+
+    before = logits(engine)
+    change(None)
+    after = logits(engine)
+    assert not any(map(torch.equal, before, after))
+    assert all(joined(engine).values())
+    call_each_layer(engine)
+    assert all(map(torch.equal, after, logits(engine)))
+
+
+def test_a_linear_of_another_kind(engine: Engine) -> None:
+    """What cannot be joined runs for itself, and is joined again when it can be."""
+    model, name = engine.loaded.runner.model, "model.layers.1.mlp.up_proj"
+    layer = engine.loaded.frozen[name]
+    before = logits(engine)
+    model.set_submodule(name, nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16))
+    assert not any(map(torch.equal, before, logits(engine)))
+    assert joined(engine)["1.gate_up"] is False
+    model.set_submodule(name, layer)
+    assert all(map(torch.equal, before, logits(engine)))
+    assert all(joined(engine).values())
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm"])
+def test_norms(engine: Engine, name: str) -> None:
+    layer: Any = engine.loaded.runner.model.model.layers[1]
+    norm = getattr(layer, name)
+    for change in (
+        lambda: norm.weight.data.mul_(2),
+        lambda: setattr(norm.weight, "data", norm.weight.data * 2),
+        lambda: setattr(norm, "weight", nn.Parameter(norm.weight.detach() / 2)),
+        lambda: setattr(norm, "eps", 1.0),
+        lambda: setattr(layer, name, nn.RMSNorm(SIZES["hidden_size"], dtype=torch.bfloat16)),
+    ):
+        assert_seen(engine, lambda _, change=change: change(), None)
+        for linear, frozen in engine.loaded.frozen.items():
+            engine.loaded.runner.model.set_submodule(linear, frozen)
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_a_state_dict_of_another_model(engine: Engine, other: Path, assign: bool) -> None:
+    """Weights in rows with one scale each, as loading makes them; into weights that are joined, and packed."""
+    given = load_servable(other, DelayedScaling(), other / "made-up").state_dict()
+    before = logits(engine)
+    engine.loaded.runner.model.load_state_dict(given, assign=assign)
+    found = logits(engine)
+    assert not any(map(torch.equal, before, found))
+    assert all(map(torch.equal, found, logits(loaded(other))))
+
+
+def test_a_call_with_other_tensors(engine: Engine) -> None:
+    """torch.func.functional_call puts them into the modules' dictionaries, past every setter."""
+    model, name = engine.loaded.runner.model, "model.layers.0.self_attn.k_proj"
+    weight = engine.loaded.frozen[name].weight_q
+    other = {f"{name}.weight_q": negated(weight), "model.layers.1.input_layernorm.weight": torch.rand(256).bfloat16()}
+    before, forward = logits(engine), model.forward
+
+    def called(*args: Any) -> Any:
+        model.forward = forward  # type: ignore[method-assign]
+        try:
+            return torch.func.functional_call(model, other, args)
+        finally:
+            model.forward = called  # type: ignore[method-assign]
+
+    model.forward = called  # type: ignore[method-assign]
+    assert not any(map(torch.equal, before, logits(engine)))
+    model.forward = forward  # type: ignore[method-assign]
+    assert all(map(torch.equal, before, logits(engine)))
+    assert all(joined(engine).values())
+
+
+def test_hooks_are_called(engine: Engine) -> None:
+    """On a layer that is joined, one that adds to the residual, a norm, and the modules around them."""
+    model: Any = engine.loaded.runner.model
+    seen: list[str] = []
+    layer = model.model.layers[0]
+    watched = {"k": layer.self_attn.k_proj, "o": layer.self_attn.o_proj, "norm": layer.input_layernorm,
+               "attention": layer.self_attn, "mlp": layer.mlp, "layer": layer}  # fmt: skip
+    before = logits(engine)
+    handles = [
+        module.register_forward_hook(lambda m, args, out, name=name: seen.append(name))
+        for name, module in watched.items()
+    ]
+    assert all(map(torch.equal, before, logits(engine)))
+    assert set(seen) == set(watched)
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    assert all(map(torch.equal, before, logits(engine)))
+    assert seen == []
+    assert all(joined(engine).values())
