@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -121,11 +120,18 @@ def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPa
 
 
 def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def passes(seconds: float) -> float:
+        now[0] += seconds
+        return now[0]
+
     def maker() -> Iterator[Entry]:
-        slow, fast = partial(time.sleep, 0.004), partial(time.sleep, 0.001)
+        slow, fast = partial(passes, 4.0), partial(passes, 1.0)
         for name, ours, theirs, goal in (("a", fast, slow, 2.0), ("b", fast, slow, 9.0), ("c", fast, slow, None)):
             yield Entry(name, "1", ours, theirs, 1.0, goal=goal)
 
+    monkeypatch.setattr(clock.time, "perf_counter", partial(passes, 0.01))
     monkeypatch.setattr(ops, "MAKERS", (maker,))
     monkeypatch.setattr(ops, "others", lambda measured: iter(()))
     reached = {row["op"]: row["reached"] for row in ops.measure(0.01, ignore)["ops"]}

@@ -45,6 +45,9 @@ class Browser:
         return answer.json()["value"]
 
     def open(self, url: str) -> None:
+        """A page, without the complaints of the one before, whose server may have ended."""
+        self.ask(f"{self.session}/url", {"url": "about:blank"})
+        self.complaints()
         self.ask(f"{self.session}/url", {"url": url})
 
     def find(self, css: str) -> str:
