@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8serve.fp8.attention import causal_attention, paged_attention, write_kv
 from fp8serve.fp8.ops import Case, cases, reference
+from fp8serve.fp8.ops import attention as attention_op
 
 
 def formula(
@@ -70,7 +71,7 @@ def test_long_windowed_sequences_are_computed_in_pieces(window: int) -> None:
     q, k, v = torch.randn(600, 2, 8), torch.randn(600, 1, 8), torch.randn(600, 1, 8)
     found = causal_attention(q, k, v, [300, 300], 0.3, window)
     halves = zip(*(t.split(300) for t in (q, k.double(), v.double())), strict=True)
-    whole = [attend(a, b.transpose(0, 1), c.transpose(0, 1), 0.3, window) for a, b, c in halves]
+    whole = [attention_op.attend(a, b.transpose(0, 1), c.transpose(0, 1), 0.3, window) for a, b, c in halves]
     torch.testing.assert_close(found.double(), torch.cat(whole), rtol=1e-4, atol=1e-5)
 
 
