@@ -1,13 +1,12 @@
-"""Attention: causal over flattened sequences for training and calibration, and the paged ops for serving.
+"""Causal attention over flattened sequences, for training and calibration.
 
-Training goes through PyTorch's own scaled_dot_product_attention, which is differentiable and has a fused kernel on
-every device; soft caps and sinks, which it does not know, are computed step by step. Serving goes through our op,
-because no PyTorch op reads a paged, possibly FP8, cache.
+It goes through PyTorch's own scaled_dot_product_attention, which is differentiable and has a fused kernel on every
+device; soft caps and sinks, which it does not know, are computed step by step. Serving goes through our own op,
+`paged_attention`, because no PyTorch op reads a paged, possibly FP8, cache.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
@@ -97,46 +96,3 @@ def _step_by_step(q: Tensor, k: Tensor, v: Tensor, scale: float, weigh: Callable
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     high = torch.promote_types(q.dtype, torch.float32)
     return weigh(q.to(high) @ k.to(high).transpose(2, 3) * scale).to(v.dtype) @ v
-
-
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    query_starts: Tensor,
-    softmax_scale: float,
-    k_scale_inv: Tensor | None = None,
-    v_scale_inv: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Causal attention of new tokens over their sequences' paged caches -> [T, heads, head_dim] of q's dtype.
-
-    q [T, heads, head_dim] flattened over S sequences, query_starts int32 [S+1]; caches [blocks, block_size, kv_heads,
-    head_dim] in BF16, FP32 or E4M3 (dequantized by the scale_inv, FP32 []); block_tables int32 [S, max_blocks];
-    context_lens int32 [S] count a sequence's tokens with the new ones. window, softcap, sinks
-    FP32 [heads]: see `causal_attention`.
-    """
-    scales = (k_scale_inv, v_scale_inv, softmax_scale)
-    tables = (block_tables, context_lens, query_starts)
-    args = (q, k_cache, v_cache, *tables, *scales, window, softcap, sinks)
-    return cast(Tensor, torch.ops.fp8serve.paged_attention(*args))
-
-
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """Write k and v [T, kv_heads, head_dim] at slots int64 [T] = block * block_size + offset (negative: skip).
-
-    FP8 caches store saturate(x * scale), scale FP32 [] (None is 1).
-    """
-    torch.ops.fp8serve.write_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale)

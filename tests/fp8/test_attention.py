@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.attention import causal_attention, paged_attention, write_kv
+from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.ops import Case, cases, reference
 from fp8serve.fp8.ops import attention as attention_op
 
@@ -148,20 +148,20 @@ def test_a_prompt_may_be_cut_into_chunks(kernel: object) -> None:
     assert torch.equal(whole, torch.cat(chunks))
 
 
-def test_wrapper_passes_scales_in_order() -> None:
+def test_scales_of_keys_and_values_and_the_options_have_their_places() -> None:
     q = torch.randn(1, 2, 16)
     k, v = (t.to(torch.float8_e4m3fn) for t in cache())
     tables, lengths, starts = torch.tensor([[1]]).int(), torch.tensor([1]).int(), torch.tensor([0, 1]).int()
-    args = q, k, v, tables, lengths, starts, 0.25, torch.tensor(3.0), torch.tensor(0.5)
-    torch.testing.assert_close(paged_attention(*args)[0], v[1, 0].float() * 0.5)
-    sunk = paged_attention(*args, window=1, softcap=2.0, sinks=torch.full((2,), 99.0))
+    args = q, k, v, tables, lengths, starts, torch.tensor(3.0), torch.tensor(0.5), 0.25
+    torch.testing.assert_close(torch.ops.fp8serve.paged_attention(*args)[0], v[1, 0].float() * 0.5)
+    sunk = torch.ops.fp8serve.paged_attention(*args, window=1, softcap=2.0, sinks=torch.full((2,), 99.0))
     torch.testing.assert_close(sunk, torch.zeros(1, 2, 16))
 
 
 def test_write_kv_places_casts_and_skips() -> None:
     k, v = torch.full((3, 1, 2), 300.0), torch.full((3, 1, 2), -5.0)
     caches = [torch.zeros(2, 2, 1, 2).to(torch.float8_e4m3fn) for _ in range(2)]
-    write_kv(k, v, caches[0], caches[1], torch.tensor([3, -1, 0]), torch.tensor(2.0), None)
+    torch.ops.fp8serve.write_kv(k, v, caches[0], caches[1], torch.tensor([3, -1, 0]), torch.tensor(2.0), None)
     assert caches[0].float()[..., 0].flatten().tolist() == [448.0, 0.0, 0.0, 448.0]
     assert caches[1].float()[..., 0].flatten().tolist() == [-5.0, 0.0, 0.0, -5.0]
 

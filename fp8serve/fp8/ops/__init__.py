@@ -23,7 +23,7 @@ from fp8serve.fp8.ops.libraries import (
 
 # ruff: isort: on
 from fp8serve.fp8.ops.arithmetic import DTYPES, blocks
-from fp8serve.fp8.ops.checked import GranularityName, dequantize, quantize, scaled_mm
+from fp8serve.fp8.ops.checked import dequantize, quantize, scaled_mm
 from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for, implement, recipe_ops, reference
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "LIBRARIES",
     "OPS",
     "Case",
-    "GranularityName",
     "backends",
     "blocks",
     "cases",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch import Tensor
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.ops.arithmetic import BLOCK, DTYPES, FP8_MAX, blocks
-
-GranularityName = Literal["tensor", "row", "block1x128", "block128x128"]
+from fp8serve.fp8.spec import Granularity
 
 
 def _dtype(fmt: str) -> torch.dtype:
@@ -39,7 +38,7 @@ def _by_rows(x: Tensor, op: Callable[..., Any], *args: Any) -> tuple[Tensor, Ten
 def quantize(
     x: Tensor,
     fmt: str = "e4m3",
-    granularity: GranularityName = "tensor",
+    granularity: Granularity = "tensor",
     scale: Tensor | float | None = None,
     power_2_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from fp8serve.fp8.recipe import RecipeName
 from fp8serve.server.schemas.bodies import Body, Metadata
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -27,7 +28,7 @@ class FinetuneBody(Body):
     model: str | None = None
     suffix: Suffix = ""
     metadata: Metadata = Field(default_factory=dict)
-    recipe: Literal["delayed", "current", "rowwise", "block", "bf16"] = "delayed"
+    recipe: RecipeName = "delayed"
     recipe_options: Annotated[dict[str, RecipeValue], Field(max_length=32)] = Field(default_factory=dict)
     amax_history_len: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
