@@ -394,9 +394,9 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   check.require(window.value_or(1) > 0, "window", "is ", window.value_or(1), ", must be positive");
   check.require(softcap.value_or(1) > 0, "softcap", "is ", softcap.value_or(1), ", must be positive");
   if (sinks) check.tensor("sinks", *sinks, {ScalarType::Float}, {heads});
-  const std::optional<Tensor> joining = sinks ? std::optional(dense(*sinks)) : std::nullopt;
   const OnDevice device(q_in);
   const Tensor q = dense(q_in), k = dense(k_cache), v = dense(v_cache);
+  const Tensor joining = sinks ? dense(*sinks) : q;  // without sinks it is not read
   const Tensor tables = dense(block_tables), lengths = dense(context_lens), starts = dense(query_starts);
   Tensor out = empty(q, {t.value(), heads.value(), dim.value()}, q.scalar_type());
   if (out.numel() == 0) return out;
@@ -422,7 +422,7 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
       .segments = static_cast<int>(ceil_over(block_tables.size(1) * size.value(), kSegment)),
       .window = static_cast<int>(std::min<int64_t>(window.value_or(kNoWindow), kNoWindow)),
       .softcap = static_cast<float>(softcap.value_or(0)),
-      .sinks = joining ? data<const float>(*joining) : nullptr};
+      .sinks = sinks ? data<const float>(joining) : nullptr};
   const Call call{work, t.value(), k_cache.scalar_type()};
   if (!attend_on_tensor_cores(call, device, q)) run(call, device, q);
   return out;
