@@ -16,6 +16,8 @@ from fp8serve.engine.request import SamplingParams
 from fp8serve.errors import RequestError
 
 MAX_COMPLAINT = 200  # characters of the library's message that are shown
+# Between the parts of a JSON text: room to indent, but not for ever, which small models tend to do.
+WHITESPACE = r"\n? {0,24}"
 
 
 class Matcher:
@@ -72,7 +74,9 @@ def validate(params: SamplingParams) -> None:
 
 def _grammar(params: SamplingParams) -> str | None:
     if params.json_schema is not None:
-        return llguidance.LLMatcher.grammar_from_json_schema(params.json_schema)
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            params.json_schema, defaults={"whitespace_pattern": WHITESPACE}
+        )
     return None if params.regex is None else llguidance.LLMatcher.grammar_from_regex(params.regex)
 
 

@@ -37,6 +37,13 @@ def test_json_follows_its_schema(engine: Engine) -> None:
         assert 0 <= found["age"] <= 99
 
 
+def test_white_space_in_json_has_an_end(engine: Engine) -> None:
+    """Random weights like a blank as much as anything."""
+    schema = '{"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}'
+    for answer in engine.generate([[1]] * 8, max_new_tokens=120, json_schema=schema, temperature=1.0, seed=1):
+        assert re.fullmatch(r"\[(\n? *1\n? *),(\n? *1\n? *)\]", answer.text), answer.text
+
+
 def test_a_regex_is_matched_to_its_end(engine: Engine) -> None:
     done = engine.generate([[1], [2], [3]], max_new_tokens=30, regex=r"(ab|cde){2}-[0-9]{3}", seed=0)
     assert all(re.fullmatch(r"(ab|cde){2}-[0-9]{3}", item.text) for item in done)

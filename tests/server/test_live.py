@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,13 +94,29 @@ def test_chat_streams(client: openai.OpenAI) -> None:
     assert usage == whole.usage
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_the_form_that_was_asked_for(stream: bool, server: Process, client: openai.OpenAI) -> None:
+    """Random weights write nothing of the kind by themselves."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "v", "schema": {"enum": ["right", {"wrong": 12}]}}}
+    for seed in range(5):
+        said: Any = client.chat.completions.create(
+            model="tiny", messages=CHAT, temperature=1, seed=seed, response_format=form, stream=stream
+        )
+        parts = [chunk.choices[0].delta.content for chunk in said] if stream else [said.choices[0].message.content]
+        assert json.loads("".join(part or "" for part in parts)) in ("right", {"wrong": 12})
+    grammar = {"type": "regex", "value": "[ab]{3}-[0-9]{2}"}
+    body = {"inputs": "x", "parameters": {"grammar": grammar, "max_new_tokens": 60}}
+    found = server.client.post("/generate", json=body).json()
+    assert re.fullmatch("[ab]{3}-[0-9]{2}", found["generated_text"]), found
+
+
 def test_errors_become_the_clients_own_exceptions(server: Process, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="nope", prompt="x")
     with pytest.raises(openai.BadRequestError, match="context holds 128"):
         client.completions.create(model="tiny", prompt="x", max_tokens=1000)
     with pytest.raises(openai.BadRequestError, match="response_format"):
-        client.chat.completions.create(model="tiny", messages=CHAT, response_format={"type": "json_object"})
+        client.chat.completions.create(model="tiny", messages=CHAT, response_format={"type": "xml"})
     with (
         openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as other,
         pytest.raises(openai.AuthenticationError),

@@ -3,19 +3,13 @@
 The shape of `/generate` is text-generation-inference's plus `input_ids`, `model`, and the sampling parameters it lacks.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from fp8serve.server.schemas.answer_form import Grammar
 from fp8serve.server.schemas.bodies import MAX_STOPS, Body, Message, Seed, StopString, Strict, TokenId
-
-
-class Grammar(Strict):
-    """Accepted as a shape, refused as a request (see GenerateParameters.REFUSED)."""
-
-    type: Literal["json", "regex", "json_schema"]
-    value: Any
 
 
 class GenerateParameters(Strict):
@@ -25,7 +19,6 @@ class GenerateParameters(Strict):
         "adapter_id": (None,),
         "best_of": (None, 1),
         "decoder_input_details": (False, None),
-        "grammar": (None,),
         "typical_p": (None,),
         "watermark": (False, None),
     }

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.request import SamplingParams
+from fp8serve.server.schemas.answer_form import ResponseFormat
 from fp8serve.server.schemas.bodies import MAX_STOPS, Body, Message, Seed, StopString, Strict, TokenId
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -61,13 +62,10 @@ class SampledBody(Body):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
 
-    COMMON: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "logit_bias": (None, {}),
-        "response_format": (None, {"type": "text"}),
-    }
+    COMMON: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": (None, {})}
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
@@ -90,7 +88,8 @@ class SampledBody(Body):
         top_k = {} if self.top_k is None else {"top_k": max(self.top_k, 0)}  # vLLM's -1 means all
         # top_p 0 keeps the likeliest token alone, which is what greedy does
         greedy = {"temperature": 0.0} if self.top_p == 0 else {}
-        return {k: v for k, v in given.items() if v is not None} | {"stop": stop} | top_k | greedy
+        form = {} if self.response_format is None else self.response_format.params()
+        return {k: v for k, v in given.items() if v is not None} | {"stop": stop} | top_k | greedy | form
 
 
 class CompletionBody(SampledBody):

@@ -39,4 +39,5 @@ def sampling(p: GenerateParameters) -> SamplingParams:
         ignore_eos=p.ignore_eos,
         min_tokens=p.min_tokens,
         logprobs=wanted,
+        **({} if p.grammar is None else p.grammar.params()),
     )
