@@ -2,12 +2,14 @@
 
 llguidance parses what was generated and gives, for every step, a bit per token; the sampler rules out the rest. It
 limits its own effort (`LLParserLimits`), so a hostile schema is refused instead of stalling the engine. Compiling is
-quick for ordinary schemas (well under 10 ms); the tokenizer's tables are made once, when the first such request comes.
+quick for ordinary schemas (well under 10 ms) and takes up to 0.2 s for the largest; a request of many answers compiles
+once. The tokenizer's tables are made once, when the first such request comes.
 
 An answer is complete when its grammar can go no further or end-of-text is drawn where the grammar allows it; one that
 is cut off by max_new_tokens says "length" and need not conform. No torch.
 """
 
+from functools import lru_cache
 from pathlib import Path
 
 import llguidance
@@ -18,6 +20,7 @@ from fp8serve.errors import RequestError
 MAX_COMPLAINT = 200  # characters of the library's message that are shown
 # Between the parts of a JSON text: room to indent, but not for ever, which small models tend to do.
 WHITESPACE = r"\n? {0,24}"
+KEPT = 16  # grammars that are kept, checked and compiled
 
 
 class Matcher:
@@ -46,16 +49,20 @@ class Grammars:
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._file, self._vocab_size, self._eos_ids = tokenizer_file, vocab_size, eos_ids
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._compiled = lru_cache(maxsize=KEPT)(self._compile)
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """None when `params` ask for no form."""
-        text = _grammar(params)
-        if text is None:
+        if not params.has_form:
             return None
-        matcher = llguidance.LLMatcher(self._llg(), text, log_level=0)
+        validate(params)
+        matcher = self._compiled(params.json_schema, params.regex)
         if matcher.is_error():
             raise _refusal(params, matcher.get_error())
-        return Matcher(matcher)
+        return Matcher(matcher.deep_copy())
+
+    def _compile(self, json_schema: str | None, regex: str | None) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._llg(), _grammar(json_schema, regex), log_level=0)
 
     def _llg(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
@@ -67,17 +74,25 @@ class Grammars:
 
 def validate(params: SamplingParams) -> None:
     """RequestError when the form that `params` ask for cannot be used; needs no tokenizer."""
-    text = _grammar(params)
-    if text is not None and (complaint := llguidance.LLMatcher.validate_grammar(text)):
+    if params.has_form and (complaint := _complaint(params.json_schema, params.regex)):
         raise _refusal(params, complaint)
 
 
-def _grammar(params: SamplingParams) -> str | None:
-    if params.json_schema is not None:
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            params.json_schema, defaults={"whitespace_pattern": WHITESPACE}
-        )
-    return None if params.regex is None else llguidance.LLMatcher.grammar_from_regex(params.regex)
+@lru_cache(maxsize=KEPT)
+def _complaint(json_schema: str | None, regex: str | None) -> str:
+    """What the library has against it, or nothing."""
+    try:
+        return llguidance.LLMatcher.validate_grammar(_grammar(json_schema, regex))
+    except ValueError as error:  # a schema nested too deeply
+        return str(error)
+
+
+def _grammar(json_schema: str | None, regex: str | None) -> str:
+    """In the library's own notation, of one of the two."""
+    if json_schema is not None:
+        return llguidance.LLMatcher.grammar_from_json_schema(json_schema, defaults={"whitespace_pattern": WHITESPACE})
+    assert regex is not None
+    return llguidance.LLMatcher.grammar_from_regex(regex)
 
 
 def _refusal(params: SamplingParams, complaint: str) -> RequestError:

@@ -18,6 +18,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+DEEP = '{"type": "array", "items": ' * 500 + "{}" + "}" * 500
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def test_logprobs_are_still_the_models_own(engine: Engine) -> None:
         ({"json_schema": "[]"}, "must be a JSON object"),
         ({"json_schema": ""}, "1 to 65536"),
         ({"json_schema": "[" * 60_000}, "not valid JSON"),
+        ({"json_schema": DEEP}, "The JSON schema cannot be used"),
         ({"json_schema": '{"type": "nothing"}'}, "The JSON schema cannot be used"),
         ({"json_schema": "{}", "regex": "a"}, "not both"),
         ({"regex": "("}, "The regex cannot be used"),
@@ -83,6 +85,14 @@ def test_what_is_no_grammar_is_refused(params: dict[str, Any], sentence: str) ->
     with pytest.raises(RequestError, match=sentence) as caught:
         validate(SamplingParams(**params))
     assert len(str(caught.value)) < 300
+
+
+def test_many_answers_of_one_form_compile_it_once(engine: Engine) -> None:
+    compiled = engine.loaded.grammars._compiled
+    misses = compiled.cache_info().misses
+    done = engine.generate([[i] for i in range(8)], max_new_tokens=20, regex="once|upon|a time", seed=3)
+    assert {item.text for item in done} <= {"once", "upon", "a time"}
+    assert compiled.cache_info().misses == misses + 1
 
 
 def test_a_bomb_is_refused_or_harmless(engine: Engine) -> None:

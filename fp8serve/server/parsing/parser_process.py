@@ -123,7 +123,7 @@ def _check(head: Head, body: bytes) -> Answer:
             "fault": {"message": fault.message, "param": fault.param, "hint": fault.hint},
             "code": fault.code.value,
         }, b""
-    plain = checked.model_dump(exclude_unset=True)
+    plain = checked.model_dump(exclude_unset=True, by_alias=True)
     if (cut := plain.get("parameters", {}).get("truncate")) and "input_ids" in plain:
         plain["input_ids"] = plain["input_ids"][-cut:]
     for name in ROWS:

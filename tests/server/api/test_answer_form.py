@@ -1,16 +1,19 @@
 """`response_format` and `grammar` become the engine's json_schema and regex, or are refused by name."""
 
+import json
 from typing import Any
 
 import pytest
 
 from fp8serve.server.api.native.generation_requests import sampling
+from fp8serve.server.parsing import parser_process
 from fp8serve.server.schemas.generation_bodies import GenerateParameters
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 from tests.server.conftest import Start
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED = {"name": "n", "schema": SCHEMA, "strict": True, "description": "d"}
+FORM = {"type": "json_schema", "json_schema": NAMED}
 TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 
 
@@ -45,6 +48,26 @@ def test_openai(form: Any, expected: str | None) -> None:
 def test_native(form: Any, expected: Any) -> None:
     params = sampling(GenerateParameters.model_validate({"grammar": form}))
     assert (params.json_schema, params.regex) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        ("openai_bodies:CompletionBody", {"prompt": "x", "response_format": FORM}),
+        ("openai_bodies:ChatBody", {"messages": [{"role": "user", "content": "x"}], "response_format": FORM}),
+        (
+            "generation_bodies:GenerateBody",
+            {"inputs": "x", "parameters": {"grammar": {"type": "json_schema", "value": NAMED}}},
+        ),
+    ],
+)
+def test_a_form_survives_the_parser_process(model: str, body: dict[str, Any]) -> None:
+    """Which checks long bodies and writes them again."""
+    model = f"fp8serve.server.schemas.{model}"
+    head = {"kind": "check", "model": model, "sizes": {"prompts": 9, "messages": 9, "context": 99}}
+    answer, written = parser_process._check(head, json.dumps(body).encode())
+    assert answer == {}
+    assert json.loads(written) == body
 
 
 @pytest.mark.parametrize(

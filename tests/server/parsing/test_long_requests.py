@@ -39,6 +39,14 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "a text to cut": ("/generate", {"inputs": TEXT[:MIB], "parameters": {"truncate": 20}}, 200),
     "not what it should be": ("/generate", {"inputs": [[]] * (2 * MIB)}, 422),
     "unknown fields": ("/generate", {f"f{i}": 1 for i in range(400_000)}, 422),
+    "a text to cut, and a schema": (
+        "/generate",
+        {
+            "inputs": TEXT[:MIB],
+            "parameters": {"truncate": 20, "grammar": {"type": "json_schema", "value": {"schema": {"type": "null"}}}},
+        },
+        200,
+    ),
     "a text to count": ("/tokenize", {"prompt": TEXT[:MIB]}, 200),
     "ids to read": ("/detokenize", {"tokens": [1] * (3 * MIB)}, 422),
     "rows": ("/finetune/validate", {"data": ROWS}, 200),
