@@ -17,6 +17,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.decoder import Decoder
+from fp8serve.model.rope import Rope
 
 CONTEXT, BLOCK = 512, 16
 
@@ -27,9 +28,10 @@ def config(dry: bool) -> ModelConfig:
     return ModelConfig(
         architecture="LlamaForCausalLM", model_type="llama", vocab_size=vocab, hidden_size=hidden,
         intermediate_size=inner, num_layers=layers, num_heads=heads, num_kv_heads=max(1, heads // 8), head_dim=64,
-        rms_norm_eps=1e-5, rope_theta=10000.0, rope_scaling=None, max_position_embeddings=2048,
+        rms_norm_eps=1e-5, max_position_embeddings=2048,
         tie_word_embeddings=False, attention_bias=False, attention_out_bias=False, mlp_bias=False, qk_norm=False,
-        layer_windows=(None,) * layers, bos_token_id=1, eos_token_ids=(2,), dtype="bfloat16",
+        layer_windows=(None,) * layers, layer_ropes=(Rope(10000.0),) * layers, softmax_scale=0.125,
+        bos_token_id=1, eos_token_ids=(2,), dtype="bfloat16",
     )  # fmt: skip
 
 

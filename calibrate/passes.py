@@ -35,7 +35,8 @@ def forward(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Tensor:
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = tap(names[layer], k, v) if tap else (k, v)
-        return causal_attention(q, k, v, batch.lengths, config.softmax_scale, config.layer_windows[layer])
+        options = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
+        return causal_attention(q, k, v, batch.lengths, *options)
 
     return decoder(batch.ids, batch.positions, rotated(attend))  # type: ignore[no-any-return]
 

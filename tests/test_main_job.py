@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from fp8serve.running import RunningServer
 from tests.patience import until
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM)}
 ROWS = [
     {"prompt": "What is a scale?", "completion": " A multiplier."},
     {"prompt": "What is an amax?", "completion": " The largest magnitude."},
@@ -63,7 +63,7 @@ def complete(server: RunningServer) -> dict[str, Any]:
     return server.post("/generate", {"inputs": ROWS[0]["prompt"], "parameters": parameters})
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_the_main_job(family: str, tmp_path: Path) -> None:
     source = write_model(tmp_path / family, family)
     assert len(list(source.glob("*.safetensors"))) > 1

@@ -1,4 +1,4 @@
-"""A model whose layers attend to windows gives transformers' logits in every room, beyond its windows too."""
+"""A model gives transformers' logits in every room, and beyond the windows of its layers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,8 @@ from tests.model.oracle import make_model
 
 WINDOW = 8
 QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-MODELS = {"mistral-window": {}, "qwen2-window": {}, "qwen3": QWEN}
+MODELS = {"mistral-window": {}, "qwen2-window": {}, "qwen3": QWEN, "gemma2": {}, "gemma3": {}, "gemma3-stretched": {},
+          "granite": {}, "smollm3": {}}  # fmt: skip
 LENGTHS = [100, 37]
 IDS = torch.randint(3, 256, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])

@@ -123,5 +123,5 @@ class Runner:
         scales = (scale.k_inv, scale.v_inv) if scale else (None, None)
         tables = queries.block_tables, queries.context_lens, queries.query_starts
         config = self.model.config
-        options = config.softmax_scale, config.layer_windows[layer]
+        options = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
         return _paged_attention(q, *self._caches[layer], *tables, *scales, *options)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ Without gradients the op is called directly: an autograd.Function costs ten micr
 Mixed types (an FP32 weight on BF16 activations) go through the reference, which promotes as torch does.
 """
 
+import math
 from typing import Any, cast
 
 import torch
@@ -86,6 +87,17 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         return _apply(_SiluMul, _silu_mul, gate, up)
     flat = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
     return _apply(_SiluMul, _silu_mul, *flat).view(gate.shape)
+
+
+def gelu_tanh_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, both [..., K]; GELU by its tanh approximation, in FP32, rounded to its dtype before the product.
+
+    Written out, because in torch's own the last bit depends on where an element lies in its tensor, and a row must not
+    depend on its neighbours.
+    """
+    x = gate.float()
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+    return (0.5 * x * (1 + torch.tanh(inner))).to(gate.dtype) * up
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

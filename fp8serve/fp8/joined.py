@@ -73,11 +73,16 @@ class Joined:
         self._bias = torch.cat(biases) if biases else None
         self._share()
 
-    def __call__(self, x: Tensor, norm_weight: Tensor, eps: float) -> Sequence[Tensor]:
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """x [M, K] through every layer: [M, N_i] each."""
+        return self._multiply(*self._first.cast(x), x.dtype)
+
+    def of_normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Sequence[Tensor]:
         """rms_norm(x [M, K], norm_weight [K], eps) through every layer: [M, N_i] each."""
-        first = self._first
-        q, scale_inv = first.cast_norm(x, norm_weight, eps)
-        y = multiply(q, scale_inv, self.weight, self._scale, self._bias, first.out_dtype or x.dtype)
+        return self._multiply(*self._first.cast_norm(x, norm_weight, eps), x.dtype)
+
+    def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        y = multiply(q, scale_inv, self.weight, self._scale, self._bias, self._first.out_dtype or dtype)
         return y.split_with_sizes(self._widths, 1)
 
     def is_current(self, modules: Mapping[str, nn.Module | None]) -> bool:

@@ -5,43 +5,32 @@ in the file. Every key of the file is sorted into one of three: honoured (become
 unknown. An unknown key that is set is an error, because a model that runs with one term of its maths missing looks
 healthy and answers wrongly.
 
-transformers 5 writes `rope_parameters` and `dtype` where 4 wrote `rope_theta` + `rope_scaling` and `torch_dtype`: both
-are read. Defaults of omitted keys are those of transformers' class for the architecture. No torch here.
+transformers 5 writes `dtype` where 4 wrote `torch_dtype`: both are read. Defaults of omitted keys are those of
+transformers' class for the architecture. No torch here.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config_keys import is_harmless
-from fp8serve.model.families import FAMILIES, Family
+from fp8serve.model.config_keys import HONOURED, is_harmless
+from fp8serve.model.config_reader import Reader, token_ids
+from fp8serve.model.families import BEFORE, FAMILIES, Family, Norms
 from fp8serve.model.files import present, read_json, read_optional_json
+from fp8serve.model.rope import Rope, layer_ropes
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context; which fields count depends on `kind`.
-
-    kind: "linear" (frequencies / factor), "llama3" (low frequencies / factor, smooth between) or "yarn".
-    """
-
-    kind: str
-    factor: float
-    original_max_position_embeddings: int
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0  # multiplies cos and sin
-    truncate: bool = True
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only transformer. Sizes in elements; every field that changes the maths is here."""
+    """One decoder-only transformer. Sizes in elements; every field that changes the maths is here.
+
+    The fields with a default are what makes a family other than Llama.
+    """
 
     architecture: str
     model_type: str
@@ -53,8 +42,6 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool  # on q, k and v
@@ -62,25 +49,20 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     layer_windows: tuple[int | None, ...]  # per layer: a query sees this many newest positions; None sees all
+    layer_ropes: tuple[Rope | None, ...]  # per layer: rotary position; None has none
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
-
-    @property
-    def softmax_scale(self) -> float:
-        return float(self.head_dim**-0.5)
-
-
-_HONOURED = frozenset({
-    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
-    "rope_parameters", "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id", "eos_token_id",
-    "dtype", "torch_dtype", "quantization_config", "layer_types",
-})  # fmt: skip
-
-# What no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
-_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
-_LARGEST = 1e38  # of a number that is computed with in FP32
+    softmax_scale: float  # multiplies the products of queries and keys
+    attention_softcap: float | None = None  # a score s becomes softcap * tanh(s / softcap)
+    activation: Activation = "silu"
+    norms: Norms = BEFORE
+    offset_norms: bool = False  # norms multiply by 1 + weight
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False  # to the weights' type, before it multiplies
+    residual_scale: float = 1.0  # multiplies what a block adds to the residual
+    logits_divisor: float = 1.0
+    logits_softcap: float | None = None
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -106,16 +88,9 @@ def parse_config(
     """`raw` is the object in config.json, `generation` that in generation_config.json; `where` is named in errors."""
     family = _family(raw, where)
     _refuse_unknown(raw, family, where)
-    get = _Reader(raw, family, where)
-    if get("hidden_act") != "silu":
-        raise ModelError(f"{where}: hidden_act is {shown(get('hidden_act'))}; this decoder computes only 'silu'.")
-    heads, layers = get.positive("num_attention_heads"), get.positive("num_hidden_layers")
-    kv_heads = get.positive("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
-    max_len = get.positive("max_position_embeddings")
-    theta, scaling = _rope(raw, max_len, where)
-    bias = bool(get.boolean("attention_bias")) if family.qkv_bias is None else family.qkv_bias
+    get = Reader(raw, family, where)
+    layers, max_len = get.positive("num_hidden_layers"), get.positive("max_position_embeddings")
+    windows = _windows(get, layers, where)
     return ModelConfig(
         architecture=family.architecture,
         model_type=str(raw["model_type"]),
@@ -123,23 +98,71 @@ def parse_config(
         hidden_size=get.positive("hidden_size"),
         intermediate_size=get.positive("intermediate_size"),
         num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=_head_dim(get, heads, where),
         rms_norm_eps=get.number("rms_norm_eps"),
-        rope_theta=theta,
-        rope_scaling=scaling,
         max_position_embeddings=max_len,
         tie_word_embeddings=get.boolean("tie_word_embeddings"),
-        attention_bias=bias,
-        attention_out_bias=bias and family.qkv_bias is None,
         mlp_bias=get.boolean("mlp_bias"),
-        qk_norm=family.qk_norm,
-        layer_windows=_windows(get, layers, where),
+        layer_windows=windows,
+        layer_ropes=layer_ropes(get, windows, max_len),
         bos_token_id=get.token("bos_token_id"),
         eos_token_ids=_eos(get, generation or {}, where),
         dtype=_dtype(raw, where),
+        activation=_activation(get, where),
+        norms=family.norms,
+        offset_norms=family.offset_norms,
+        **_attention(get, where),
+        **_multipliers(get),
     )
+
+
+def _attention(get: Reader, where: str) -> dict[str, Any]:
+    heads = get.positive("num_attention_heads")
+    kv_heads = get.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+    family, head_dim = get.family, _head_dim(get, heads, where)
+    bias = bool(get.boolean("attention_bias")) if family.qkv_bias is None else family.qkv_bias
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "attention_bias": bias,
+        "attention_out_bias": bias and family.qkv_bias is None,
+        "qk_norm": family.qk_norm,
+        "softmax_scale": _softmax_scale(get, head_dim),
+        "attention_softcap": get.optional_number("attn_logit_softcapping"),
+    }
+
+
+def _softmax_scale(get: Reader, head_dim: int) -> float:
+    """Granite's file names it, Gemma's names the number that stands for `head_dim` in 1 / sqrt(head_dim)."""
+    given = get.optional_number("attention_multiplier")
+    if given is not None:
+        return given
+    return float((get.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5)
+
+
+def _multipliers(get: Reader) -> dict[str, Any]:
+    """What multiplies embeddings, the residual and the logits."""
+    by_width = get.family.sqrt_embedding
+    given = get.optional_number("embedding_multiplier") or 1.0
+    return {
+        "embedding_scale": get.positive("hidden_size") ** 0.5 if by_width else given,
+        "rounds_embedding_scale": by_width,
+        "residual_scale": get.optional_number("residual_multiplier") or 1.0,
+        "logits_divisor": get.optional_number("logits_scaling") or 1.0,
+        "logits_softcap": get.optional_number("final_logit_softcapping"),
+    }
+
+
+def _activation(get: Reader, where: str) -> Activation:
+    """`hidden_activation` counts where a family has it: old files of Gemma name another in `hidden_act`."""
+    key = "hidden_act" if get("hidden_activation") is None else "hidden_activation"
+    found = _ACTIVATIONS.get(get(key)) if isinstance(get(key), str) else None
+    if found is None:
+        known = " and ".join(repr(name) for name in _ACTIVATIONS)
+        raise ModelError(f"{where}: {key} is {shown(get(key))}; this decoder computes {known}.")
+    return found
 
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
@@ -153,66 +176,14 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family, where: str) -> None:
     for key, value in raw.items():
-        if key not in _HONOURED and key not in family.optional and not is_harmless(key, value):
+        if key not in HONOURED and key not in family.optional and not is_harmless(key, value):
             raise ModelError(
                 f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."
             )
 
 
-class _Reader:
-    """Typed access to the file's keys with the family's defaults; every complaint names file, key and value."""
-
-    def __init__(self, raw: Mapping[str, Any], family: Family, where: str) -> None:
-        self.raw, self.family, self.where = raw, family, where
-
-    def __call__(self, key: str) -> Any:
-        readable = key in _HONOURED or key in self.family.optional
-        default = self.family.defaults.get(key)
-        return self.raw.get(key, default) if readable else default
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.complain(key, value, "a positive whole number")
-        if value > (most := _MOST.get(key, 2**28)):
-            raise self.complain(key, value, f"at most {most}")
-        return value
-
-    def number(self, key: str) -> float:
-        return _number(self(key), key, self.where)
-
-    def boolean(self, key: str) -> bool:
-        value = self(key)
-        if not isinstance(value, bool):
-            raise self.complain(key, value, "true or false")
-        return value
-
-    def token(self, key: str) -> int | None:
-        ids = _token_ids(self(key), key, self.where)
-        return ids[0] if ids else None
-
-    def complain(self, key: str, value: Any, expected: str) -> ModelError:
-        return ModelError(f"{self.where}: {key} is {shown(value)} where {expected} was expected.")
-
-
-def _number(value: Any, key: str, where: str, default: float | None = None) -> float:
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:  # NaN fails, too
-        raise ModelError(f"{where}: {key} is {shown(value)} where a positive number was expected.")
-    return float(value)
-
-
-def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
-    """`eos_token_id` is a number or a list of numbers, `bos_token_id` a number; null is none."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
-        raise ModelError(f"{where}: {key} is {shown(value)} where a token id was expected.")
-    return tuple(ids)
-
-
-def _head_dim(get: _Reader, heads: int, where: str) -> int:
+def _head_dim(get: Reader, heads: int, where: str) -> int:
     hidden = get.positive("hidden_size")
     if get("head_dim") is None and hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
@@ -222,11 +193,14 @@ def _head_dim(get: _Reader, heads: int, where: str) -> int:
     return dim
 
 
-def _windows(get: _Reader, layers: int, where: str) -> tuple[int | None, ...]:
-    """Per layer: `layer_types` where it is given, otherwise the layers from `max_window_layers` on."""
+def _windows(get: Reader, layers: int, where: str) -> tuple[int | None, ...]:
+    """Per layer: `layer_types` where it is given, otherwise by the family's pattern or from `max_window_layers` on."""
     enabled = get.boolean("use_sliding_window") and get("sliding_window") is not None
     window = get.positive("sliding_window") if enabled else None
     types = get("layer_types")
+    if types is None and get("sliding_window_pattern") is not None:
+        every = get.positive("sliding_window_pattern")
+        return tuple(window if (i + 1) % every else None for i in range(layers))
     if types is None:
         first = get.positive("max_window_layers") if get("max_window_layers") not in (0, None) else 0
         return tuple(window if i >= first else None for i in range(layers))
@@ -240,10 +214,10 @@ def _windows(get: _Reader, layers: int, where: str) -> tuple[int | None, ...]:
     return windows
 
 
-def _eos(get: _Reader, generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
+def _eos(get: Reader, generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """generation_config.json rules, as in transformers: chat models list their end-of-turn tokens there."""
     value = generation.get("eos_token_id")
-    return _token_ids(get("eos_token_id") if value is None else value, "eos_token_id", where)
+    return token_ids(get("eos_token_id") if value is None else value, "eos_token_id", where)
 
 
 def _dtype(raw: Mapping[str, Any], where: str) -> str:
@@ -251,66 +225,3 @@ def _dtype(raw: Mapping[str, Any], where: str) -> str:
     if value not in ("bfloat16", "float16", "float32"):
         raise ModelError(f"{where}: dtype {shown(value)} is not one of bfloat16, float16, float32.")
     return str(value)
-
-
-_ROPE_KEYS = {
-    "default": frozenset[str](),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-                       "mscale", "mscale_all_dim", "truncate", "finetuned"}),  # the last is a note
-}  # fmt: skip
-
-
-def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
-        raise ModelError(f"{where}: rotary parameters per layer type are not supported.")
-    rope = {k: v for k, v in given.items() if v is not None}
-    theta = _number(rope.pop("rope_theta", raw.get("rope_theta")), "rope_theta", where, 10000.0)
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{where}: partial_rotary_factor other than 1 is not supported.")
-    keys = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
-    if keys is None or set(rope) - keys:
-        wrong = f"type {shown(kind)}" if keys is None else f"the keys {shown(sorted(set(rope) - keys))}"
-        known = ", ".join(_ROPE_KEYS)
-        raise ModelError(f"{where}: rotary scaling with {wrong} is not supported; known types are {known}.")
-    return theta, None if kind == "default" else _scaling(kind, rope, max_len, where)
-
-
-def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeScaling:
-    def number(key: str, default: float | None = None) -> float:
-        return _number(rope.get(key), f"rope {key}", where, default)
-
-    original = int(number("original_max_position_embeddings", max_len))
-    factor = number("factor", max_len / original if kind == "yarn" else None)
-    if kind == "linear":
-        return RopeScaling(kind, factor, original)
-    if kind == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
-        if high <= low:
-            raise ModelError(f"{where}: rope high_freq_factor {high} is not above low_freq_factor {low}.")
-        return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
-    return RopeScaling(
-        kind,
-        factor,
-        original,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        attention_factor=number("attention_factor", _yarn_attention(factor, rope, number)),
-        truncate=bool(rope.get("truncate", True)),
-    )
-
-
-def _yarn_attention(factor: float, rope: Mapping[str, Any], number: Callable[[str], float]) -> float:
-    """YaRN (arXiv 2309.00071), section 3.4: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such."""
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(number("mscale")) / mscale(number("mscale_all_dim"))
-    return mscale(1.0)

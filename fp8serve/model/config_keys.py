@@ -1,17 +1,24 @@
-"""Keys of config.json that we do not compute with: which of them change nothing, and at which values.
+"""Keys of config.json: those that every family honours, and those that change nothing, or nothing at some values.
 
-Collected from the config.json of the most used repositories of the four architectures and of the programs that write
-them (transformers 4 and 5, trainers, converters). A key is harmless because the architecture's own code never reads it
-in a forward pass of inference, not because it looks so. A key that is in neither table may only be null, false, empty
-or zero: an unknown term of the maths must not be dropped in silence.
+The harmless ones were collected from the config.json of the most used repositories of these architectures and of the
+programs that write them (transformers 4 and 5, trainers, converters). A key is harmless because the architecture's own
+code never reads it in a forward pass of inference, not because it looks so. A key that is in neither table may only be
+null, false, empty or zero: an unknown term of the maths must not be dropped in silence.
 """
 
 from typing import Any
 
+HONOURED = frozenset({
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "rope_parameters", "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id", "eos_token_id",
+    "dtype", "torch_dtype", "quantization_config", "layer_types",
+})  # fmt: skip
+
 # Initialisation, training-time noise and losses, caching and kernels, parallelism, generation defaults, limits that a
 # tool wrote down, notes. `pretraining_tp` only ever reordered a sum; `auto_map` points at code that is never run; a
-# window needs `sliding_window`, so `max_window_layers` alone is a note; `ffn_dim_multiplier` and `multiple_of` made
-# `intermediate_size`, which is given.
+# window needs `sliding_window`, so `max_window_layers` and `sliding_window_size` alone are notes; `ffn_dim_multiplier`
+# and `multiple_of` made `intermediate_size`, which is given.
 _HARMLESS = frozenset({
     # initialisation and training
     "initializer_range", "initializer_factor", "init_method", "init_std", "attention_dropout", "attn_pdrop",
@@ -30,7 +37,7 @@ _HARMLESS = frozenset({
     # limits and tokens that a tokenizer or a tool wrote down
     "max_sequence_length", "model_max_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "n_positions",
     "n_ctx", "context_length", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
-    "decoder_start_token_id", "tokenizer_class", "prefix",
+    "decoder_start_token_id", "tokenizer_class", "prefix", "sliding_window_size",
     # generation defaults, which belong to generation_config.json
     "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p",
     "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams",

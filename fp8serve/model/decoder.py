@@ -1,4 +1,4 @@
-"""One decoder-only transformer that is Llama, Mistral, Qwen2 and Qwen3 by configuration.
+"""One decoder-only transformer that is every family of `families.py` by configuration.
 
 It is written once, for calibration, training and serving. What differs between these is which linears its projections
 are, and each piece of a layer runs them the best way it can (fusing.py); and how a token attends to earlier ones (a
@@ -18,6 +18,7 @@ linears in `pruned_names` see and count no other rows.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -25,11 +26,10 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.fusing import Projections, RMSNorm, add_gated, add_projection, direct
-from fp8serve.model.rotary import Rotary
+from fp8serve.model.fusing import Ending, OffsetRMSNorm, Projections, RMSNorm, add_gated, add_projection, direct
+from fp8serve.model.rotary import Rotary, Rotation
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
-Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
 # attend(layer, heads, rotation, last) -> [T, heads, head_dim]: rotates q and k, and attends; where `last` int64 [R] is
 # not None only the queries of these rows do -> [R, heads, head_dim]
 Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]
@@ -46,6 +46,10 @@ def rotated(mix: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Attend:
     return attend
 
 
+def _norm(config: ModelConfig, size: int) -> nn.Module:
+    return (OffsetRMSNorm if config.offset_norms else RMSNorm)(size, config.rms_norm_eps)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary position; `attend` does the mixing between tokens."""
 
@@ -58,19 +62,25 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
         for name in ("q_norm", "k_norm"):
-            self.register_module(name, RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None)
+            self.register_module(name, _norm(config, config.head_dim) if config.qk_norm else None)
         self.qkv = Projections(self, "q_proj", "k_proj", "v_proj")
 
     def forward(
-        self, x: Tensor, norm: nn.Module, rotation: Rotation, attend: Attend, last: Tensor | None = None
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        rotation: Rotation,
+        attend: Attend,
+        ending: Ending,
+        last: Tensor | None = None,
     ) -> Tensor:
-        """x [T, hidden] plus attention over norm(x); where `last` [R] is not None, [R, hidden] of these rows."""
+        """x [T, hidden] plus ending(attention over norm(x)); where `last` [R] is not None, [R, hidden] of its rows."""
         mixed = attend(self.layer, self._heads(x, norm), rotation, last)
         if last is not None:
             x = x[last]
             if x.size(0) == 0:
                 return x
-        return add_projection(x, self._modules["o_proj"], mixed.reshape(x.size(0), -1))  # type: ignore[arg-type]
+        return add_projection(x, self._modules["o_proj"], mixed.reshape(x.size(0), -1), ending)  # type: ignore[arg-type]
 
     def _heads(self, x: Tensor, norm: nn.Module) -> Heads:
         tokens, head_dim = x.size(0), self.head_dim
@@ -82,38 +92,44 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.activation = config.activation
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.gate_up = Projections(self, "gate_proj", "up_proj")
 
-    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """x [T, hidden] plus the MLP of norm(x)."""
+    def forward(self, x: Tensor, norm: nn.Module, ending: Ending) -> Tensor:
+        """x [T, hidden] plus ending(MLP of norm(x))."""
         gate, up = self.gate_up(x, norm)
-        return add_gated(x, self._modules["down_proj"], gate, up)  # type: ignore[arg-type]
+        return add_gated(x, self._modules["down_proj"], gate, up, self.activation, ending)  # type: ignore[arg-type]
 
 
 class Layer(nn.Module):
-    """Normalise, attend, add; normalise, MLP, add."""
+    """Normalise, attend, add; normalise, MLP, add. Some families normalise what is added, too, or scale it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norms, self.residual_scale = config.norms, config.residual_scale
+        for name in astuple(config.norms):
+            if name is not None:
+                self.register_module(name, _norm(config, config.hidden_size))
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend, last: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> the same; where `last` [R] is not None, [R, hidden] of these rows."""
         modules: dict[str, nn.Module] = self._modules  # type: ignore[assignment]  # of a layer all are there
-        x = direct(modules["self_attn"])(x, modules["input_layernorm"], rotation, attend, last)
+        norms, scale = self.norms, self.residual_scale
+        ending = Ending(modules[norms.after_attention] if norms.after_attention else None, scale)
+        x = direct(modules["self_attn"])(x, modules[norms.before_attention], rotation, attend, ending, last)
         if last is not None and x.size(0) == 0:
             return x
-        return direct(modules["mlp"])(x, modules["post_attention_layernorm"])  # type: ignore[no-any-return]
+        ending = Ending(modules[norms.after_mlp] if norms.after_mlp else None, scale)
+        return direct(modules["mlp"])(x, modules[norms.before_mlp], ending)  # type: ignore[no-any-return]
 
 
 class Backbone(nn.Module):
@@ -123,16 +139,22 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = _norm(config, config.hidden_size)
         self.rotary = Rotary(config)
+        self.embedding_scale, self.rounds_scale = config.embedding_scale, config.rounds_embedding_scale
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
-        x = self.embed_tokens(token_ids)
-        rotation = self.rotary.cos_sin(positions, x.dtype)
-        *earlier, final = self.layers
-        for layer in earlier:
+        x = self._embed(token_ids)
+        *earlier, final = zip(self.layers, self.rotary.rotations(positions, x.dtype), strict=True)
+        for layer, rotation in earlier:
             x = direct(layer)(x, rotation, attend)
-        return self.norm(direct(final)(x, rotation, attend, last))  # type: ignore[no-any-return]
+        return self.norm(direct(final[0])(x, final[1], attend, last))  # type: ignore[no-any-return]
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed_tokens(token_ids)
+        if self.embedding_scale == 1.0:
+            return x
+        return x * (torch.tensor(self.embedding_scale, dtype=x.dtype) if self.rounds_scale else self.embedding_scale)
 
 
 class Decoder(nn.Module):
@@ -182,7 +204,12 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> FP32 [T, vocab]: computed in the weights' dtype, then widened, as transformers does."""
-        return self.lm_head(hidden).float()  # type: ignore[no-any-return]
+        logits, cap = self.lm_head(hidden), self.config.logits_softcap
+        if self.config.logits_divisor != 1.0:
+            logits = logits / self.config.logits_divisor
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits.float()  # type: ignore[no-any-return]
 
 
 def linear_names(model: nn.Module) -> list[str]:

@@ -1,10 +1,9 @@
 """The table of architectures: one row for each family of models, with what its class fixes and no file says.
 
 A row and the file together become a `ModelConfig` (config.py), and that is all the decoder knows of a family: it asks
-which projections have a bias and whether queries and keys are normed, never for a name. What all families here have in
-common (a norm before attention and before the MLP, SiLU, rotary position of one base, a dense MLP) is not in the table
-but in the layer (decoder.py). A family that differs there adds a field, the branch of the layer that reads it, and the
-key of the file that sets it.
+where norms are, which projections have a bias, what multiplies the residual, never for a name. What all families here
+have in common (RMSNorm, rotary position, a gated dense MLP) is not in the table but in the layer (decoder.py). A family
+that differs there adds a field, the branch of the layer that reads it, and the key of the file that sets it.
 
 Defaults are those of transformers' config classes. No torch here.
 """
@@ -15,12 +14,29 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Norms:
+    """The names of a layer's norms in the file; None: there is none in this place."""
+
+    before_attention: str
+    after_attention: str | None
+    before_mlp: str
+    after_mlp: str | None
+
+
+BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
+AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture.
 
     defaults: of keys that the file leaves out. optional: keys that this family honours besides those that all do.
     qkv_bias: whether q, k and v have a bias; None: the file's `attention_bias` says so, of o too. qk_norm: whether
-    queries and keys are normed. uniform_window: all layers have the window; else those from `max_window_layers` on.
+    queries and keys are normed. uniform_window: all layers have the window; else those from `max_window_layers` on, or
+    all but every `sliding_window_pattern`-th where there is such a default. local_theta: layers with a window have a
+    rotary base of their own. offset_norms: norms multiply by 1 + weight. sqrt_embedding: embeddings are multiplied by
+    the square root of their width.
     """
 
     architecture: str
@@ -29,21 +45,39 @@ class Family:
     qkv_bias: bool | None = None
     qk_norm: bool = False
     uniform_window: bool = True
+    local_theta: bool = False
+    norms: Norms = BEFORE
+    offset_norms: bool = False
+    sqrt_embedding: bool = False
 
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
     "mlp_bias": False, "head_dim": None, "num_key_value_heads": None, "sliding_window": None, "bos_token_id": None,
     "eos_token_id": None, "max_position_embeddings": 2048, "vocab_size": 32000, "use_sliding_window": True,
-    "max_window_layers": 0, "layer_types": None,
+    "max_window_layers": 0, "layer_types": None, "rope_theta": 10000.0,
 }  # fmt: skip
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 _QWEN = {"max_position_embeddings": 32768, "vocab_size": 151936, "use_sliding_window": False, "sliding_window": 4096,
          "max_window_layers": 28, "num_key_value_heads": 32}  # fmt: skip
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "vocab_size": 256000, "head_dim": 256, "num_key_value_heads": 4,
+          "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
+          "sliding_window": 4096}  # fmt: skip
 _WINDOWED = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
+_GEMMA_KEYS = frozenset({"hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window",
+                         "final_logit_softcapping"})  # fmt: skip
+_GEMMA2 = _GEMMA | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+                    "sliding_window_pattern": 2}  # fmt: skip
+_GEMMA3 = _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "rope_theta": 1e6,
+                    "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}  # fmt: skip
+_GRANITE = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0}
+_SMOLLM3 = {"max_position_embeddings": 32768, "vocab_size": 128256, "num_key_value_heads": 4, "bos_token_id": 128000,
+            "eos_token_id": 128001, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4,
+            "use_sliding_window": False}  # fmt: skip
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
 
 FAMILIES: dict[str, Family] = {  # by the file's model_type
-    "llama": Family("LlamaForCausalLM", _COMMON | _SPECIAL, frozenset({"attention_bias", "mlp_bias"})),
+    "llama": Family("LlamaForCausalLM", _COMMON | _SPECIAL, _BIASES),
     "mistral": Family(
         "MistralForCausalLM",
         _COMMON | _SPECIAL | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -58,4 +92,26 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         qk_norm=True,
         uniform_window=False,
     ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _COMMON | _GEMMA2,
+        _GEMMA_KEYS | {"attn_logit_softcapping"},
+        uniform_window=False,
+        norms=AROUND,
+        offset_norms=True,
+        sqrt_embedding=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _COMMON | _GEMMA3,
+        _GEMMA_KEYS | {"sliding_window_pattern", "rope_local_base_freq"},
+        qk_norm=True,
+        uniform_window=False,
+        local_theta=True,
+        norms=AROUND,
+        offset_norms=True,
+        sqrt_embedding=True,
+    ),
+    "granite": Family("GraniteForCausalLM", _COMMON | _SPECIAL | _GRANITE, _BIASES.union(_GRANITE)),
+    "smollm3": Family("SmolLM3ForCausalLM", _COMMON | _SMOLLM3, _BIASES | {"no_rope_layers", "no_rope_layer_interval"}),
 }

@@ -11,14 +11,15 @@ out of date, and an attribute of a module takes twenty times as long.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.elementwise import rms_norm, silu_mul
+from fp8serve.fp8.elementwise import gelu_tanh_mul, rms_norm, silu_mul
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
+from fp8serve.model.config import Activation
 
 
 def direct(module: nn.Module) -> Callable[..., Any]:
@@ -47,6 +48,20 @@ class RMSNorm(nn.Module):
         return weight if is_plain else None
 
 
+class OffsetRMSNorm(nn.Module):
+    """x / rms(x) * (1 + weight) over the last dimension, in FP32 up to one rounding: Gemma's."""
+
+    weight: nn.Parameter
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
 class Projections:
     """The linears of `owner`, by name, that read one normed input; as one matrix once `join` has been called.
 
@@ -60,10 +75,9 @@ class Projections:
     def __call__(self, x: Tensor, norm: nn.Module) -> Sequence[Tensor]:
         """norm(x [T, K]) through every linear: [T, N] each, in their order."""
         modules = self._owner._modules
-        if self._joined is not None and type(norm) is RMSNorm and not torch.is_grad_enabled():
-            weight, joined = norm.fused_weight(x), self._current()
-            if weight is not None and joined is not None:
-                return joined(x, weight, norm.eps)
+        if self._joined is not None and not torch.is_grad_enabled() and (joined := self._current()) is not None:
+            weight = norm.fused_weight(x) if type(norm) is RMSNorm else None
+            return joined(norm(x)) if weight is None else joined.of_normed(x, weight, norm.eps)  # type: ignore[arg-type]
         x = norm(x)
         return [modules[name](x) for name in self._names]  # type: ignore[misc]  # a linear is there
 
@@ -102,15 +116,36 @@ class Projections:
         return None if self._joined is joined else self._joined
 
 
-def add_projection(residual: Tensor, linear: nn.Module, x: Tensor) -> Tensor:
-    """residual [T, hidden] + linear(x [T, K]), in the residual's type: attention under fp8_mha gives FP32."""
-    if isinstance(linear, FrozenLinear) and linear.fuses(residual):
+class Ending(NamedTuple):
+    """What becomes of a block's output before it is added to the residual: normed by `norm`, times `scale`."""
+
+    norm: nn.Module | None
+    scale: float
+
+    @property
+    def is_plain(self) -> bool:
+        return self.norm is None and self.scale == 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x if self.norm is None else direct(self.norm)(x)
+        return x if self.scale == 1.0 else x * self.scale
+
+
+def add_projection(residual: Tensor, linear: nn.Module, x: Tensor, ending: Ending) -> Tensor:
+    """residual [T, hidden] + ending(linear(x [T, K])), in the residual's type: attention under fp8_mha gives FP32."""
+    if ending.is_plain and isinstance(linear, FrozenLinear) and linear.fuses(residual):
         return linear.product_onto(residual, *linear.cast(x))
-    return residual + linear(x).to(residual.dtype)  # type: ignore[no-any-return]
+    return residual + ending(linear(x)).to(residual.dtype)
 
 
-def add_gated(residual: Tensor, linear: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    """residual [T, hidden] + linear(silu(gate) * up), both [T, K]."""
-    if isinstance(linear, FrozenLinear) and linear.fuses(residual):
+def add_gated(
+    residual: Tensor, linear: nn.Module, gate: Tensor, up: Tensor, activation: Activation, ending: Ending
+) -> Tensor:
+    """residual [T, hidden] + ending(linear(activation(gate) * up)), both [T, K]."""
+    is_plain = ending.is_plain and activation == "silu"
+    if is_plain and isinstance(linear, FrozenLinear) and linear.fuses(residual):
         return linear.product_onto(residual, *linear.cast_silu_mul(gate, up))
-    return residual + linear(silu_mul(gate, up))  # type: ignore[no-any-return]
+    return residual + ending(linear(GATED[activation](gate, up)))
+
+
+GATED: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}

@@ -10,18 +10,37 @@ import math
 import torch
 from torch import Tensor
 
-from fp8serve.model.config import ModelConfig, RopeScaling
+from fp8serve.model.config import ModelConfig
+from fp8serve.model.rope import Rope, RopeScaling
+
+Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
 
 
 class Rotary:
-    """Frequencies of one model. No nn.Module: `.to(bfloat16)` must not round them and `meta` must not lose them."""
+    """The rotations of one model. No nn.Module: `.to(bfloat16)` must not round frequencies and `meta` not lose them.
+
+    A layer without rotary position has frequencies of 0: multiplied by 1 and 0 its queries and keys stay what they are.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
-        self._inv_freq = {torch.device("cpu"): inverse_frequencies(config)}  # FP32 [head_dim / 2], one copy per device
-        self._attention_factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+        self._kinds = [_Kind(config.head_dim, rope) for rope in dict.fromkeys(config.layer_ropes)]
+        places = {rope: i for i, rope in enumerate(dict.fromkeys(config.layer_ropes))}
+        self._of_layer = [places[rope] for rope in config.layer_ropes]
 
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions integer [T] -> cos, sin `dtype` [T, 1, head_dim], ready to broadcast over heads."""
+    def rotations(self, positions: Tensor, dtype: torch.dtype) -> list[Rotation]:
+        """positions integer [T] -> of every layer cos, sin `dtype` [T, 1, head_dim], ready to broadcast over heads."""
+        found = [kind.rotation(positions, dtype) for kind in self._kinds]
+        return [found[i] for i in self._of_layer]
+
+
+class _Kind:
+    """The rotation that some layers have in common."""
+
+    def __init__(self, head_dim: int, rope: Rope | None) -> None:
+        self._inv_freq = {torch.device("cpu"): inverse_frequencies(head_dim, rope)}  # one copy per device
+        self._attention_factor = rope.scaling.attention_factor if rope is not None and rope.scaling else 1.0
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         device = positions.device
         if device not in self._inv_freq:
             self._inv_freq[device] = self._inv_freq[torch.device("cpu")].to(device)
@@ -30,18 +49,20 @@ class Rotary:
         return (angles.cos() * self._attention_factor).to(dtype), (angles.sin() * self._attention_factor).to(dtype)
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """FP32 [head_dim / 2] on the CPU: theta^(-2i/head_dim), stretched as `config.rope_scaling` says."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    inv_freq = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
+def inverse_frequencies(head_dim: int, rope: Rope | None) -> Tensor:
+    """FP32 [head_dim / 2] on the CPU: theta^(-2i/head_dim), stretched as `rope.scaling` says; None: zeros."""
+    if rope is None:
+        return torch.zeros(head_dim // 2, device="cpu")
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    inv_freq = 1.0 / (rope.theta**exponents)
+    scaling = rope.scaling
     if scaling is None:
         return inv_freq
     if scaling.kind == "linear":
         return inv_freq / scaling.factor
     if scaling.kind == "llama3":
         return _llama3(inv_freq, scaling)
-    return _yarn(config, scaling)
+    return _yarn(head_dim, rope.theta, scaling)
 
 
 def _llama3(inv_freq: Tensor, s: RopeScaling) -> Tensor:
@@ -56,9 +77,8 @@ def _llama3(inv_freq: Tensor, s: RopeScaling) -> Tensor:
     return torch.where((wavelength >= shortest) & (wavelength <= longest), between, stretched)
 
 
-def _yarn(config: ModelConfig, s: RopeScaling) -> Tensor:
+def _yarn(dim: int, theta: float, s: RopeScaling) -> Tensor:
     """YaRN (arXiv 2309.00071), section 3.2: interpolate slow dimensions, keep fast ones, a linear ramp between."""
-    dim, theta = config.head_dim, config.rope_theta
 
     def dimension(rotations: float) -> float:
         return dim * math.log(s.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))

@@ -35,7 +35,7 @@ class Network(nn.Module):
         config = self.decoder.config
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            options = config.softmax_scale, config.layer_windows[layer]
+            options = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
             return self.attention[layer](q, k, v, batch.lengths, *options)  # type: ignore[no-any-return]
 
         hidden = self.decoder(batch.token_ids, batch.positions, rotated(attend))

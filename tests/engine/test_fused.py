@@ -180,8 +180,8 @@ class Spy:
         }
         self.rows: dict[tuple[int, str], int] = {}
         self.queries: list[int] = []
-        together, onto, paged = Joined.__call__, FrozenLinear.product_onto, runner_module._paged_attention
-        monkeypatch.setattr(Joined, "__call__", lambda m, x, *rest: together(m, self.see(m, x), *rest))
+        together, onto, paged = Joined.of_normed, FrozenLinear.product_onto, runner_module._paged_attention
+        monkeypatch.setattr(Joined, "of_normed", lambda m, x, *rest: together(m, self.see(m, x), *rest))
         monkeypatch.setattr(FrozenLinear, "product_onto", lambda m, x, *rest: onto(m, self.see(m, x), *rest))
         monkeypatch.setattr(runner_module, "_paged_attention", lambda q, *rest: paged(self.attending(q), *rest))
 
@@ -300,7 +300,7 @@ def test_others_are_copied_once_and_stay_views() -> None:
     before = [part.weight_q.float() for part in parts]
     together = join(*parts)
     x, weight = torch.randn(3, 8), torch.rand(8)
-    found = together(x, weight, 1e-6)
+    found = together.of_normed(x, weight, 1e-6)
     for part, values, y in zip(parts, before, found, strict=True):
         assert torch.equal(part(rms_norm(x, weight, 1e-6)), y)
         assert torch.equal(part.weight_q.float(), values)

@@ -22,6 +22,7 @@ MODES: dict[str, dict[str, Any]] = {
     "current": {"recipe": "current"},
     "rowwise": {"recipe": "rowwise"},
     "block": {"recipe": "block"},
+    "soft caps": {"recipe": "rowwise"},
     "windows": {"recipe": "bf16"},
     "windows, fp8 cache": {"recipe": DelayedScaling(), "kv_cache_dtype": "fp8"},
 }
@@ -29,11 +30,12 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def large_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Odd sizes, so that vectors end early; in `windowed` the same with layers that see 6 tokens."""
+    """Odd sizes, so that vectors end early; `windowed` layers see 6 tokens, `soft caps` is a Gemma."""
     path = tmp_path_factory.mktemp("large")
     sizes = {"hidden_size": 320, "intermediate_size": 500, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_model(path, head_dim=48, **sizes)
     write_model(path / "windowed", "mistral", head_dim=48, sliding_window=6, **sizes)
+    write_model(path / "soft caps", "gemma2", **sizes | {"head_dim": 48})
     for folder in (path, path / "windowed"):
         write_scales(folder, folder / "made-up", kv=True)
     return path
@@ -42,7 +44,7 @@ def large_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def engine(path: Path, mode: str, **sizes: Any) -> Engine:
     options = dict(MODES[mode])
-    path = path / "windowed" if mode.startswith("windows") else path
+    path = path / {"windows": "windowed", "soft caps": "soft caps"}.get(mode.partition(",")[0], "")
     if isinstance(options["recipe"], DelayedScaling):
         options["scales"] = path / "made-up"
     return Engine(path, **options, block_size=4, **sizes)

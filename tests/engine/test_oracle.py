@@ -96,4 +96,4 @@ def test_tokens_of_a_random_model_are_transformers_best_to_rounding(
         assert ((logits.amax(-1) - chosen) < 0.15 * logits.std(-1)).all()  # BF16 moves each of two logits by up to 0.07
         logprobs = torch.tensor([item.logprob for item in completion.logprobs or ()])
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert torch.allclose(logprobs, expected, atol=0.1)
+        assert torch.allclose(logprobs, expected, atol=0.2)  # of transformers' own in BF16 up to 0.15

@@ -18,12 +18,18 @@ from fp8serve.model.scales import ScalingCheckpoint, TensorScale, fingerprint, s
 
 VOCAB = 260  # 256 bytes, <s>, </s>, and two that no text uses
 BOS, EOS = 256, 257
+_GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 12}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
-}
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], **_GEMMA},
+    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], **_GEMMA, "sliding_window_pattern": 2},
+    "granite": {"architectures": ["GraniteForCausalLM"], "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
+                "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0], "pad_token_id": 0},
+}  # fmt: skip
 
 
 def write_model(path: Path, model_type: str = "llama", seed: int = 0, **overrides: Any) -> Path:

@@ -22,6 +22,9 @@ SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hid
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+STRETCHED = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "final_logit_softcapping": 5.0, "pad_token_id": 2}
 LINEAR = "model.layers.0.mlp.up_proj"
 IDS = list(range(3, 40))
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,7 +40,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
-}
+    "gemma2": ("Gemma2", GEMMA | {"num_hidden_layers": 4, "sliding_window": 8, "attn_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", GEMMA | {"num_hidden_layers": 6, "sliding_window": 8, "hidden_size": 80}),
+    "gemma3-stretched": ("Gemma3", GEMMA | {"num_hidden_layers": 6, "sliding_window": 8, "rope_parameters": STRETCHED}),
+    "granite": ("Granite", {"embedding_multiplier": 12.3, "residual_multiplier": 0.22, "attention_multiplier": 0.07,
+                            "logits_scaling": 7.0}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 2}),
+}  # fmt: skip
 
 
 def make_model(
@@ -49,8 +58,9 @@ def make_model(
     """
     family, options = MODELS[kind]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | options | (overrides or {})))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
+    architecture = getattr(transformers, f"{family}ForCausalLM")
+    config = architecture.config_class(**(SIZES | options | (overrides or {})))
+    model = architecture(config).to(dtype).eval()
     with torch.no_grad():  # biases and norms start at 0 and 1, where a missing term would not show
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -58,7 +68,8 @@ def make_model(
             elif "embed" not in name:
                 parameter.mul_(4)  # attention and MLP that matter beside the residual
     model.save_pretrained(out, **save)
-    return type(model).from_pretrained(out, dtype=dtype).eval()
+    how = {"attn_implementation": "eager"} if family.startswith("Gemma") else {}  # the other ones drop the soft cap
+    return type(model).from_pretrained(out, dtype=dtype, **how).eval()
 
 
 def full_attention(config: ModelConfig) -> Attend:
@@ -66,6 +77,8 @@ def full_attention(config: ModelConfig) -> Attend:
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, head_dim]
+        if config.model_type.startswith("gemma"):
+            return eager(config, config.layer_windows[layer], q, k, v)
         window = config.layer_windows[layer]
         groups = config.num_heads // config.num_kv_heads
         mask = None
@@ -80,6 +93,19 @@ def full_attention(config: ModelConfig) -> Attend:
         return out[0].transpose(0, 1)
 
     return rotated(attend)
+
+
+def eager(config: ModelConfig, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[1, heads, T, head_dim] -> [T, heads, head_dim], step by step and rounded as transformers' eager attention is."""
+    groups, near = config.num_heads // config.num_kv_heads, torch.arange(q.shape[2])
+    distance = near[:, None] - near[None, :]
+    hidden = (distance < 0) | (distance >= (window or len(near)))
+    scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * config.softmax_scale
+    if config.attention_softcap is not None:
+        scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
+    scores = scores + torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, torch.finfo(q.dtype).min)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v.repeat_interleave(groups, 1))[0].transpose(0, 1)
 
 
 def all_logits(model: Decoder, ids: list[int]) -> Tensor:

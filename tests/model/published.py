@@ -193,8 +193,55 @@ QWEN3: dict[str, tuple[Sizes, dict[str, Any]]] = {
         _QWEN3 | _YARN | _types(36) | {"max_window_layers": 36},
     ),
 }
+_GEMMA = {"attention_bias": False, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 107],
+          "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0, "query_pre_attn_scalar": 256,
+          "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": True}  # fmt: skip
+_GEMMA2 = _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"}
+_GEMMA3 = _GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "eos_token_id": [1, 106],
+                    "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+                    "sliding_window": 512}  # fmt: skip
+GEMMA2: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "google/gemma-2-2b-it": ((256000, 2304, 9216, 26, 8, 4, 8192), _GEMMA2),
+    "google/gemma-2-9b-it": ((256000, 3584, 14336, 42, 16, 8, 8192), _GEMMA2 | {"sliding_window_size": 4096}),
+    "google/gemma-2-27b-it": (
+        (256000, 4608, 36864, 46, 32, 16, 8192),
+        _GEMMA2 | {"head_dim": 128, "query_pre_attn_scalar": 144, "sliding_window_size": 4096},
+    ),
+}
+GEMMA3: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "google/gemma-3-1b-it": ((262144, 1152, 6912, 26, 4, 1, 32768), _GEMMA3 | {"sliding_window_pattern": 6}),
+    "google/gemma-3-270m-it": (
+        (262144, 640, 2048, 18, 4, 1, 32768),
+        _GEMMA3
+        | {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}
+        | {"layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(18)]},
+    ),
+}
+_GRANITE = {"attention_bias": False, "attention_dropout": 0.1, "bos_token_id": 0, "embedding_multiplier": 12.0,
+            "eos_token_id": 0, "mlp_bias": False, "pad_token_id": 0, "residual_multiplier": 0.22,
+            "rope_scaling": None, "tie_word_embeddings": True}  # fmt: skip
+GRANITE: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "ibm-granite/granite-3.1-2b-instruct": (
+        (49155, 2048, 8192, 40, 32, 8, 131072),
+        _GRANITE | {"attention_multiplier": 0.015625, "logits_scaling": 8.0, "rope_theta": 5000000.0},
+    ),
+    "ibm-granite/granite-3.3-8b-instruct": (
+        (49159, 4096, 12800, 40, 32, 8, 131072),
+        _GRANITE | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0, "rope_theta": 10000000.0},
+    ),
+}
+SMOLLM3: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "HuggingFaceTB/SmolLM3-3B": (
+        (128256, 2048, 11008, 36, 16, 4, 65536),
+        {"attention_bias": False, "bos_token_id": 128000, "eos_token_id": 128012, "max_window_layers": 28,
+         "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "pad_token_id": 128004,
+         "pretraining_tp": 2, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000000.0,
+         "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False} | _types(36),
+    ),
+}  # fmt: skip
 _FAMILIES = {"llama": ("Llama", LLAMA), "mistral": ("Mistral", MISTRAL), "qwen2": ("Qwen2", QWEN2),
-             "qwen3": ("Qwen3", QWEN3)}  # fmt: skip
+             "qwen3": ("Qwen3", QWEN3), "gemma2": ("Gemma2", GEMMA2), "gemma3_text": ("Gemma3", GEMMA3),
+             "granite": ("Granite", GRANITE), "smollm3": ("SmolLM3", SMOLLM3)}  # fmt: skip
 
 
 def _config(model_type: str, name: str, sizes: Sizes, keys: dict[str, Any]) -> dict[str, Any]:

@@ -27,14 +27,16 @@ def test_old_and_new_spellings_are_the_same_model() -> None:
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling | {"type": "llama3"}, "torch_dtype": "float16"}
     new = LLAMA | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}, "dtype": "float16"}
     assert parse_config(old) == parse_config(new)
-    assert parse_config(new).rope_theta == 5e5
+    rope = parse_config(new).layer_ropes[0]
+    assert rope is not None
+    assert rope.theta == 5e5
     assert parse_config(new).dtype == "float16"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family: str) -> None:
     theirs: Any = transformers.AutoConfig.for_model(family)
-    raw = {"model_type": family, "hidden_size": 4096, "intermediate_size": 1, "num_hidden_layers": 3,
+    raw = {"model_type": family, "hidden_size": 4096, "intermediate_size": 1, "num_hidden_layers": 6,
            "num_attention_heads": 32}  # fmt: skip
     ours = parse_config(raw)
     for mine, his in (("num_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim"), ("vocab_size", "vocab_size"),
@@ -42,7 +44,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
                       ("tie_word_embeddings", "tie_word_embeddings"), ("bos_token_id", "bos_token_id")):  # fmt: skip
         assert getattr(ours, mine) == getattr(theirs, his, {"head_dim": 128}.get(his)), mine
     assert smallest_window(ours) == getattr(theirs, "sliding_window", None)
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert {rope.theta for rope in ours.layer_ropes if rope} == thetas(theirs)
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
 
 
@@ -50,6 +52,21 @@ def test_eos_of_generation_config_rules() -> None:
     assert parse_config(LLAMA | {"eos_token_id": 2}, {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
     assert parse_config(LLAMA | {"eos_token_id": [2, 3]}, {}).eos_token_ids == (2, 3)
     assert parse_config(LLAMA | {"eos_token_id": None}, {}).eos_token_ids == ()
+
+
+def ropes(theirs: Any) -> list[dict[str, Any]]:
+    """transformers' rotary parameters, of each type of layer where these differ."""
+    found = theirs.rope_parameters
+    return [found] if "rope_theta" in found else list(found.values())
+
+
+def thetas(theirs: Any) -> set[float]:
+    return {rope["rope_theta"] for rope in ropes(theirs)}
+
+
+def softmax_scale(theirs: Any, head_dim: int) -> float:
+    scalar = getattr(theirs, "query_pre_attn_scalar", head_dim)
+    return float(getattr(theirs, "attention_multiplier", scalar**-0.5))
 
 
 def smallest_window(config: ModelConfig) -> int | None:
@@ -80,8 +97,15 @@ def test_published_models_are_read_as_transformers_reads_them(repository: str) -
     theirs: Any = transformers.AutoConfig.for_model(**raw)
     assert (ours.num_layers, ours.num_kv_heads) == (theirs.num_hidden_layers, theirs.num_key_value_heads)
     assert ours.head_dim == getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert (ours.rope_scaling.kind if ours.rope_scaling else "default") == theirs.rope_parameters["rope_type"]
+    used = [rope for rope in ours.layer_ropes if rope]
+    assert {rope.theta for rope in used} == thetas(theirs)
+    assert {rope.scaling.kind if rope.scaling else "default" for rope in used} == {
+        r["rope_type"] for r in ropes(theirs)
+    }
+    assert [rope is not None for rope in ours.layer_ropes] == [
+        bool(x) for x in getattr(theirs, "no_rope_layers", ours.layer_ropes)
+    ]
+    assert ours.softmax_scale == softmax_scale(theirs, ours.head_dim)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert smallest_window(ours) == getattr(theirs, "sliding_window", None)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
@@ -95,10 +119,13 @@ def test_the_table_is_of_fifty_and_covers_every_family() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_architectures_code_reads_is_never_taken_for_harmless(family: str) -> None:
     """transformers' modeling files name every key that can matter; those below matter in training only."""
-    source = Path(transformers.__path__[0], "models", family, f"modeling_{family}.py").read_text()
+    module = family.removesuffix("_text")
+    source = Path(transformers.__path__[0], "models", module, f"modeling_{module}.py").read_text()
     read = set(re.findall(r"config\.([a-z]\w*)", source)) | set(re.findall(r'config, "([a-z]\w*)"', source))
     assert {"rms_norm_eps", "num_hidden_layers"} <= read
-    assert {key for key in read if is_harmless(key, "anything")} == {"attention_dropout", "pad_token_id"}
+    assert {key for key in read if is_harmless(key, "anything")} == {"attention_dropout", "pad_token_id"} | (
+        read & {"use_cache"}
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,9 +151,11 @@ def test_what_the_architectures_code_reads_is_never_taken_for_harmless(family: s
     ],
 )
 def test_unknown_maths_is_an_error_in_every_family(family: str, key: str, value: Any) -> None:
+    if key in FAMILIES[family].optional:
+        value = "not a number"
     raw = LLAMA | {"architectures": [FAMILIES[family].architecture], "model_type": family, "num_key_value_heads": 2}
     parse_config(raw)
-    with pytest.raises(ModelError, match=f"the key '{key}' is"):
+    with pytest.raises(ModelError, match=rf"(the key '{key}'|{key}) is"):
         parse_config(raw | {key: value})
 
 

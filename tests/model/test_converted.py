@@ -55,7 +55,9 @@ def logits(model: Any, recipe: Recipe) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "llama-bias", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama-tied", "llama-bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3"]
+)
 def test_what_was_trained_is_what_is_served(kind: str, tmp_path: Path) -> None:
     model = trained(tmp_path, kind)
     assert fp8serve.export(model, tmp_path / "out", recipe=RECIPE) == tmp_path / "out"
