@@ -19,7 +19,8 @@ from fp8serve.engine.scheduler import Work
 from fp8serve.engine.step import Queries, StepTensors, flatten
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.decoder import Decoder, Heads, Rotation
+from fp8serve.model.decoder import Decoder, Heads
+from fp8serve.model.rotary import Rotation
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
 _rotary_write_kv = torch.ops.fp8serve.rotary_write_kv.default
