@@ -2,6 +2,7 @@
 
     load       weights memory-mapped in their own file, computed in BF16; linears converted in place, nothing copied
     observe    every calibration batch once, in high precision, amaxes recorded (and gradients, and keys and values)
+    round      with rounding="gptq": layer by layer, weights rounded so that errors make up for each other (rounding.py)
     compare    every held-out batch twice, in high precision and as it will be served, layer by layer and token by token
     rank       forwards and backwards over some held-out tokens: what each layer adds to the KL divergence
     write      the whole directory or nothing
@@ -20,12 +21,13 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 
 import fp8serve
 from fp8serve.errors import RecipeError
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, name_of, to_json
 from fp8serve.fp8.scaling import ScalingState
@@ -55,10 +57,12 @@ from .observe import Observer, observe, settle
 from .progress import Progress, Stages
 from .report import html_report
 from .result import CalibrationReport, DataReport, TensorReport
+from .rounding import round_weights
 from .sensitivity import kl_shares
 
 DELAYED = DelayedScaling()
 OutputFormat = Literal["compressed-tensors", "fp8", "modelopt"]
+RoundingName = Literal["nearest", "gptq"]
 
 
 def calibrate(
@@ -72,6 +76,7 @@ def calibrate(
     seq_len: int = 512,
     batch_size: int = 4,
     format: OutputFormat = "compressed-tensors",
+    rounding: RoundingName = "nearest",
     seed: int = 0,
     device: str = "cpu",
     kv_cache: bool = False,
@@ -84,6 +89,7 @@ def calibrate(
     data: .txt, .md or .jsonl files; None for the passages that ship with fp8serve. `samples` sequences of at most
     `seq_len` tokens (and of the model's context) are observed. holdout: files to measure quality on, an eighth as many
     sequences; None for the shipped passages. What is held out is never observed, also where `data` repeats it.
+    rounding: of weights; "gptq" chooses them so that the errors of a layer's outputs on these samples become small.
     kv_cache: also a scale for the keys and one for the values of every layer. gradients: also E5M2 scales of the
     gradients, by a forward and a backward pass per batch. scales_only: write `out`/scales.safetensors and nothing else.
     progress(stage, done, total) is called after every batch.
@@ -93,6 +99,7 @@ def calibrate(
     """
     out, source = Path(out), Path(model_dir)
     _check_settings(out, recipe, format, device, kv_cache=kv_cache, gradients=gradients, scales_only=scales_only)
+    _check_rounding(rounding, scales_only)
     stages = Stages(progress)
     with stages.stage("load"):
         decoder, linears = load(source, device)
@@ -114,8 +121,11 @@ def calibrate(
         decoder, linears, batches.calibration, recipe, kv_cache=kv_cache, gradients=gradients, stages=stages
     )
     states = settle(observer)
-    quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages)
-    freeze = freezer(recipe, states)
+    rounded = None
+    if rounding == "gptq":
+        rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages)
+    quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages, rounded)
+    freeze = freezer(recipe, states, rounded)
     shares = kl_shares(
         decoder, linears, batches.held_out, lambda name, linear, x: freeze(name, linears[name])(x), stages=stages
     )
@@ -137,7 +147,7 @@ def calibrate(
         versions=versions(),
         notes=notes,
     )
-    return _write(source, out, checkpoint, draft, scales_only, stages)
+    return _write(source, out, checkpoint, draft, scales_only, stages, rounded)
 
 
 def _check_settings(
@@ -162,6 +172,13 @@ def _check_settings(
             f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
         )
     check_device(device)
+
+
+def _check_rounding(rounding: str, scales_only: bool) -> None:
+    if rounding not in (known := get_args(RoundingName)):
+        raise RecipeError(f"There is no rounding {rounding!r}; choose {' or '.join(known)}.")
+    if scales_only and rounding != "nearest":
+        raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
 
 
 def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
@@ -236,7 +253,13 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _write(
-    source: Path, out: Path, checkpoint: ScalingCheckpoint, draft: CalibrationReport, scales_only: bool, stages: Stages
+    source: Path,
+    out: Path,
+    checkpoint: ScalingCheckpoint,
+    draft: CalibrationReport,
+    scales_only: bool,
+    stages: Stages,
+    rounded: Mapping[str, FrozenLinear] | None,
 ) -> CalibrationReport:
     """Write `out` whole or not at all; the report as it was written, or would have been."""
     final = [draft]
@@ -249,7 +272,8 @@ def _write(
 
     with stages.stage("write"):
         if not scales_only:
-            write_calibrated(out, source, checkpoint, format=draft.format, extra_files=extra_files)
+            quantized = {n: (m.weight_q, m.weight_scale_inv) for n, m in (rounded or {}).items()}
+            write_calibrated(out, source, checkpoint, quantized=quantized, format=draft.format, extra_files=extra_files)
             return final[0]
         with whole_directory(out) as folder:
             save_scales(folder / FILE_NAME, checkpoint)
