@@ -76,8 +76,8 @@ void launch_gather(const void* from, int64_t row_stride, int64_t k_stride, const
          to.size(1));
 }
 
-Tensor transpose_codes(const Tensor& q_in) {
-  const DeviceContract check("transpose_codes", q_in);
+Tensor transpose_fp8(const Tensor& q_in) {
+  const DeviceContract check("transpose_fp8", q_in);
   check.rank("q", q_in, 2);
   check.tensor("q", q_in, kFp8, {{"M", q_in.size(0)}, {"K", q_in.size(1)}});
   const OnDevice device(q_in);
@@ -120,5 +120,5 @@ Tensor k_contiguous_bf16(const Tensor& matrix, const OnDevice& device) {
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
-  m.impl("transpose_codes", TORCH_BOX(&fp8serve::transpose_codes));
+  m.impl("transpose_fp8", TORCH_BOX(&fp8serve::transpose_fp8));
 }

@@ -102,7 +102,7 @@ def casts() -> Iterator[Entry]:
     yield Entry("quantize_transpose", size, both, partial(_torch_cast_transpose, x), moved + x.numel())
     q, seen, saturated = x.to(E4M3), torch.zeros(()), torch.zeros((), dtype=torch.int64)
     turned = partial(_torch_transpose, q)
-    yield Entry("transpose_codes", size, partial(OPS.transpose_codes, q), turned, 2.0 * q.numel())
+    yield Entry("transpose_fp8", size, partial(OPS.transpose_fp8, q), turned, 2.0 * q.numel())
     for kind, cut in (("nothing cut off", 1.0), ("some cut off", 1000.0)):
         watch = partial(OPS.count_saturated, x, None, None, torch.tensor(cut), torch.ones(()), seen, saturated, None)
         yield Entry("count_saturated", f"{size}, {kind}", watch, None, 2.0 * x.numel() if cut > 1 else 0.0)

@@ -50,7 +50,7 @@ def _turned(data: Quantized) -> Quantized:
     scale_inv = data.scale_inv.t()
     if layout_of(data.q.device) == "any":
         return Quantized(data.q.t(), scale_inv)
-    return Quantized(torch.ops.fp8serve.transpose_codes(data.q), scale_inv.contiguous())
+    return Quantized(torch.ops.fp8serve.transpose_fp8(data.q), scale_inv.contiguous())
 
 
 def _both(data: Quantized, columnwise: bool) -> Operand:
