@@ -160,7 +160,7 @@ def by_tile(choice: gpu_tiles.Choice, a: Tensor, b: Tensor, a_scale: Tensor, b_s
     return OPS.scaled_mm_by(a, b, a_scale, b_scale, None, BF16, choice.tile, choice.swizzle)
 
 
-def codes(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
+def fp8_out(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
     return OPS.scaled_mm_quantize(a, b, a_scale, b_scale, None, a_scale.flatten()[0], E4M3)
 
 
@@ -195,7 +195,7 @@ def attempts(bench: Bench, by_row: bool) -> dict[str, Callable[..., Any]]:
         "fp8serve": ours,
         "cuBLASLt": partial(cublas, False),
         "cuBLASLt fast": partial(cublas, True),
-        "fp8serve, FP8 out": codes,
+        "fp8serve, FP8 out": fp8_out,
     }
     if not by_row and (bench.dry or capability() in gpu_tiles.CHIPS):
         found |= {f"fp8serve {c.tile}/{c.swizzle}": partial(by_tile, c) for c in choices(bench)}

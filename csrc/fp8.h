@@ -36,7 +36,7 @@ struct Format {
 using E4M3 = Format<3, 7, 0x43e00000, 0x7e>;   // 448, no infinity, 0x7f is NaN
 using E5M2 = Format<2, 15, 0x47600000, 0x7b>;  // 57344, 0x7c infinity, above it NaN
 
-// FP32 -> FP8. The result's low 8 bits are the code.
+// FP32 -> FP8. The result's low 8 bits are the FP8 value.
 template <class F>
 FP8_INLINE int32_t encode(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x);

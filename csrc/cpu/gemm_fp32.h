@@ -39,9 +39,9 @@ FP8_INLINE void with_values(const void* from, Kind kind, const F& f) {
     const auto* bits = static_cast<const uint16_t*>(from);
     return f([bits](int64_t i) { return std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16); });
   }
-  const auto* codes = static_cast<const uint8_t*>(from);
+  const auto* bytes = static_cast<const uint8_t*>(from);
   const float* table = kind == Kind::e5m2 ? kDecode<E5M2>.value : kDecode<E4M3>.value;
-  f([codes, table](int64_t i) { return table[codes[i]]; });
+  f([bytes, table](int64_t i) { return table[bytes[i]]; });
 }
 
 inline void unpack_row_fp32(const void* from, int64_t k, Kind kind, void* row) {

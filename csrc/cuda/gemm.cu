@@ -181,7 +181,7 @@ Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, con
                    });
 }
 
-// Codes of the product times a scale [], and the product's amax: one kernel where the sums are made.
+// The product times a scale [] as FP8, and the product's amax: one kernel where the sums are made.
 std::tuple<Tensor, Tensor> scaled_mm_quantize(const Tensor& a, const Tensor& b, const Tensor& a_scale,
                                               const Tensor& b_scale, const std::optional<Tensor>& bias,
                                               const Tensor& out_scale, ScalarType out_dtype) {

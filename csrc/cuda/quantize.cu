@@ -6,8 +6,8 @@
 // second time backwards, so that what the first pass left in the second-level cache is met first. Nothing
 // comes back to the host: a scale is computed where it is used.
 //
-// Codes and scales equal those of fp8/ops/casts.py bit for bit: true divisions, no fast-math, amax of
-// magnitudes without NaN.
+// Quantized data and scales equal those of fp8/ops/casts.py bit for bit: true divisions, no fast-math, amax
+// of magnitudes without NaN.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

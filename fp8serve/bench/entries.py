@@ -60,7 +60,7 @@ def _noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(BF16)
 
 
-def _codes(*shape: int) -> Tensor:
+def _fp8(*shape: int) -> Tensor:
     return _noise(*shape).to(E4M3)
 
 
@@ -152,7 +152,7 @@ def packing() -> Iterator[Entry]:
 
 
 def products() -> Iterator[Entry]:
-    """The product alone with the scales of each recipe, onto a residual, and as codes; torch: its BF16 linear."""
+    """The product alone with the scales of each recipe, onto a residual, and as FP8; torch: its BF16 linear."""
     n = k = 4096
     one, x_all, w = torch.ones(()), _noise(512, k), _noise(n, k)
     w_q = w.to(E4M3)

@@ -2,9 +2,9 @@
 
 A step is a forward and a backward pass of a decoder under the delayed recipe, without an optimizer, which would only
 make the monitor's share smaller. A round is `every` steps, so that each round with the monitor has one in which it
-counts codes, and `every` calls of `step()`, which read all states. Rounds with and without alternate. Other work on the
-machine only ever makes a round slower, so the fastest rounds are compared; and, because a fastest round is one number,
-the median of the differences between neighbouring rounds too.
+counts values, and `every` calls of `step()`, which read all states. Rounds with and without alternate. Other work
+on the machine only ever makes a round slower, so the fastest rounds are compared; and, because a fastest round is one
+number, the median of the differences between neighbouring rounds too.
 """
 
 import time
@@ -26,7 +26,7 @@ Tell = Callable[[str, int, int], None]  # (what, done, in all)
 def measure(tell: Tell, *, shape: Shape, rows: int = 4, seq_len: int = 128, every: int = 16, rounds: int = 10) -> Any:
     """Milliseconds of a step with and without a monitor, in the fastest and the median round, and its share in percent.
 
-    rows: sequences of `seq_len` tokens in a step. every: the monitor counts codes at every `every`-th step.
+    rows: sequences of `seq_len` tokens in a step. every: the monitor counts values at every `every`-th step.
     """
     decoder, batch = random_decoder(shape, seq_len), random_batch(shape, rows, seq_len)
     forward = Forward(decoder, DelayedScaling())

@@ -109,7 +109,7 @@ def has_infinity(x: Tensor, operand: Operand) -> Tensor:
 def unhidden(operand: Operand, overflowed: Tensor) -> Operand:
     """A quantized gradient; with NaN for its scale_inv if it `overflowed`, bool [].
 
-    A cast saturates infinities, and yet a loss scaler or a finite-norm check must see them. NaN has a code of its own.
+    A cast saturates infinities, and yet a loss scaler or a finite-norm check must see them. NaN stays NaN.
     """
 
     def marked(data: Quantized | None) -> Quantized | None:

@@ -135,7 +135,7 @@ def _marked(row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
 def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
     """Bytes by part for microbatches of `tokens` tokens of which `fraction` carry loss; "total" is their sum.
 
-    weights: masters, gradients and moments; codes: FP8 weights and BF16 casts of the rest while a step runs;
+    weights: masters, gradients and moments; casts: FP8 weights and BF16 casts of the rest while a step runs;
     activations: what a layer keeps for the backward pass (about 30 bytes per hidden and 14 per MLP element);
     logits: FP32 logits, their gradient and the BF16 product, for tokens that carry loss.
     """
@@ -146,7 +146,7 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     once = recipe is not None and recipe.specs.linear["weight"].serves_both_directions
     parts = {
         "weights": every * (16 if config.master_weights == "model" else 20),
-        "codes": 2 * others + linears * (1 if once else 2),
+        "casts": 2 * others + linears * (1 if once else 2),
         "activations": tokens * model.num_layers * per_layer,
         "logits": int(tokens * fraction) * model.vocab_size * 12,
     }

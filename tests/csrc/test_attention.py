@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import reference
-from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, hostile
 from tests.csrc.paged import CACHES, LONG, OPS, Batch, naive
 
 
@@ -120,7 +120,7 @@ def test_write_kv_equals_the_reference(level, high, stored, scale):
     expected = [torch.zeros(4, 8, 2, 24).to(stored) for _ in range(2)]
     OPS.write_kv(k, v, *found, slots, factor, factor)
     reference.write_kv(k, v, *expected, slots, factor, factor)
-    compare = assert_codes_equal if stored in FORMATS else assert_bits_equal
+    compare = assert_fp8_equal if stored in FORMATS else assert_bits_equal
     compare(found[0], expected[0])
     compare(found[1], expected[1])
 
