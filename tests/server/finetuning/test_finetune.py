@@ -46,7 +46,7 @@ async def wait_for_step(server: Server, job_id: str) -> None:
     await eventually(begun, "the first step")
 
 
-def let_go(server: Server, job_id: str) -> None:
+def unblock_job(server: Server, job_id: str) -> None:
     """A "held" job goes on."""
     (server.state.runner.dir_of(job_id) / "go").touch()
 
@@ -152,7 +152,7 @@ async def test_a_job_outlives_its_server(start: Start) -> None:
         job = await submit(server, "held")
         await wait_for_step(server, job["id"])
     async with start() as server:
-        let_go(server, job["id"])
+        unblock_job(server, job["id"])
         done = await wait_for(server, job["id"], "succeeded", "failed")
         assert done["status"] == "succeeded"
         events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
@@ -170,7 +170,7 @@ async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: 
         assert task is not None
         task.cancel()
     async with start() as server:
-        let_go(server, job["id"])
+        unblock_job(server, job["id"])
         done = await wait_for(server, job["id"], "succeeded", "failed")
         assert done["status"] == "succeeded"
         assert (server.state.runner.dir_of(job["id"]) / "tries.txt").read_text() == "x"
@@ -257,7 +257,7 @@ async def test_pause_lets_what_runs_finish_and_refuses_the_rest(start: Start) ->
         assert (await server.client.get("/health/ready")).json() == {"ok": False, "state": "paused"}
         assert (await server.client.get("/health/live")).status_code == 200
         assert (await before).status_code == 200
-        let_go(server, job["id"])
+        unblock_job(server, job["id"])
         await wait_for(server, job["id"], "succeeded")
         await eventually(lambda: not server.state.paused)
         assert (await server.client.post("/generate", json=ask)).status_code == 200
@@ -447,7 +447,7 @@ async def test_a_killed_worker_of_a_killed_server_is_resumed(start: Start, tmp_p
         with contextlib.suppress(ProcessLookupError):
             os.kill(owner, signal.SIGKILL)
     async with start() as server:
-        let_go(server, job["id"])
+        unblock_job(server, job["id"])
         assert (await wait_for(server, job["id"], "succeeded", "failed"))["status"] == "succeeded"
         assert (server.state.runner.dir_of(job["id"]) / "tries.txt").read_text() == "xx"
 
