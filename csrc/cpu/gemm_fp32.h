@@ -61,7 +61,7 @@ struct Bf16Code {
   static constexpr int shift = 7 - F::mantissa;
   static constexpr int16_t bias = (127 - F::bias) << 7;
   static constexpr int16_t first_normal = 1 << F::mantissa;
-  static constexpr int16_t last_normal = F::max_code;
+  static constexpr int16_t last_normal = F::max_fp8;
   static constexpr int16_t nan = 0x7fc0;
   alignas(64) uint16_t special[32];
   constexpr Bf16Code() : special() {

@@ -43,7 +43,7 @@ bool spin_until(const F& is_done) {
 class Job {
  public:
   Job(int64_t tasks, int64_t threads, void (*call)(const void*, int64_t), const void* context)
-      : threads(threads), call_(call), context_(context), count_(std::min(threads, kMaxShares)) {
+      : num_threads(threads), call_(call), context_(context), count_(std::min(threads, kMaxShares)) {
     for (int64_t i = 0; i < count_; ++i) {
       shares_[i].next = tasks * i / count_;
       shares_[i].end = tasks * (i + 1) / count_;
@@ -59,7 +59,7 @@ class Job {
     }
   }
 
-  const int64_t threads;
+  const int64_t num_threads;
   std::exception_ptr error{};
 
  private:
@@ -84,7 +84,7 @@ class ThreadPool {
  public:
   void run(Job& job) {
     if (busy_.exchange(true, std::memory_order_acquire)) return job.run(0);
-    start_workers(job.threads - 1);
+    start_workers(job.num_threads - 1);
     job_ = &job;
     inside_.store(0, std::memory_order_release);
     ++jobs_;
@@ -123,7 +123,7 @@ class ThreadPool {
       if (!spin_until([&] { return jobs_.load(std::memory_order_acquire) != seen; })) jobs_.wait(seen);
       seen = jobs_.load(std::memory_order_acquire);
       if (!enter()) continue;
-      if (worker < job_->threads - 1) job_->run(worker + 1);
+      if (worker < job_->num_threads - 1) job_->run(worker + 1);
       inside_.fetch_sub(1, std::memory_order_release);
       inside_.notify_all();
     }
