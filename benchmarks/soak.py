@@ -208,7 +208,7 @@ def growth(samples: Sequence[Sample], warm_up: float, process: str) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SoakPlan:
     """How long, in seconds; what is allowed, in MB."""
 
     seconds: float
@@ -218,7 +218,7 @@ class Plan:
     context: int  # tokens that the server allows
 
 
-def soak(url: str, pids: dict[str, int], plan: Plan) -> dict[str, Any]:
+def soak(url: str, pids: dict[str, int], plan: SoakPlan) -> dict[str, Any]:
     """Figures of a run, and `failed`: sentences, none when all is well."""
     done, tally = threading.Event(), Tally()
     with ThreadPoolExecutor(CLIENTS) as pool:
@@ -254,7 +254,7 @@ def plot(samples: Sequence[Sample], title: str) -> str:
     return svg(title, panels, "minutes")
 
 
-def serve_and_soak(model: str, recipe: str, plan: Plan) -> dict[str, Any]:
+def serve_and_soak(model: str, recipe: str, plan: SoakPlan) -> dict[str, Any]:
     """A server of its own for the run."""
     from fp8serve.hub import find_model
     from fp8serve.running import RunningServer
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fp8serve.bench.provenance import one_line, provenance
 
     seconds = 60 * options.minutes
-    plan = Plan(seconds, 60 * options.warm_up, max(0.1, seconds / 720), options.allow, options.context)
+    plan = SoakPlan(seconds, 60 * options.warm_up, max(0.1, seconds / 720), options.allow, options.context)
     made = provenance(f"python benchmarks/soak.py --minutes {options.minutes:g} --warm-up {options.warm_up:g}")
     result = {"made": made, **serve_and_soak(options.model, options.recipe, plan)}
     options.out.mkdir(parents=True, exist_ok=True)

@@ -211,8 +211,8 @@ def training(
     """
     from fp8serve.bench import training as bench
 
-    plan = bench.Plan(
-        recipes=tuple(recipe) if recipe else bench.Plan.recipes,
+    plan = bench.StudyPlan(
+        recipes=tuple(recipe) if recipe else bench.StudyPlan.recipes,
         steps=steps, batch_size=batch_size, seq_len=seq_len, lr=lr, seed=seed,
         warmup_steps=warmup_steps, final_lr=final_lr,
         shape=bench.Shape.of(hidden_size, layers),

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.casting import Operand, Quantized
 from fp8serve.fp8.distributed import one_per_tensor, one_scale
-from fp8serve.fp8.linear import Call, Fused, Linear, Plan, mm
+from fp8serve.fp8.linear import Call, Fused, Linear, LinearPlan, mm
 from fp8serve.fp8.token_collectives import (
     all_sum,
     copied,
@@ -73,7 +73,7 @@ class ParallelLinear(Linear):
             one_scale(context.recipe, context.group, self.group, "Sequence parallelism")
         return replace(super()._call(context), sharers=self.group)
 
-    def _gathers_fp8(self, plan: Plan) -> bool:
+    def _gathers_fp8(self, plan: LinearPlan) -> bool:
         return self.sequence_parallel and one_per_tensor(plan.call.recipe) and not any(plan.call.hp)
 
 
@@ -94,7 +94,7 @@ class ColumnParallelLinear(ParallelLinear):
     def _in_high_precision(self, x: Tensor) -> Tensor:
         return super()._in_high_precision(self._enter(x))
 
-    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan) -> Tensor:
         if self._gathers_fp8(plan):
             x, x_q = self._input(edge, values, fused, replace(plan, input_columnwise=False))
             args = (x, self.weight, self.bias, plan.call, x_q.rowwise, plan.weight, self.group)
@@ -123,7 +123,7 @@ class RowParallelLinear(ParallelLinear):
     def _in_high_precision(self, x: Tensor) -> Tensor:
         return self._leave(super()._in_high_precision(x))
 
-    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan) -> Tensor:
         if not self._gathers_fp8(plan):
             return self._leave(super()._quantized(edge, values, fused, plan))
         x, x_q = self._input(edge, values, fused, plan)
