@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.model import interop
 from fp8serve.model.scales import FILE_NAME, FORMAT, ROLES
-from fp8serve.model.shards import Entry, Shards, open_shards, read_header
+from fp8serve.model.shards import Shards, StoredTensor, open_shards, read_header
 
 FP8_MAX = {"grad_output": 57344.0}  # E5M2; everything else is E4M3
 _ROLE_NAMES = {"k": "key cache", "v": "value cache", "kv": "key and value cache", "grad_output": "output gradient"}
@@ -128,7 +128,7 @@ def _reach(role: str, direction: str, low: float, high: float) -> float:
     return fp8_max * high
 
 
-def _value_problem(values: Tensor, entry: Entry) -> str | None:
+def _value_problem(values: Tensor, entry: StoredTensor) -> str | None:
     if not entry.dtype.is_floating_point:
         return f"stored as {entry.dtype}"
     bad = ~(torch.isfinite(values) & (values > 0))

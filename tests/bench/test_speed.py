@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8serve.bench import clock, engine, monitor, ops, serve, step
-from fp8serve.bench.entries import MAKERS, Entry, others
+from fp8serve.bench.entries import MAKERS, BenchCase, others
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
 from fp8serve.fp8.ops import OPS
@@ -126,10 +126,10 @@ def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None
         now[0] += seconds
         return now[0]
 
-    def maker() -> Iterator[Entry]:
+    def maker() -> Iterator[BenchCase]:
         slow, fast = partial(passes, 4.0), partial(passes, 1.0)
         for name, ours, theirs, goal in (("a", fast, slow, 2.0), ("b", fast, slow, 9.0), ("c", fast, slow, None)):
-            yield Entry(name, "1", ours, theirs, 1.0, goal=goal)
+            yield BenchCase(name, "1", ours, theirs, 1.0, goal=goal)
 
     monkeypatch.setattr(clock.time, "perf_counter", partial(passes, 0.01))
     monkeypatch.setattr(ops, "MAKERS", (maker,))
