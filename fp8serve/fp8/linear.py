@@ -44,7 +44,7 @@ NAMES = ("input", "weight", "grad_output")
 
 
 @dataclass(frozen=True)
-class Call:
+class LinearCall:
     """What one forward call fixes for its backward pass."""
 
     module: int  # by key, as `record` wants it
@@ -106,7 +106,7 @@ class Call:
 class LinearPlan:
     """How one forward call runs, and how it runs again if its activations are recomputed."""
 
-    call: Call
+    call: LinearCall
     input_rowwise: bool  # in which directions its GEMMs read the input
     input_columnwise: bool
     weight: Operand
@@ -132,7 +132,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, x_q: Operand, weight_q: Operand
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, x_q: Operand, weight_q: Operand
     ) -> Tensor:
         _, dgrad_hp, wgrad_hp = call.hp
         ctx.call, ctx.dtypes = call, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -147,7 +147,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: LinearCall = ctx.call
         (x_dtype, w_dtype, b_dtype), (want_dx, want_dw, want_db) = ctx.dtypes, ctx.needs_input_grad[:3]
         x, weight, *data = ctx.saved_tensors
         x_columnwise = Quantized(*data[:2]) if ctx.has_columnwise[0] else None
@@ -270,7 +270,7 @@ class Linear(Stateful, nn.Linear):
         weight = self._quantized_weight(call, first, rowwise, columnwise)
         return LinearPlan(call, rowwise, input_columnwise, weight)
 
-    def _quantized_weight(self, call: Call, first: bool | None, rowwise: bool, columnwise: bool) -> Operand:
+    def _quantized_weight(self, call: LinearCall, first: bool | None, rowwise: bool, columnwise: bool) -> Operand:
         if hasattr(self.weight, "received_quantized"):  # gathered by FSDP2, which keeps them itself
             first = None
 
@@ -285,12 +285,12 @@ class Linear(Stateful, nn.Linear):
     def _differentiable(self, x: Tensor) -> bool:
         return x.requires_grad or self.weight.requires_grad
 
-    def _call(self, context: autocast) -> Call:
+    def _call(self, context: autocast) -> LinearCall:
         recipe = context.recipe
         rules = delayed(recipe)
         if rules is not None:
             prepare(self.key, rules.amax_history_len)
-        return Call(
+        return LinearCall(
             module=self.key,
             recipe=recipe,
             rule=context.rule,

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.casting import Operand, Quantized
 from fp8serve.fp8.distributed import one_per_tensor, one_scale
-from fp8serve.fp8.linear import Call, Fused, Linear, LinearPlan, mm
+from fp8serve.fp8.linear import Fused, Linear, LinearCall, LinearPlan, mm
 from fp8serve.fp8.token_collectives import (
     all_sum,
     copied,
@@ -68,7 +68,7 @@ class ParallelLinear(Linear):
         rows = self.weight.detach().movedim(self.cut, 0)
         return gather(rows, self.group).movedim(0, self.cut).contiguous()
 
-    def _call(self, context: autocast) -> Call:
+    def _call(self, context: autocast) -> LinearCall:
         if self.sequence_parallel and one_per_tensor(context.recipe):
             one_scale(context.recipe, context.group, self.group, "Sequence parallelism")
         return replace(super()._call(context), sharers=self.group)
@@ -141,7 +141,7 @@ class _GatheredMatmul(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        call: Call,
+        call: LinearCall,
         mine: Quantized,
         weight_q: Operand,
         group: Any,
@@ -170,7 +170,9 @@ class _ScatteredMatmul(torch.autograd.Function):
     """x [T, K / ranks] times weight [N, K / ranks], summed over ranks -> [T / ranks, N]; dY is gathered in FP8."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, x_q: Operand, weight_q: Operand, group: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, call: LinearCall, x_q: Operand, weight_q: Operand, group: Any
+    ) -> Tensor:
         ctx.call, ctx.group, ctx.dtypes = call, group, (x.dtype, weight.dtype)
         ctx.save_for_backward(*(x_q.columnwise or (None, None)), *(weight_q.columnwise or (None, None)))
         return reduce_scatter(mm(cast(Quantized, x_q.rowwise), cast(Quantized, weight_q.rowwise), None, x.dtype), group)
