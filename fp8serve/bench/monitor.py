@@ -17,7 +17,7 @@ from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.monitor import Monitor
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.decoder import linear_names
-from fp8serve.train.batch import Batch
+from fp8serve.train.batch import PackedBatch
 from fp8serve.train.forward import Forward, summed_loss
 
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
@@ -55,7 +55,7 @@ def summary(times: Mapping[str, list[float]]) -> dict[str, float]:
     }
 
 
-def _round(forward: Forward, batch: Batch, every: int, monitor: Monitor | None = None) -> float:
+def _round(forward: Forward, batch: PackedBatch, every: int, monitor: Monitor | None = None) -> float:
     """Seconds a step, over `every` steps."""
     began = time.perf_counter()
     for _ in range(every):
