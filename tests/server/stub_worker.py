@@ -1,4 +1,4 @@
-"""A trainer without a model that keeps the contract of `fp8serve.train.worker`, in milliseconds, and can be told to
+"""A trainer without a model that keeps the contract of `fp8serve.train.job_process`, in milliseconds, and can be told to
 misbehave.
 
 The job's text says how: "slow" waits between steps, "held" waits after step 1 for a file named go, "stubborn" too and

@@ -20,8 +20,8 @@ from fp8serve.train.trainer import Trainer
 from tests.patience import PATIENCE
 
 from .conftest import Configure
+from .test_job_process import finish, make_job
 from .test_trainer import after
-from .test_worker import finish, make_job
 
 TIMES = {"events.jsonl", "result.json"}  # of the worker, outside of `out`: when each event happened, how long it took
 

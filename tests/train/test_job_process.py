@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fp8serve.train import checkpoint, worker
-from fp8serve.train.worker import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, EventLog
+from fp8serve.train.job_process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, EventLog
 from tests.patience import PATIENCE
 
 from .conftest import Configure
@@ -39,7 +39,7 @@ def events(directory: Path) -> list[dict[str, Any]]:
 
 
 def start(directory: Path, *command: str) -> "subprocess.Popen[str]":
-    arguments = command or ("-m", "fp8serve.train.worker", str(directory))
+    arguments = command or ("-m", "fp8serve.train.job_process", str(directory))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *arguments],
