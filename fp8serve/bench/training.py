@@ -24,7 +24,7 @@ from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import NAMES
 from fp8serve.train import checkpoint, state
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.evaluate import evaluate
+from fp8serve.train.held_out import held_out_metrics
 from fp8serve.train.scratch import write_random_model, write_texts
 from fp8serve.train.setup import prepare
 from fp8serve.train.trainer import Trainer
@@ -191,7 +191,7 @@ def _final_loss(out: Path, plan: StudyPlan, recipe: str) -> float:
         setup = prepare(config, source, lambda event: None)
         state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(source))
         rows = setup.rows[:: max(1, len(setup.rows) // FINAL_ROWS)][:FINAL_ROWS]  # from everywhere in the text
-        found = evaluate(setup.forward, rows, plan.batch_size, config.device)
+        found = held_out_metrics(setup.forward, rows, plan.batch_size, config.device)
         tokens = sum(row.trainable for row in rows)
         kept.write_text(json.dumps({"rows": len(rows), "tokens": tokens, "loss": found["valid_loss"]}))
     return float(json.loads(kept.read_text())["loss"])
