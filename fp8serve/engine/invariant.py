@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8serve.fp8 import ops
-from fp8serve.fp8.frozen import FrozenLinear, packed
-from fp8serve.fp8.ops.packing import is_packable
+from fp8serve.fp8.frozen import FrozenLinear, pack_loaded, packed
 
 _mm = torch.ops.fp8serve.mm.default
 _packed_mm = torch.ops.fp8serve.packed_mm.default
@@ -56,9 +55,8 @@ class OwnLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes a weight in rows where this one is packed."""
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is not None and weight.dim() == 2 and self.weight.dim() == 3 and is_packable(weight):
-            state_dict[f"{prefix}weight"] = packed(weight, torch.empty_like(weight).view(-1))
+        if self.weight.dim() == 3:
+            pack_loaded(state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
