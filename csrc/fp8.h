@@ -2,7 +2,7 @@
 // finite values and infinities beyond the maximum saturate to +-max; NaN stays NaN with its sign.
 //
 // Everything is branch-free integer and float arithmetic on one value, so that a loop over it vectorises at
-// every instruction set: the scalar line below *is* the AVX-512 kernel.
+// every instruction set: the compiler makes the AVX-512 kernel from the scalar lines below.
 #pragma once
 
 #include <bit>

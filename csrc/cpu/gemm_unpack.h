@@ -1,7 +1,7 @@
 // FP8 or BF16 -> FP32, with vectors, for the levels without a BF16 dot product; and the tile that needs no
-// panel. No include guard: included once per level, behind gemm_tile.h, which defines besides:
+// panel. No include guard: included once per level, behind gemm_tile.h, which also defines:
 //   Runs                    a run (8 k) of columns i, i + 4, i + 8 and i + 12 as BF16
-//   load_fp8<F>(columns, runs[2])   16 FP8 values of each of four columns -> two runs
+//   load_fp8<F>(columns, runs[2])     16 FP8 values of each of four columns -> two runs
 //   load_values(columns, runs[2])     ... of 16 BF16
 //   odd(run), even(run)     its odd and its even k as an Operand: a BF16 is the upper half of its FP32
 //   store(p, operand)       16 floats

@@ -1,6 +1,6 @@
-// quantize_transpose: the cast of a matrix for both of its readers in one pass: its FP8 data, and those of
-// its transpose. GEMM operands have the contracted dimension contiguous, so the backward pass of a linear
-// layer reads x^T and w^T.
+// quantize_transpose casts a matrix for both of its readers in one pass: to FP8 data and to their transpose.
+// GEMM operands have the contracted dimension contiguous, so the backward pass of a linear layer reads x^T
+// and w^T.
 //
 // Blocks of 128 rows x 256 columns: cast row by row into a buffer, copied to their place and, turned 16 x 16
 // at a time, to the other matrix in pieces of two cache lines. That shape decides the speed

@@ -10,8 +10,8 @@
 //
 // Order. Keys are taken 32 at a time with an online softmax, which starts afresh every 256 at absolute
 // positions; a segment's result is merged into the row's, in order. One block with all segments of its rows
-// (prefill, large batches) and one block per segment with `merge_parts` behind it (few rows: all of the
-// device shall read) do the same operations in the same order, and a tile that a row may not see changes
+// (prefill, large batches) and one block per segment with `merge_parts` behind it (few rows, so that the
+// whole device reads) do the same operations in the same order, and a tile that a row may not see changes
 // nothing. So a row's result depends, to the last bit, on its own query and context: not on its batch, nor on
 // how a prompt was cut, nor on how many warps a block has (1 for decoding, 4 for prefill, chosen by the
 // average).

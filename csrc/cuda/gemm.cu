@@ -11,10 +11,9 @@
 //
 // CUTLASS says no to what was not compiled (gemm_sm90.cu ...), to FP16 and E5M2 output, rows of the output
 // that are no multiple of 16 bytes, and pairs of scale granularities that no recipe makes; the mma kernel
-// says yes to everything. What CUTLASS itself refuses (block scales on sm_120 whose K and N 128 does not
-// divide) or the driver cannot describe to the tensor memory accelerator, the next kernel answers, too.
-// scaled_mm_by names its kernel instead, for tests and for measuring the table of
-// tiles.
+// says yes to everything. The next kernel also answers what CUTLASS itself refuses (block scales on sm_120
+// whose K and N are no multiples of 128) and what the driver cannot describe to the tensor memory
+// accelerator. scaled_mm_by names its kernel instead, for tests and for measuring the table of tiles.
 #include <torch/csrc/stable/library.h>
 
 #include <array>
