@@ -66,7 +66,7 @@ def step(
     """
     from dataclasses import replace
 
-    from fp8serve.bench import step as bench
+    from fp8serve.bench import training_step as bench
     from fp8serve.bench.training import Shape
 
     shape = replace(Shape.of(hidden_size, layers), vocab_size=vocab_size)

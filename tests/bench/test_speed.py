@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.bench import clock, engine, monitor, ops, serve, step
+from fp8serve.bench import clock, engine, monitor, ops, serve, training_step
 from fp8serve.bench.entries import MAKERS, BenchCase, others
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
@@ -94,7 +94,7 @@ def test_the_monitor_is_on_in_every_other_round(
 
 
 def test_steps_against_bf16() -> None:
-    found = step.summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
+    found = training_step.summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
     assert found["bf16"]["fastest_x_bf16"] == found["bf16"]["median_x_bf16"] == 1.0
     assert found["delayed"]["fastest_x_bf16"] == pytest.approx(2.0)
     assert found["delayed"]["median_x_bf16"] == pytest.approx(1.0)  # of 2, 1 and 0.8
@@ -105,14 +105,14 @@ def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPa
     recipes: list[Any] = []
     losses: list[float] = []
 
-    class Seen(step.Forward):
+    class Seen(training_step.Forward):
         def logits(self, batch: Any) -> Any:
             logits = super().logits(batch)
             recipes.append(self.recipe)
             losses.append(float(torch.nn.functional.cross_entropy(logits.detach(), batch.targets)))
             return logits
 
-    monkeypatch.setattr(step, "Forward", Seen)
+    monkeypatch.setattr(training_step, "Forward", Seen)
     arguments = ["--hidden-size", "64", "--layers", "1", "--vocab-size", "256", "--rows", "1", "--rounds", "2"]
     assert main(["bench", "step", "--recipe", "delayed", "--recipe", "block", *arguments]) == 0
     assert [type(r).__name__ for r in recipes] == ["NoneType", "DelayedScaling", "Float8BlockScaling"] * 3
