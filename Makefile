@@ -62,7 +62,7 @@ lint: setup typecheck ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff format --check
 	@test -z "$(CXX_SOURCES)" || $(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 
-format: setup ## rewrite Python and C++ in the house style
+format: setup ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	@test -z "$(CXX_SOURCES)" || $(BIN)/clang-format -i $(CXX_SOURCES)

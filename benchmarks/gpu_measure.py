@@ -156,11 +156,11 @@ def ours(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
     return OPS.scaled_mm(a, b, a_scale, b_scale, None, BF16)
 
 
-def by_tile(choice: gpu_tiles.Choice, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
+def by_tile(choice: gpu_tiles.TileChoice, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
     return OPS.scaled_mm_by(a, b, a_scale, b_scale, None, BF16, choice.tile, choice.swizzle)
 
 
-def codes(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
+def fp8_out(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Any:
     return OPS.scaled_mm_quantize(a, b, a_scale, b_scale, None, a_scale.flatten()[0], E4M3)
 
 
@@ -176,7 +176,7 @@ def timed(bench: Bench, multiply: Callable[..., Any], inputs: list[tuple[Tensor,
     return bench.seconds(lambda i: multiply(*inputs[i]), len(inputs), repeats)
 
 
-def choices(bench: Bench) -> list[gpu_tiles.Choice]:
+def choices(bench: Bench) -> list[gpu_tiles.TileChoice]:
     return gpu_tiles.candidates(chip(bench), inside=False)
 
 
@@ -195,7 +195,7 @@ def attempts(bench: Bench, by_row: bool) -> dict[str, Callable[..., Any]]:
         "fp8serve": ours,
         "cuBLASLt": partial(cublas, False),
         "cuBLASLt fast": partial(cublas, True),
-        "fp8serve, FP8 out": codes,
+        "fp8serve, FP8 out": fp8_out,
     }
     if not by_row and (bench.dry or capability() in gpu_tiles.CHIPS):
         found |= {f"fp8serve {c.tile}/{c.swizzle}": partial(by_tile, c) for c in choices(bench)}
@@ -346,7 +346,7 @@ def measurements(bench: Bench, group: str, save: Callable[[dict[str, Any]], None
     return found
 
 
-def tile_time(bench: Bench, inside: bool, m: int, n: int, k: int, choice: gpu_tiles.Choice) -> float:
+def tile_time(bench: Bench, inside: bool, m: int, n: int, k: int, choice: gpu_tiles.TileChoice) -> float:
     """Seconds of one tile on one shape; RuntimeError where it does not answer."""
     m, n, k = map(bench.size, (m, n, k))
     if inside:

@@ -18,17 +18,17 @@ HEADER = Path(__file__).parents[1] / "csrc/cuda/gemm_tiles.h"
 BEGIN, END = "    // begin of the table\n", "    // end of the table\n"
 
 
-class Choice(NamedTuple):
+class TileChoice(NamedTuple):
     tile: str
     swizzle: int
 
 
-class Entry(NamedTuple):
+class TileEntry(NamedTuple):
     inside: bool
     m: int
     n: int
     k: int
-    choice: Choice
+    choice: TileChoice
 
 
 class Chip(NamedTuple):
@@ -52,7 +52,7 @@ SHAPES = [
     )
 ]
 SWIZZLES = (1, 2, 4, 8)
-Measure = Callable[[bool, int, int, int, Choice], float]  # seconds; raises RuntimeError where the kernel says no
+Measure = Callable[[bool, int, int, int, TileChoice], float]  # seconds; raises RuntimeError where the kernel says no
 
 
 def sixteenths(value: int) -> int:
@@ -61,23 +61,25 @@ def sixteenths(value: int) -> int:
     return 16 * octave + (value * 16 >> octave) - 16
 
 
-def chosen(entries: list[Entry], inside: bool, m: int, n: int, k: int) -> Choice:
+def chosen(entries: list[TileEntry], inside: bool, m: int, n: int, k: int) -> TileChoice:
     """What the kernels will look up: the nearest entry, the first of equals."""
 
-    def distance(entry: Entry) -> int:
+    def distance(entry: TileEntry) -> int:
         apart = [abs(sixteenths(a) - sixteenths(b)) for a, b in ((m, entry.m), (n, entry.n), (k, entry.k))]
         return 2 * apart[0] + 2 * apart[1] + apart[2]
 
-    return min((e for e in entries if e.inside == inside), key=distance, default=Entry(inside, 1, 1, 1, DEFAULT)).choice
+    return min(
+        (e for e in entries if e.inside == inside), key=distance, default=TileEntry(inside, 1, 1, 1, DEFAULT)
+    ).choice
 
 
-DEFAULT = Choice("large", 1)
+DEFAULT = TileChoice("large", 1)
 
 
 def predicted(chip: Chip) -> Measure:
     """A time, in products of one multiprocessor, for every tile that was compiled."""
 
-    def cost(inside: bool, m: int, n: int, k: int, choice: Choice) -> float:
+    def cost(inside: bool, m: int, n: int, k: int, choice: TileChoice) -> float:
         rows, columns, rate = chip.tiles[choice.tile]
         tiles = -(-m // rows) * -(-n // columns)
         waves = -(-tiles // chip.multiprocessors)
@@ -87,14 +89,14 @@ def predicted(chip: Chip) -> Measure:
     return cost
 
 
-def candidates(chip: Chip, inside: bool) -> list[Choice]:
+def candidates(chip: Chip, inside: bool) -> list[TileChoice]:
     tiles = chip.inside if inside else chip.tiles
-    return [Choice(tile, swizzle) for tile, swizzle in product(tiles, SWIZZLES)]
+    return [TileChoice(tile, swizzle) for tile, swizzle in product(tiles, SWIZZLES)]
 
 
-def fastest(chip: Chip, measure: Measure, inside: bool, m: int, n: int, k: int) -> Entry:
+def fastest(chip: Chip, measure: Measure, inside: bool, m: int, n: int, k: int) -> TileEntry:
     """Raises RuntimeError if no tile answers."""
-    times: dict[Choice, float] = {}
+    times: dict[TileChoice, float] = {}
     refusal = "no tile"
     for choice in candidates(chip, inside):
         try:
@@ -103,10 +105,10 @@ def fastest(chip: Chip, measure: Measure, inside: bool, m: int, n: int, k: int) 
             refusal = str(refused)
     if not times:
         raise RuntimeError(f"No tile multiplies {m}x{n}x{k}: {refusal}")
-    return Entry(inside, m, n, k, min(times, key=lambda choice: times[choice]))
+    return TileEntry(inside, m, n, k, min(times, key=lambda choice: times[choice]))
 
 
-def thinned(entries: list[Entry]) -> list[Entry]:
+def thinned(entries: list[TileEntry]) -> list[TileEntry]:
     """Without the lines that say what the others say."""
     kept = list(entries)
     for entry in entries:
@@ -116,12 +118,12 @@ def thinned(entries: list[Entry]) -> list[Entry]:
     return kept
 
 
-def table(chip: Chip, measure: Measure) -> list[Entry]:
+def table(chip: Chip, measure: Measure) -> list[TileEntry]:
     entries = [fastest(chip, measure, inside, *shape) for inside in (False, True) for shape in SHAPES]
     return thinned(entries)
 
 
-def lines(number: int, entries: list[Entry], origin: str) -> list[str]:
+def lines(number: int, entries: list[TileEntry], origin: str) -> list[str]:
     """The lines of one chip, as they stand in the header."""
     found = [f"    // sm_{number}: {origin}\n"]
     for inside, m, n, k, (tile, swizzle) in entries:
@@ -129,20 +131,20 @@ def lines(number: int, entries: list[Entry], origin: str) -> list[str]:
     return found
 
 
-def parsed(text: str) -> dict[int, tuple[str, list[Entry]]]:
+def parsed(text: str) -> dict[int, tuple[str, list[TileEntry]]]:
     """Per chip the origin of its lines and what they say."""
-    found: dict[int, tuple[str, list[Entry]]] = {}
+    found: dict[int, tuple[str, list[TileEntry]]] = {}
     for chip, origin in re.findall(r"// sm_(\d+): (.*)", text):
         found[int(chip)] = (origin, [])
     for chip, inside, *shape, tile, swizzle in re.findall(
         r"\{(\d+), (true|false), (\d+), (\d+), (\d+), \{Tile::(\w+), (\d+)\}\}", text
     ):
         m, n, k = map(int, shape)
-        found[int(chip)][1].append(Entry(inside == "true", m, n, k, Choice(tile, int(swizzle))))
+        found[int(chip)][1].append(TileEntry(inside == "true", m, n, k, TileChoice(tile, int(swizzle))))
     return found
 
 
-def rewritten(text: str, tables: dict[int, tuple[str, list[Entry]]]) -> str:
+def rewritten(text: str, tables: dict[int, tuple[str, list[TileEntry]]]) -> str:
     """The header with these tables in the place of its own."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     body = [line for chip, (origin, entries) in sorted(tables.items()) for line in lines(chip, entries, origin)]

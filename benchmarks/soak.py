@@ -127,7 +127,7 @@ MAKERS: tuple[Maker, ...] = (
 
 
 @dataclass
-class Tally:
+class Counts:
     """What was asked, and what was answered otherwise than is due."""
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -158,16 +158,16 @@ def send(url: str, ask: Ask) -> tuple[int, bytes]:
         connection.close()
 
 
-def client(url: str, seed: int, context: int, done: threading.Event, tally: Tally) -> None:
+def client(url: str, seed: int, context: int, done: threading.Event, counts: Counts) -> None:
     """Asks until `done`: every kind in turn, in an order of the client's own; the turn that has begun is ended."""
     rng = random.Random(seed)
     while not done.is_set():
         for make in rng.sample(MAKERS, len(MAKERS)):
             ask = make(rng, context)
             try:
-                tally.answered(ask, *send(url, ask))
+                counts.answered(ask, *send(url, ask))
             except (OSError, http.client.HTTPException) as problem:
-                tally.wrong.append(f"{ask.kind}: {type(problem).__name__}: {problem}")
+                counts.wrong.append(f"{ask.kind}: {type(problem).__name__}: {problem}")
 
 
 # --- memory
@@ -208,7 +208,7 @@ def growth(samples: Sequence[Sample], warm_up: float, process: str) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SoakPlan:
     """How long, in seconds; what is allowed, in MB."""
 
     seconds: float
@@ -218,11 +218,11 @@ class Plan:
     context: int  # tokens that the server allows
 
 
-def soak(url: str, pids: dict[str, int], plan: Plan) -> dict[str, Any]:
+def soak(url: str, pids: dict[str, int], plan: SoakPlan) -> dict[str, Any]:
     """Figures of a run, and `failed`: sentences, none when all is well."""
-    done, tally = threading.Event(), Tally()
+    done, counts = threading.Event(), Counts()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        jobs = [pool.submit(client, url, seed, plan.context, done, tally) for seed in range(CLIENTS)]
+        jobs = [pool.submit(client, url, seed, plan.context, done, counts) for seed in range(CLIENTS)]
         try:
             samples = watch(pids, plan.seconds, plan.every)
         finally:
@@ -235,8 +235,8 @@ def soak(url: str, pids: dict[str, int], plan: Plan) -> dict[str, Any]:
         for name, mb in grown.items()
         if mb > plan.allow
     ]
-    failed += tally.wrong[:20]
-    requests = {"sent": dict(sorted(tally.sent.items())), "all": tally.sent.total(), "wrong": len(tally.wrong)}
+    failed += counts.wrong[:20]
+    requests = {"sent": dict(sorted(counts.sent.items())), "all": counts.sent.total(), "wrong": len(counts.wrong)}
     return {"requests": requests, "grown_mb": grown, "failed": failed, "samples": samples}
 
 
@@ -254,7 +254,7 @@ def plot(samples: Sequence[Sample], title: str) -> str:
     return svg(title, panels, "minutes")
 
 
-def serve_and_soak(model: str, recipe: str, plan: Plan) -> dict[str, Any]:
+def serve_and_soak(model: str, recipe: str, plan: SoakPlan) -> dict[str, Any]:
     """A server of its own for the run."""
     from fp8serve.hub import find_model
     from fp8serve.running import RunningServer
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fp8serve.bench.provenance import one_line, provenance
 
     seconds = 60 * options.minutes
-    plan = Plan(seconds, 60 * options.warm_up, max(0.1, seconds / 720), options.allow, options.context)
+    plan = SoakPlan(seconds, 60 * options.warm_up, max(0.1, seconds / 720), options.allow, options.context)
     made = provenance(f"python benchmarks/soak.py --minutes {options.minutes:g} --warm-up {options.warm_up:g}")
     result = {"made": made, **serve_and_soak(options.model, options.recipe, plan)}
     options.out.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,7 @@ class LayerTally:
         self.noise += float((wide - got.double()).square().sum())
 
     def add_input(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
-        """x [M, K] and what it was cast to: codes of its shape and their scale_inv, of any granularity."""
+        """x [M, K] and what it was cast to: FP8 data of its shape and their scale_inv, of any granularity."""
         found = tally(x, q, expand(scale_inv, *q.shape))
         self.elements += x.numel()
         self.saturated += int(found.saturated)

@@ -43,8 +43,8 @@ class LayerReport:
     name: str
     sqnr_db: float | None  # None: no error at all, or an output of zeros
     saturated: float  # fraction of input elements cut off, beyond the FP8 range
-    rounded_to_top: float = 0.0  # within it, with the topmost code
-    underflowed: float = 0.0  # not zero, with the code zero
+    rounded_to_top: float = 0.0  # within it, as the largest FP8 value
+    underflowed: float = 0.0  # not zero, and zero in FP8
     kl: float | None = None  # nats per token that this layer's FP8 adds; see sensitivity.py
 
 

@@ -1,5 +1,5 @@
-// Tensor contracts, declared: an op states dtypes and shapes in named sizes and the error text follows from
-// that.
+// Tensor contracts. An op states the dtypes and shapes that it takes, in named sizes, and the error text is
+// made from them.
 //
 //   Contract check("scaled_mm");
 //   const Size M{"M", a.size(0)}, K{"K", a.size(1)};

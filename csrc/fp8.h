@@ -2,7 +2,7 @@
 // finite values and infinities beyond the maximum saturate to +-max; NaN stays NaN with its sign.
 //
 // Everything is branch-free integer and float arithmetic on one value, so that a loop over it vectorises at
-// every instruction set: the scalar line below *is* the AVX-512 kernel.
+// every instruction set: the compiler makes the AVX-512 kernel from the scalar lines below.
 #pragma once
 
 #include <bit>
@@ -20,13 +20,13 @@ namespace fp8serve {
 constexpr int32_t kMagnitude = 0x7fffffff;
 constexpr int32_t kInfinity = 0x7f800000;
 
-template <int kMantissa, int kBias, int32_t kMaxBits, uint32_t kMaxCode>
+template <int kMantissa, int kBias, int32_t kMaxBits, uint32_t kMaxFp8>
 struct Format {
   static constexpr int mantissa = kMantissa;
   static constexpr int bias = kBias;
-  static constexpr int32_t max_bits = kMaxBits;   // the largest finite value, as FP32 bits
-  static constexpr uint32_t max_code = kMaxCode;  // ... and as FP8 bits
-  static constexpr int shift = 23 - kMantissa;    // mantissa bits that a cast from FP32 drops
+  static constexpr int32_t max_bits = kMaxBits;  // the largest finite value, as FP32 bits
+  static constexpr uint32_t max_fp8 = kMaxFp8;   // ... and as FP8 bits
+  static constexpr int shift = 23 - kMantissa;   // mantissa bits that a cast from FP32 drops
   static constexpr int32_t min_normal = (128 - kBias) << 23;
   // Adding this to a value below min_normal leaves the rounded subnormal in the low mantissa bits.
   static constexpr int32_t magic = (127 + 24 - kBias - kMantissa) << 23;
@@ -36,7 +36,7 @@ struct Format {
 using E4M3 = Format<3, 7, 0x43e00000, 0x7e>;   // 448, no infinity, 0x7f is NaN
 using E5M2 = Format<2, 15, 0x47600000, 0x7b>;  // 57344, 0x7c infinity, above it NaN
 
-// FP32 -> FP8. The result's low 8 bits are the code.
+// FP32 -> FP8. The result's low 8 bits are the FP8 value.
 template <class F>
 FP8_INLINE int32_t encode(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x);
@@ -65,7 +65,7 @@ constexpr float decode(uint8_t code) {
   const int32_t sign = static_cast<int32_t>(code & 0x80) << 24;
   const int32_t mag = code & 0x7f;
   const int32_t nan = sign | 0x7fc00000;
-  if (mag > static_cast<int32_t>(F::max_code)) {
+  if (mag > static_cast<int32_t>(F::max_fp8)) {
     return std::bit_cast<float>(mag == 0x7c && F::mantissa == 2 ? sign | kInfinity : nan);
   }
   const int32_t exponent = mag >> F::mantissa;

@@ -3,7 +3,8 @@
 Three kinds of place hold scales. A model directory stores dequantizing multipliers under the names of its format;
 `scales.safetensors` stores quantizing multipliers and the amax histories they were made from, and so do the
 `_extra_state` tensors of Transformer Engine. All are read and checked by the same code that serves or imports
-them: what cannot be served is shown, and marked with the reason.
+them: what cannot be served is shown, and marked with the reason. Where the model itself cannot be loaded (an unknown
+architecture, a missing shard), its tensors are shown by their names alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,14 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
-from fp8serve.model import transformer_engine
+from fp8serve.model import interop, transformer_engine
 from fp8serve.model.agreement import contradictions
 from fp8serve.model.readers import reader_notes
-from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_belongs, problems, read_scales
+from fp8serve.model.scales import FILE_NAME, FORMAT, ScalingCheckpoint, check_belongs, problems, read_scales
+from fp8serve.model.shards import Shards, read_header
 from fp8serve.model.stored import Checkpoint, open_checkpoint
+
+Direction = Literal["quantizes", "dequantizes", "unknown"]
 
 HISTORY_SHOWN = 32
 _BARS = "▁▂▃▄▅▆▇█"
@@ -30,7 +34,7 @@ class Scale:
 
     tensor: str  # what it scales: "model.layers.0.self_attn.q_proj.input"
     key: str  # its name in the file
-    direction: Literal["quantizes", "dequantizes"]
+    direction: Direction
     shape: list[int]
     smallest: float
     largest: float
@@ -41,37 +45,75 @@ class Scale:
 
 def inspect(path: Path) -> dict[str, Any]:
     """{"path", "holds", "scales": [Scale as a dict, ...], "notes", "problem"} of a model directory, of a
-    scales.safetensors, or of a .safetensors file with the `_extra_state` tensors of Transformer Engine.
+    scales.safetensors, of a .safetensors file of weights, or of one with the `_extra_state` tensors of Transformer
+    Engine.
 
     `notes` are sentences on what the model loses here and on who else cannot read it; `problem` says why nothing in it
-    can be served, or is None.
+    can be served, or is None. A model that cannot be loaded is shown all the same, its tensors by their names alone.
 
     ModelError, ScalesError: there is nothing to inspect, or it is damaged.
     """
-    if path.is_file() and transformer_engine.holds_states(path):
-        scales = transformer_engine.read_file(path)
-        return _report(path, "delayed scaling state of Transformer Engine", _from_scales(scales, path.name))
     if path.is_file():
-        return _report(path, "scales", _from_scales(read_scales(path), path.name))
+        return _of_file(path)
     if not path.is_dir():
         raise ModelError(f"There is no {path}; give a model directory or a {FILE_NAME}.")
-    found: list[Scale] = []
-    holds, checkpoint = "scales", None
-    notes: list[str] = []
-    problem: str | None = None
+    state = read_scales(path / FILE_NAME) if (path / FILE_NAME).is_file() else None
     if (path / "config.json").is_file():
-        checkpoint = open_checkpoint(path)
-        found += _from_checkpoint(checkpoint)
-        holds = _describe(checkpoint)
-        notes = list(reader_notes(checkpoint))
-    elif not (path / FILE_NAME).is_file():
+        return _of_model(path, state)
+    if state is None:
         raise ModelError(f"{path} holds neither config.json nor {FILE_NAME}; give a model directory.")
-    if (path / FILE_NAME).is_file():
-        state = read_scales(path / FILE_NAME)
-        wrong = {} if checkpoint is None else dict(contradictions(checkpoint, state))
-        found += _from_scales(state, FILE_NAME, wrong)
-        problem = None if checkpoint is None else _stranger(checkpoint, state)
-    return _report(path, holds, found, notes, problem)
+    return _report(path, "scales", _from_scales(state, FILE_NAME))
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    if transformer_engine.holds_states(path):
+        scales = transformer_engine.read_file(path)
+        return _report(path, "delayed scaling state of Transformer Engine", _from_scales(scales, path.name))
+    if path.name != FILE_NAME:
+        shards = Shards(*read_header(path))
+        if shards.metadata.get("format") != FORMAT:
+            return _report(path, "tensors of a model", _from_names(shards))
+    return _report(path, "scales", _from_scales(read_scales(path), path.name))
+
+
+def _of_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any]:
+    try:
+        checkpoint = open_checkpoint(path)
+    except ModelError as error:
+        found = _from_names(_present(path)) + ([] if state is None else _from_scales(state, FILE_NAME))
+        return _report(path, "a model that cannot be loaded here", found, problem=str(error).removesuffix("."))
+    found, problem = _from_checkpoint(checkpoint), None
+    if state is not None:
+        found += _from_scales(state, FILE_NAME, dict(contradictions(checkpoint, state)))
+        problem = _stranger(checkpoint, state)
+    return _report(path, _describe(checkpoint), found, list(reader_notes(checkpoint)), problem)
+
+
+def _present(path: Path) -> Shards:
+    """The tensors of all files of weights that are there, whatever an index says."""
+    headers = [read_header(file)[0] for file in sorted(path.glob("*.safetensors")) if file.name != FILE_NAME]
+    return Shards({key: tensor for header in headers for key, tensor in header.items()}, {})
+
+
+def _from_names(shards: Shards) -> list[Scale]:
+    """What is named like a scale; the architecture need not be known."""
+    named = [_named(shards, key) for key in sorted(shards, key=_natural)]
+    return [scale for scale in named if scale is not None]
+
+
+def _named(shards: Shards, key: str) -> Scale | None:
+    file = shards.entries[key].file.name
+    try:
+        found = interop.classify(key)
+    except ModelError:
+        return _scale(key, key, "unknown", shards[key], file, problem="has a meaning that is not known")
+    tensor = "" if found is None else f"{found.owner}.{found.role}"
+    return _scale(tensor, key, "dequantizes", shards[key], file) if tensor else None
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    """Layer 10 after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]
 
 
 def _stranger(checkpoint: Checkpoint, state: ScalingCheckpoint) -> str | None:
@@ -131,13 +173,15 @@ def _from_scales(scales: ScalingCheckpoint, file: str, more: Mapping[str, str] |
 def _scale(
     tensor: str,
     key: str,
-    direction: Literal["quantizes", "dequantizes"],
+    direction: Direction,
     value: Tensor,
     origin: str,
     history: list[float] | None = None,
     problem: str | None = None,
 ) -> Scale:
     wide = value.float().flatten()
+    if not len(wide):
+        return Scale(tensor, key, direction, list(value.shape), 0.0, 0.0, origin, history, problem or "is empty")
     bad = wide[~(wide.isfinite() & (wide > 0))]
     low, high = (float(bad[0]), float(bad[0])) if len(bad) else (float(wide.min()), float(wide.max()))
     if len(bad) and problem is None:

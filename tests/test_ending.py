@@ -25,7 +25,7 @@ def test_a_process_ends_at_once_with_its_status_and_its_output() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "printed", "")
 
 
-@pytest.mark.parametrize("worker", ["engine/worker.py", "train/worker.py"])
+@pytest.mark.parametrize("worker", ["engine/worker.py", "train/job_process.py"])
 def test_workers_end_so(worker: str) -> None:
     """Their owners wait for them while the server goes down."""
     lines = (Path(fp8serve.__file__).parent / worker).read_text().rstrip().splitlines()

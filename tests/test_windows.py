@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8serve.calibration import data, passes
 from fp8serve.engine.engine import Engine
 from fp8serve.model.checkpoint import load_trainable
-from fp8serve.train.batch import Batch
+from fp8serve.train.batch import PackedBatch
 from fp8serve.train.forward import Network
 from tests.model.oracle import make_model
 
@@ -25,7 +25,7 @@ POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
 
 
 def trained(directory: Path) -> Tensor:
-    batch = Batch(IDS, POSITIONS, LENGTHS, torch.arange(len(IDS)), IDS)
+    batch = PackedBatch(IDS, POSITIONS, LENGTHS, torch.arange(len(IDS)), IDS)
     logits: Tensor = Network(load_trainable(directory))(batch)
     return logits
 

@@ -1,9 +1,9 @@
 // paged_attention: causal attention of new tokens over paged caches of FP32, BF16, FP16 or FP8, heads in
 // groups.
 //
-// Here: what the op demands of its arguments, and how its work is cut. A task is one sequence, up to 16 query
-// tokens and one kv head, or, where that makes few rows, some adjacent ones, and goes through the parts of
-// its keys. Where threads would be left without work, the parts of a long sequence are pieces of their own,
+// This file checks the op's arguments and cuts its work into tasks. A task is one sequence, up to 16 query
+// tokens and one kv head (several adjacent ones, if one has few rows), and goes through the parts of its
+// keys. Where there would be fewer tasks than threads, the parts of a long sequence are tasks of their own,
 // joined when all are done: the same arithmetic, hence the same bits. attention.h says in which order sums
 // are taken.
 #include "cpu/attention.h"

@@ -2,8 +2,8 @@
 //
 // The trick: to |p| = |x * scale|, clamped to the maximum, add a number M so large that the FP32 addition
 // itself rounds to the FP8 grid, nearest even, subnormals included. M has the exponent of |p| (or of the
-// smallest normal, if that is more) plus 23 less the mantissa bits, and its low bits hold the code's
-// exponent field; the low byte of the sum then *is* the code. M comes out of a 32-entry table by the
+// smallest normal, if that is more) plus 23 less the mantissa bits, and its low bits hold the FP8
+// exponent field; the low byte of the sum then *is* the FP8 value. M comes out of a 32-entry table by the
 // exponent. The sign and NaN are taken from x, which a positive finite scale does not change, 64 at a time:
 // eight instructions for 16 values, and little more for 64.
 #include "cpu/cast_rows.h"
@@ -131,8 +131,8 @@ FP8_TARGET FP8_INLINE __m512i encode64(const Values& v, __m512 scale) {
     const __m512i magic = _mm512_permutex2var_epi32(table[0], exponent, table[1]);
     sums[i] = _mm512_castps_si512(_mm512_add_ps(mag, _mm512_castsi512_ps(magic)));
   }
-  const __m512i codes = _mm512_mask_mov_epi8(bytes(sums, *v.order), v.nans, _mm512_set1_epi8(0x7f));
-  return _mm512_ternarylogic_epi32(codes, v.signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+  const __m512i q = _mm512_mask_mov_epi8(bytes(sums, *v.order), v.nans, _mm512_set1_epi8(0x7f));
+  return _mm512_ternarylogic_epi32(q, v.signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
 }
 
 template <class F, class T>

@@ -1,8 +1,8 @@
-// What a processor can do, which variant of a kernel that allows, and what the variant promises.
+// The features of a processor, the variant of a kernel that they allow, and the numerics that it promises.
 //
 // A variant names the features that it needs and its numerics class. The variants of a family of kernels
-// stand in a table, best first, and the first whose features are all in force runs. Nothing asks for a level:
-// a processor that can do more than a table knows runs the best that the table has.
+// stand in a table, best first, and the first whose features are all in force runs. No code asks for a level:
+// a processor with more features than a table names runs the table's best variant.
 //
 // Two ways to write a variant:
 //  * a struct whose always-inline `run` is plain C++: `dispatch<Kernel>(args...)` compiles it once for each

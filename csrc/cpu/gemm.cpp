@@ -3,8 +3,8 @@
 // has packed.
 //
 // Both operands have K contiguous, which is how weights lie in a checkpoint: they are read as they are,
-// memory-mapped or not. Training and calibration do so; serving packs them (gemm_packed.h). Here: what the
-// ops demand of their arguments. The work is in gemm_run.cpp, the arithmetic in gemm.h.
+// memory-mapped or not. Training and calibration do that; serving packs them (gemm_packed.h). This file
+// checks the arguments of the ops; the work is in gemm_run.cpp, the arithmetic in gemm.h.
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"

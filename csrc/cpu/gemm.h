@@ -1,6 +1,6 @@
 // What a scaled GEMM is made of, at any instruction set: the order of every sum, the panels and the tile.
 //
-// The order. An output element is one dot product over K of FP8 codes whose products are exact in FP32, and
+// The order. An output element is one dot product over K of FP8 values whose products are exact in FP32, and
 // its sum is taken in one fixed order that depends on K alone: never on M, on the row's place, on the tile's
 // shape or on threads.
 //  * K is cut into blocks of 1024, a block into runs of 8.
@@ -16,7 +16,7 @@
 // finish 16 outputs. Sixteen lanes of one column were tried first: thirty and fifteen, 27 % of the time at
 // K = 256. One lane (16 columns a register) needs weights in another order than a checkpoint has them.
 //
-// The panels. FP8 codes become BF16 (or FP32 where there is no BF16 dot product) once, padded with zeros:
+// The panels. FP8 values become BF16 (or FP32 where there is no BF16 dot product) once, padded with zeros:
 //  * a row of `a`: its runs one after the other;
 //  * 16 columns of `b`: per run four vectors, vector i holding columns i, i + 4, i + 8, i + 12, so that the
 //    sums of the four vectors come out of the final shuffles as columns 0 to 15.
@@ -31,7 +31,7 @@
 namespace fp8serve::gemm {
 
 constexpr int64_t kRun = 8;
-constexpr int64_t kChunk = 64;  // codes a level unpacks at a time: panel rows are padded to it
+constexpr int64_t kChunk = 64;  // values a level unpacks at a time: panel rows are padded to it
 constexpr int64_t kBlock = 1024;
 constexpr int64_t kScaleBlock = 128;
 constexpr int64_t kGroup = 16;     // columns of a tile

@@ -87,9 +87,9 @@ struct Runs {
 };
 
 template <class F>
-FP8_TARGET FP8_INLINE __m256i widen(__m128i codes) {
+FP8_TARGET FP8_INLINE __m256i widen(__m128i values) {
   using Code = Bf16Code<F>;
-  const __m256i x = _mm256_cvtepu8_epi16(codes), magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
+  const __m256i x = _mm256_cvtepu8_epi16(values), magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
   const __m256i normal =
       _mm256_add_epi16(_mm256_slli_epi16(magnitude, Code::shift), _mm256_set1_epi16(Code::bias));
   // the two bytes of entry m are bytes 2 m and 2 m + 1 of the table
@@ -114,14 +114,14 @@ FP8_TARGET FP8_INLINE __m256i widen(__m128i codes) {
 }
 
 template <class F>
-FP8_TARGET FP8_INLINE void load_codes(const uint8_t* const* from, Runs (&runs)[2]) {
-  __m128i codes[4];
+FP8_TARGET FP8_INLINE void load_fp8(const uint8_t* const* from, Runs (&runs)[2]) {
+  __m128i bytes[4];
 #pragma GCC unroll 4
-  for (int q = 0; q < 4; ++q) codes[q] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[q]));
-  runs[0] = {widen<F>(_mm_unpacklo_epi64(codes[0], codes[1])),
-             widen<F>(_mm_unpacklo_epi64(codes[2], codes[3]))};
-  runs[1] = {widen<F>(_mm_unpackhi_epi64(codes[0], codes[1])),
-             widen<F>(_mm_unpackhi_epi64(codes[2], codes[3]))};
+  for (int q = 0; q < 4; ++q) bytes[q] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[q]));
+  runs[0] = {widen<F>(_mm_unpacklo_epi64(bytes[0], bytes[1])),
+             widen<F>(_mm_unpacklo_epi64(bytes[2], bytes[3]))};
+  runs[1] = {widen<F>(_mm_unpackhi_epi64(bytes[0], bytes[1])),
+             widen<F>(_mm_unpackhi_epi64(bytes[2], bytes[3]))};
 }
 FP8_TARGET FP8_INLINE __m256i join(const uint16_t* low, const uint16_t* high) {
   const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low));

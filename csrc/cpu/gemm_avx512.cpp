@@ -1,6 +1,6 @@
 // The GEMM level for AVX-512 without the BF16 dot product: FP32 panels, four rows of 16 columns at a time.
 //
-// 32 codes become 32 BF16 in nine instructions, 64 FP32 in four more.
+// 32 FP8 values become 32 BF16 in nine instructions, 64 FP32 in four more.
 #include "cpu/features.h"
 #include "cpu/gemm.h"
 
@@ -31,9 +31,9 @@ FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
 using Runs = __m512i;  // a run in each 128-bit part
 
 template <class F>
-FP8_TARGET FP8_INLINE __m512i widen(__m256i codes) {
+FP8_TARGET FP8_INLINE __m512i widen(__m256i bytes) {
   using Code = Bf16Code<F>;
-  const __m512i x = _mm512_cvtepu8_epi16(codes), magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7f));
+  const __m512i x = _mm512_cvtepu8_epi16(bytes), magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7f));
   const __m512i normal =
       _mm512_add_epi16(_mm512_slli_epi16(magnitude, Code::shift), _mm512_set1_epi16(Code::bias));
   const __mmask32 special = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(Code::first_normal)) |
@@ -49,7 +49,7 @@ FP8_TARGET FP8_INLINE __m256i join(__m128i low, __m128i high) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 template <class F>
-FP8_TARGET FP8_INLINE void load_codes(const uint8_t* const* from, Runs (&runs)[2]) {
+FP8_TARGET FP8_INLINE void load_fp8(const uint8_t* const* from, Runs (&runs)[2]) {
   const __m256i first = join(half(from[0]), half(from[2])), second = join(half(from[1]), half(from[3]));
   runs[0] = widen<F>(_mm256_unpacklo_epi64(first, second));
   runs[1] = widen<F>(_mm256_unpackhi_epi64(first, second));

@@ -1,9 +1,9 @@
 // The GEMM level for AVX-512 BF16 + VBMI: every FP8 value is exact in BF16, so FP8 is a storage format of
 // BF16 here.
 //
-// Four columns' 16 codes each are widened as one register (gemm_widen.h): that gives a run of 8 of the four
-// columns, which is what the tile wants. 64 codes of four columns are turned into four of those by a 4 x 4
-// transpose of 128-bit parts.
+// Four columns' 16 FP8 values each are widened as one register (gemm_widen.h): that gives a run of 8 of the
+// four columns, which is what the tile wants. 64 values of four columns are turned into four of those by a 4
+// x 4 transpose of 128-bit parts.
 #include "cpu/features.h"
 #include "cpu/gemm.h"
 
@@ -35,13 +35,13 @@ FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
 
 #include "cpu/gemm_tile.h"
 
-// Up to 64 codes, zeros after the end.
-FP8_TARGET FP8_INLINE __m512i load_codes(const uint8_t* codes, int64_t left) {
-  if (left >= kChunk) return _mm512_loadu_si512(codes);
-  return _mm512_maskz_loadu_epi8((1ull << left) - 1, codes);
+// Up to 64 FP8 values, zeros after the end.
+FP8_TARGET FP8_INLINE __m512i load_fp8(const uint8_t* bytes, int64_t left) {
+  if (left >= kChunk) return _mm512_loadu_si512(bytes);
+  return _mm512_maskz_loadu_epi8((1ull << left) - 1, bytes);
 }
 
-// The 16-code parts of four columns' 64 codes: part[g] holds codes 16 g to 16 g + 15 of each.
+// The 16-value parts of four columns' 64 values: part[g] holds values 16 g to 16 g + 15 of each.
 struct Parts {
   __m512i part[4];
 };
@@ -51,7 +51,7 @@ FP8_TARGET FP8_INLINE __m512i join(__m256i low, __m256i high) {
 FP8_TARGET FP8_INLINE __m256i half(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
-// `left` codes of columns 0, 4, 8 and 12 of `columns`. Loading halves saves two shuffles of eight.
+// `left` FP8 values of columns 0, 4, 8 and 12 of `columns`. Loading halves saves two shuffles of eight.
 FP8_TARGET FP8_INLINE Parts load_parts(const uint8_t* const* columns, int64_t k, int64_t left) {
   alignas(64) uint8_t padded[4][kChunk];
   const uint8_t* from[4];
@@ -59,7 +59,7 @@ FP8_TARGET FP8_INLINE Parts load_parts(const uint8_t* const* columns, int64_t k,
   for (int q = 0; q < 4; ++q) {
     from[q] = columns[4 * q] + k;
     if (left < kChunk) {
-      _mm512_store_si512(padded[q], load_codes(from[q], left));
+      _mm512_store_si512(padded[q], load_fp8(from[q], left));
       from[q] = padded[q];
     }
   }
@@ -72,20 +72,20 @@ FP8_TARGET FP8_INLINE Parts load_parts(const uint8_t* const* columns, int64_t k,
 }
 
 template <class F>
-FP8_TARGET void unpack_row_of(const uint8_t* codes, int64_t k, uint16_t* row) {
+FP8_TARGET void unpack_row_of(const uint8_t* bytes, int64_t k, uint16_t* row) {
   const Tables t = tables<F>();
   const __m512i runs = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // so that the unpacks keep the order of k
   for (int64_t begin = 0; begin < k; begin += kChunk) {
-    const Pair p = widen(t, _mm512_permutexvar_epi64(runs, load_codes(codes + begin, k - begin)));
+    const Pair p = widen(t, _mm512_permutexvar_epi64(runs, load_fp8(bytes + begin, k - begin)));
     _mm512_storeu_si512(row + begin, p.first);
     _mm512_storeu_si512(row + begin + 32, p.second);
   }
 }
 
-FP8_TARGET FP8_INLINE void unpack_chunk(const Tables& t, const uint8_t* const* codes, int64_t k, int64_t left,
+FP8_TARGET FP8_INLINE void unpack_chunk(const Tables& t, const uint8_t* const* bytes, int64_t k, int64_t left,
                                         uint16_t* panel) {
   for (int i = 0; i < 4; ++i) {
-    const Parts parts = load_parts(codes + i, k, left);
+    const Parts parts = load_parts(bytes + i, k, left);
 #pragma GCC unroll 4
     for (int g = 0; g < 4; ++g) {
       const Pair p = widen(t, parts.part[g]);
@@ -97,11 +97,11 @@ FP8_TARGET FP8_INLINE void unpack_chunk(const Tables& t, const uint8_t* const* c
 }
 
 template <class F>
-FP8_TARGET void unpack_columns_of(const uint8_t* const* codes, int64_t k, uint16_t* panel) {
+FP8_TARGET void unpack_columns_of(const uint8_t* const* bytes, int64_t k, uint16_t* panel) {
   const Tables t = tables<F>();
   int64_t begin = 0;
-  for (; begin + kChunk <= k; begin += kChunk) unpack_chunk(t, codes, begin, kChunk, panel + begin * kGroup);
-  if (begin < k) unpack_chunk(t, codes, begin, k - begin, panel + begin * kGroup);
+  for (; begin + kChunk <= k; begin += kChunk) unpack_chunk(t, bytes, begin, kChunk, panel + begin * kGroup);
+  if (begin < k) unpack_chunk(t, bytes, begin, k - begin, panel + begin * kGroup);
 }
 
 // --- BF16 as it is
@@ -147,14 +147,14 @@ const T* const* as(const void* const* columns) {
 void unpack_row(const void* from, int64_t k, Kind kind, void* row) {
   auto* out = static_cast<uint16_t*>(row);
   if (kind == Kind::bf16) return copy_row(static_cast<const uint16_t*>(from), k, out);
-  const auto* codes = static_cast<const uint8_t*>(from);
-  kind == Kind::e5m2 ? unpack_row_of<E5M2>(codes, k, out) : unpack_row_of<E4M3>(codes, k, out);
+  const auto* bytes = static_cast<const uint8_t*>(from);
+  kind == Kind::e5m2 ? unpack_row_of<E5M2>(bytes, k, out) : unpack_row_of<E4M3>(bytes, k, out);
 }
 void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) {
   auto* out = static_cast<uint16_t*>(panel);
   if (kind == Kind::bf16) return copy_columns(as<uint16_t>(from), k, out);
-  const auto* codes = as<uint8_t>(from);
-  kind == Kind::e5m2 ? unpack_columns_of<E5M2>(codes, k, out) : unpack_columns_of<E4M3>(codes, k, out);
+  const auto* bytes = as<uint8_t>(from);
+  kind == Kind::e5m2 ? unpack_columns_of<E5M2>(bytes, k, out) : unpack_columns_of<E4M3>(bytes, k, out);
 }
 
 // --- weights read once: converted in registers, never stored
@@ -162,11 +162,11 @@ void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) 
 // What a source gives: `load` takes kStep values of columns 0, 4, 8 and 12 of `columns`, `runs` the g-th
 // quarter of them as kRuns operands, one for each run of 8.
 template <class F>
-struct Codes {
+struct Fp8Source {
   using Pointer = const uint8_t*;
   static constexpr int kStep = 64, kRuns = 2;
   Tables table;
-  FP8_TARGET FP8_INLINE Codes() : table(tables<F>()) {}
+  FP8_TARGET FP8_INLINE Fp8Source() : table(tables<F>()) {}
   static FP8_TARGET FP8_INLINE Parts load(const Pointer* columns, int64_t k, int64_t left) {
     return load_parts(columns, k, left);
   }
@@ -176,7 +176,7 @@ struct Codes {
     y[1] = p.second;
   }
 };
-struct Values {
+struct Bf16Source {
   using Pointer = const uint16_t*;
   static constexpr int kStep = 32, kRuns = 1;
   static FP8_TARGET FP8_INLINE Parts load(const Pointer* columns, int64_t k, int64_t left) {
@@ -274,8 +274,8 @@ void stream_from(const Tile& t, const void* const* b, const void* const* next) {
 }
 
 void stream(const Tile& t, const void* const* b, const void* const* next, Kind kind) {
-  if (kind == Kind::bf16) return stream_as<false, Values>(t, b, next);
-  kind == Kind::e5m2 ? stream_from<Codes<E5M2>>(t, b, next) : stream_from<Codes<E4M3>>(t, b, next);
+  if (kind == Kind::bf16) return stream_as<false, Bf16Source>(t, b, next);
+  kind == Kind::e5m2 ? stream_from<Fp8Source<E5M2>>(t, b, next) : stream_from<Fp8Source<E4M3>>(t, b, next);
 }
 
 #undef FP8_TARGET

@@ -39,9 +39,9 @@ FP8_INLINE void with_values(const void* from, Kind kind, const F& f) {
     const auto* bits = static_cast<const uint16_t*>(from);
     return f([bits](int64_t i) { return std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16); });
   }
-  const auto* codes = static_cast<const uint8_t*>(from);
+  const auto* bytes = static_cast<const uint8_t*>(from);
   const float* table = kind == Kind::e5m2 ? kDecode<E5M2>.value : kDecode<E4M3>.value;
-  f([codes, table](int64_t i) { return table[codes[i]]; });
+  f([bytes, table](int64_t i) { return table[bytes[i]]; });
 }
 
 inline void unpack_row_fp32(const void* from, int64_t k, Kind kind, void* row) {
@@ -61,7 +61,7 @@ struct Bf16Code {
   static constexpr int shift = 7 - F::mantissa;
   static constexpr int16_t bias = (127 - F::bias) << 7;
   static constexpr int16_t first_normal = 1 << F::mantissa;
-  static constexpr int16_t last_normal = F::max_code;
+  static constexpr int16_t last_normal = F::max_fp8;
   static constexpr int16_t nan = 0x7fc0;
   alignas(64) uint16_t special[32];
   constexpr Bf16Code() : special() {

@@ -1,4 +1,5 @@
-// pack_weight: a weight into the order of gemm_packed.h; and back, for levels that have no kernel for it.
+// pack_weight brings a weight into the order of gemm_packed.h; levels that have no kernel for it bring it
+// back.
 #include "cpu/gemm_packed.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,13 +1,13 @@
 // Packed weights: the order in which a GEMM of a few rows reads them, as one stream.
 //
-// A checkpoint has a row of K after the other. Sixteen of them are read side by side, and a register wants
-// pieces of several: the pieces cost loads and shuffles, and memory sees sixteen streams where it likes one.
-// Serving reads a weight many times and never changes it, so it is worth packing once.
+// A checkpoint stores one row of K after the other. A tile reads sixteen of them side by side and fills each
+// register with pieces of several: the pieces cost loads and shuffles, and memory serves sixteen streams more
+// slowly than one. Serving reads a weight many times and never changes it, so it is worth packing once.
 //
 // A matrix [N, K], N a multiple of 16 and K of 8, becomes [N / 16][blocks of 1024 of K][2][runs of 8], and
-// the i-th of the two is k = 4 i to 4 i + 3 of every run, of the 16 columns: a register of 64 codes, which
-// the unpacks of gemm_widen.h part into two of 8 columns x 2 lanes. BF16 is not widened, and lies as if it
-// had been. The sums are those of gemm.h, bit for bit.
+// the i-th of the two is k = 4 i to 4 i + 3 of every run, of the 16 columns: a register of 64 FP8 values,
+// which the unpacks of gemm_widen.h part into two of 8 columns x 2 lanes. BF16 needs no widening and is
+// stored in the order that widening would give. The sums are those of gemm.h, bit for bit.
 #pragma once
 
 #include "cpu/gemm.h"

@@ -39,7 +39,7 @@ struct Operands {
 };
 
 template <class F>
-struct Codes {
+struct Fp8Source {
   static constexpr int64_t kBytes = 1;
   Tables table = tables<F>();
   FP8_TARGET FP8_INLINE Operands load(const char* p) const {
@@ -47,7 +47,7 @@ struct Codes {
     return {pair.first, pair.second};
   }
 };
-struct Values {
+struct Bf16Source {
   static constexpr int64_t kBytes = 2;
   FP8_TARGET FP8_INLINE Operands load(const char* p) const {
     return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 64)};
@@ -141,7 +141,7 @@ FP8_TARGET FP8_INLINE void store_run(uint16_t* panel, const __m512i (&columns)[4
 }
 
 template <class F>
-FP8_TARGET void unpack_codes(const char* block, int64_t k, int64_t begin, int64_t end, uint16_t* panel) {
+FP8_TARGET void unpack_fp8(const char* block, int64_t k, int64_t begin, int64_t end, uint16_t* panel) {
   const Tables t = tables<F>();
   const char* second = block + k * (kGroup / 2);
   for (int64_t i = begin; i < end; i += kRun) {
@@ -155,7 +155,7 @@ FP8_TARGET void unpack_codes(const char* block, int64_t k, int64_t begin, int64_
 FP8_TARGET void unpack_values(const char* block, int64_t k, int64_t begin, int64_t end, uint16_t* panel) {
   const char* second = block + k * kGroup;
   for (int64_t i = begin; i < end; i += kRun) {
-    const Operands a = Values{}.load(block + i * kGroup), b = Values{}.load(second + i * kGroup);
+    const Operands a = Bf16Source{}.load(block + i * kGroup), b = Bf16Source{}.load(second + i * kGroup);
     store_run(panel + i * kGroup,
               {_mm512_unpacklo_epi64(a.low, b.low), _mm512_unpackhi_epi64(a.low, b.low),
                _mm512_unpacklo_epi64(a.high, b.high), _mm512_unpackhi_epi64(a.high, b.high)});
@@ -167,16 +167,16 @@ FP8_TARGET void unpack_values(const char* block, int64_t k, int64_t begin, int64
 }  // namespace
 
 void stream(const Tile& tile, Kind kind) {
-  if (kind == Kind::bf16) return stream_as<false, Values>(tile);
-  kind == Kind::e5m2 ? stream_from<Codes<E5M2>>(tile) : stream_from<Codes<E4M3>>(tile);
+  if (kind == Kind::bf16) return stream_as<false, Bf16Source>(tile);
+  kind == Kind::e5m2 ? stream_from<Fp8Source<E5M2>>(tile) : stream_from<Fp8Source<E4M3>>(tile);
 }
 
 void unpack_columns(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind, void* panel) {
   const auto* from = static_cast<const char*>(block);
   auto* out = static_cast<uint16_t*>(panel);
   if (kind == Kind::bf16) return unpack_values(from, k, begin, end, out);
-  kind == Kind::e5m2 ? unpack_codes<E5M2>(from, k, begin, end, out)
-                     : unpack_codes<E4M3>(from, k, begin, end, out);
+  kind == Kind::e5m2 ? unpack_fp8<E5M2>(from, k, begin, end, out)
+                     : unpack_fp8<E4M3>(from, k, begin, end, out);
 }
 
 }  // namespace fp8serve::gemm::packed_avx512bf16

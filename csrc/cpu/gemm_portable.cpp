@@ -1,5 +1,5 @@
-// The GEMM level without instruction sets: FP32 panels, loops over 16 lanes. The first rung, and the check
-// of the rest.
+// The portable GEMM level: FP32 panels, loops over 16 lanes. It is the simplest, and the others are checked
+// against it.
 #include "cpu/gemm.h"
 #include "cpu/gemm_ending.h"
 #include "cpu/gemm_fp32.h"

@@ -1,8 +1,9 @@
 // First the rows of `a`, as many as fit kPanel, are unpacked into a panel. Then work is cut into tasks of
 // rows x columns, whose rows of the panel's block of K stay in the second-level cache; a task goes
 //  1. through its columns, 16 at a time, which become a panel in the first-level cache, and runs the tiles of
-//     its rows over it. Beside each tile a share of the next 16 is unpacked: what that waits for, the
-//     products do not. A few rows (decoding) need no such panel: the weights are converted in registers;
+//     its rows over it. Each tile also unpacks a share of the next 16, so that the products go on while
+//     unpacking waits for memory. A few rows (decoding) need no such panel: the weights are converted in
+//     registers;
 //  2. at the last block of K each tile scales, adds the bias, rounds, adds the residual and stores.
 #include "cpu/gemm_run.h"
 

@@ -1,7 +1,7 @@
 // FP8 or BF16 -> FP32, with vectors, for the levels without a BF16 dot product; and the tile that needs no
-// panel. No include guard: included once per level, behind gemm_tile.h, which defines besides:
+// panel. No include guard: included once per level, behind gemm_tile.h, which also defines:
 //   Runs                    a run (8 k) of columns i, i + 4, i + 8 and i + 12 as BF16
-//   load_codes<F>(columns, runs[2])   16 FP8 codes of each of four columns -> two runs
+//   load_fp8<F>(columns, runs[2])     16 FP8 values of each of four columns -> two runs
 //   load_values(columns, runs[2])     ... of 16 BF16
 //   odd(run), even(run)     its odd and its even k as an Operand: a BF16 is the upper half of its FP32
 //   store(p, operand)       16 floats
@@ -9,7 +9,7 @@
 // Every FP8 value is exact in BF16: 16-bit arithmetic decodes twice as many at a time as 32-bit would, and
 // half of the FP32 come out of a mask, half out of a shift.
 
-constexpr int64_t kStepCodes = 16;  // k of two runs
+constexpr int64_t kStepValues = 16;  // k of two runs
 
 template <class T>
 const T* const* as(const void* const* columns) {
@@ -21,13 +21,13 @@ template <class Source>
 FP8_TARGET FP8_INLINE void load_runs(const typename Source::Value* const* columns, int64_t k, int64_t left,
                                      Runs (&runs)[2]) {
   using Value = typename Source::Value;
-  Value padded[4][kStepCodes];
+  Value padded[4][kStepValues];
   const Value* from[4];
 #pragma GCC unroll 4
   for (int q = 0; q < 4; ++q) {
     from[q] = columns[4 * q] + k;
-    if (left < kStepCodes) {
-      for (int64_t i = 0; i < kStepCodes; ++i) padded[q][i] = i < left ? from[q][i] : Value{0};
+    if (left < kStepValues) {
+      for (int64_t i = 0; i < kStepValues; ++i) padded[q][i] = i < left ? from[q][i] : Value{0};
       from[q] = padded[q];
     }
   }
@@ -38,7 +38,7 @@ template <class F>
 struct Fp8Source {
   using Value = uint8_t;
   FP8_TARGET static FP8_INLINE void load(const uint8_t* const* from, Runs (&runs)[2]) {
-    load_codes<F>(from, runs);
+    load_fp8<F>(from, runs);
   }
 };
 struct Bf16Source {
@@ -50,7 +50,7 @@ struct Bf16Source {
 
 template <class Source>
 FP8_TARGET void unpack_columns_of(const typename Source::Value* const* columns, int64_t k, float* panel) {
-  for (int64_t begin = 0; begin < k; begin += kStepCodes) {
+  for (int64_t begin = 0; begin < k; begin += kStepValues) {
     for (int i = 0; i < 4; ++i) {
       Runs runs[2];
       load_runs<Source>(columns + i, begin, k - begin, runs);
@@ -112,7 +112,7 @@ void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) 
 
 template <class Source, int R>
 struct ColumnsAdd {
-  static constexpr int64_t kStep = kStepCodes;
+  static constexpr int64_t kStep = kStepValues;
   const float* a;
   int64_t a_stride;
   const typename Source::Value* const* b;

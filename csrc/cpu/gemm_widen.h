@@ -1,8 +1,8 @@
-// FP8 codes to BF16 by table, for AVX-512 VBMI.
+// FP8 values to BF16 by table, for AVX-512 VBMI.
 //
-// 64 codes become 64 BF16 in five instructions: two `vpermi2b` look up the low and the high byte of 64
+// 64 FP8 values become 64 BF16 in five instructions: two `vpermi2b` look up the low and the high byte of 64
 // magnitudes, a ternary-logic op copies the signs, two byte-unpacks pair low and high bytes up. Subnormal
-// codes come out of the table as the normal BF16 numbers they are, hence `vdpbf16ps` treating BF16
+// values come out of the table as the normal BF16 numbers they are, hence `vdpbf16ps` treating BF16
 // subnormals as zero does not matter.
 #pragma once
 
@@ -32,7 +32,7 @@ struct Tables {
   __m512i low[2], high[2], sign;
 };
 struct Pair {
-  __m512i first, second;  // in each 128-bit part: codes 0 to 7, codes 8 to 15
+  __m512i first, second;  // in each 128-bit part: values 0 to 7, values 8 to 15
 };
 
 template <class F>
@@ -42,11 +42,11 @@ FP8_TARGET_AVX512BF16 FP8_INLINE Tables tables() {
   return {{low[0], low[1]}, {high[0], high[1]}, _mm512_set1_epi8(static_cast<char>(0x80))};
 }
 
-FP8_TARGET_AVX512BF16 FP8_INLINE Pair widen(const Tables& t, __m512i codes) {
-  const __m512i low = _mm512_permutex2var_epi8(t.low[0], codes, t.low[1]);
-  const __m512i magnitude = _mm512_permutex2var_epi8(t.high[0], codes, t.high[1]);
+FP8_TARGET_AVX512BF16 FP8_INLINE Pair widen(const Tables& t, __m512i bytes) {
+  const __m512i low = _mm512_permutex2var_epi8(t.low[0], bytes, t.low[1]);
+  const __m512i magnitude = _mm512_permutex2var_epi8(t.high[0], bytes, t.high[1]);
   const __m512i high =
-      _mm512_ternarylogic_epi32(magnitude, codes, t.sign, 0xf8);  // magnitude | (codes & sign)
+      _mm512_ternarylogic_epi32(magnitude, bytes, t.sign, 0xf8);  // magnitude | (bytes & sign)
   return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
 }
 

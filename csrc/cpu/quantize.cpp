@@ -1,10 +1,10 @@
 // quantize, quantize_current, quantize_rowwise, quantize_block: high precision in, FP8 and its scale out.
 //
-// One loop casts, one loop finds the amax, and every granularity is a shape of tile over them: a tile is
-// read twice, the second time from cache (the whole tensor for per-tensor current scaling, which memory must
-// serve twice). With a given scale the cast and the amax share one read. Amaxes are compared as integers:
-// float order is integer order for magnitudes, and NaN, which does not count, is the only thing above
-// infinity.
+// One loop casts and one loop finds the amax; a granularity is the shape of the tiles that they run over. A
+// tile is read twice, the second time from cache (the whole tensor for per-tensor current scaling, which
+// memory must serve twice). With a given scale the cast and the amax share one read. Amaxes are compared as
+// integers: float order is integer order for magnitudes, and NaN, which does not count, is the only thing
+// above infinity.
 //
 // The loops are plain C++ over branch-free casts (fp8.h) and the compiler vectorises them for each
 // instruction set.

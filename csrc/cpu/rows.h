@@ -1,4 +1,4 @@
-// Matrices as rows that threads share, and the rounding that an op which ends in T applies.
+// Rows of matrices, shared out to threads, and the rounding of an op whose results have the type T.
 #pragma once
 
 #include "cpu/tensors.h"

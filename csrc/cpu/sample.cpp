@@ -1,11 +1,11 @@
 // sample: logits become one token each, after temperature, top_k, top_p and min_p; a row at a time, on one
 // thread.
 //
-// The three filters each keep the most probable tokens down to some rank, so together they are a rank, and a
-// rank is a border: a logit and, among equal logits, a token id. To find it nothing is sorted but one bin:
-// logits are counted into 4096 bins by their distance from the maximum, with the mass of each bin; walking
-// the bins finds the one that holds the border, and its few members are sorted. (A flat row puts everything
-// into one bin, and costs a whole sort.)
+// The three filters each keep the most probable tokens down to some rank, so together they keep them down to
+// one rank. That rank is a border: a logit and, among equal logits, a token id. Only one bin is sorted to
+// find it: logits are counted into 4096 bins by their distance from the maximum, with the mass of each bin;
+// walking the bins finds the one that holds the border, and its few members are sorted. (A flat row puts
+// everything into one bin, and costs a whole sort.)
 //
 // The draw is the inverse of the cumulative distribution in the order of token ids, by sums of 256 tokens and
 // then within one of them. Weights are FP64 as in the reference: e^x within an ulp, sums in an order of their

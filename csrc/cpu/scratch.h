@@ -1,8 +1,8 @@
 // A thread's working memory, grown on demand and kept: no page faults after the first call.
 //
-// Large ones, few enough to round up, are in huge pages. The second-level cache places lines by physical
-// address, and small pages crowd some of its sets and leave others empty: a panel of half its size that is to
-// stay there does not.
+// Large buffers, of which there are few, are rounded up to huge pages. The second-level cache places lines by
+// physical address; small pages crowd some of its sets and leave others empty, so that a panel of half the
+// cache's size would not stay in it.
 #pragma once
 
 #include <sys/mman.h>

@@ -15,8 +15,9 @@
 namespace fp8serve {
 namespace {
 
-constexpr auto kPatience = std::chrono::microseconds(500);  // of a thread without work, before it sleeps
-constexpr int kLooks = 32;                                  // between two offers of its core
+constexpr auto kSpinTime =
+    std::chrono::microseconds(500);  // a thread without work spins so long, then sleeps
+constexpr int kSpinsPerYield = 32;
 
 void pause() {
 #if FP8_X86
@@ -24,88 +25,88 @@ void pause() {
 #endif
 }
 
-// Waits until found() for a while without sleeping.
+// Spins until is_done(), at most for kSpinTime; returns whether it is.
 template <class F>
-bool look_for(const F& found) {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
+bool spin_until(const F& is_done) {
+  const auto end = std::chrono::steady_clock::now() + kSpinTime;
   do {
-    for (int i = 0; i < kLooks; ++i, pause()) {
-      if (found()) return true;
+    for (int i = 0; i < kSpinsPerYield; ++i, pause()) {
+      if (is_done()) return true;
     }
     sched_yield();
   } while (std::chrono::steady_clock::now() < end);
   return false;
 }
 
-// What there is to do. Every thread that has entered begins with a share of its own, so that its tasks follow
-// one another, as does what they read, and then takes what is left of the others' shares.
+// The tasks of one call. Each thread starts with a share of consecutive tasks, which read memory in order,
+// and then takes tasks that are left in the shares of the others.
 class Job {
  public:
-  Job(int64_t tasks, int64_t most, void (*call)(const void*, int64_t), const void* context)
-      : threads(most), call_(call), context_(context), count_(std::min(most, kShares)) {
+  Job(int64_t tasks, int64_t threads, void (*call)(const void*, int64_t), const void* context)
+      : num_threads(threads), call_(call), context_(context), count_(std::min(threads, kMaxShares)) {
     for (int64_t i = 0; i < count_; ++i) {
       shares_[i].next = tasks * i / count_;
       shares_[i].end = tasks * (i + 1) / count_;
     }
   }
 
-  void work(int64_t member) {
+  void run(int64_t first_share) {
     try {
-      for (int64_t i = 0; i < count_; ++i) take(shares_[(member + i) % count_]);
+      for (int64_t i = 0; i < count_; ++i) run_share(shares_[(first_share + i) % count_]);
     } catch (...) {
       for (int64_t i = 0; i < count_; ++i) shares_[i].next = shares_[i].end;
-      if (!failed_.exchange(true)) problem = std::current_exception();
+      if (!failed_.exchange(true)) error = std::current_exception();
     }
   }
 
-  const int64_t threads;
-  std::exception_ptr problem{};
+  const int64_t num_threads;
+  std::exception_ptr error{};
 
  private:
-  static constexpr int64_t kShares = 64;
+  static constexpr int64_t kMaxShares = 64;
   struct alignas(64) Share {
     std::atomic<int64_t> next;
     int64_t end;
   };
 
-  void take(Share& share) {
+  void run_share(Share& share) {
     for (int64_t i = share.next++; i < share.end; i = share.next++) call_(context_, i);
   }
 
   void (*call_)(const void*, int64_t);
   const void* context_;
   int64_t count_;
-  Share shares_[kShares];
+  Share shares_[kMaxShares];
   std::atomic<bool> failed_{false};
 };
 
-class Crew {
+class ThreadPool {
  public:
   void run(Job& job) {
-    if (busy_.exchange(true, std::memory_order_acquire)) return job.work(0);
-    hire(job.threads - 1);
+    if (busy_.exchange(true, std::memory_order_acquire)) return job.run(0);
+    start_workers(job.num_threads - 1);
     job_ = &job;
     inside_.store(0, std::memory_order_release);
-    ++calls_;
-    calls_.notify_all();
-    job.work(0);
-    close();
+    ++jobs_;
+    jobs_.notify_all();
+    job.run(0);
+    wait_for_workers();
     busy_.store(false, std::memory_order_release);
   }
 
  private:
-  static constexpr int32_t kClosed = 1 << 30;  // nobody may enter any more
+  static constexpr int32_t kClosed = 1 << 30;  // added to inside_: no worker may enter any more
 
-  // Where the system gives no more threads, those that there are do the work.
-  void hire(int64_t wanted) try {
-    for (; members_ < wanted; ++members_) std::thread([this, i = members_] { serve(i); }).detach();
+  // Where the system gives no more threads, the existing ones do the work.
+  void start_workers(int64_t wanted) try {
+    for (; workers_ < wanted; ++workers_) std::thread([this, i = workers_] { work(i); }).detach();
   } catch (const std::system_error&) {
   }
 
-  // Waits for those inside; everyone else stays out, and `job_` may go.
-  void close() {
+  // Lets no further worker into the job and waits for those inside: afterwards `job_` may be destroyed.
+  void wait_for_workers() {
     int32_t left = inside_.fetch_or(kClosed, std::memory_order_acq_rel) | kClosed;
-    look_for([&] { return (left = inside_.load(std::memory_order_acquire)) == kClosed; });
+    spin_until([&] { return (left = inside_.load(std::memory_order_acquire)) == kClosed; });
     for (; left != kClosed; left = inside_.load(std::memory_order_acquire)) inside_.wait(left);
   }
 
@@ -117,32 +118,33 @@ class Crew {
     return false;
   }
 
-  [[noreturn]] void serve(int64_t member) {
+  [[noreturn]] void work(int64_t worker) {
     for (uint32_t seen = 0;;) {
-      if (!look_for([&] { return calls_.load(std::memory_order_acquire) != seen; })) calls_.wait(seen);
-      seen = calls_.load(std::memory_order_acquire);
+      if (!spin_until([&] { return jobs_.load(std::memory_order_acquire) != seen; })) jobs_.wait(seen);
+      seen = jobs_.load(std::memory_order_acquire);
       if (!enter()) continue;
-      if (member < job_->threads - 1) job_->work(member + 1);
+      if (worker < job_->num_threads - 1) job_->run(worker + 1);
       inside_.fetch_sub(1, std::memory_order_release);
       inside_.notify_all();
     }
   }
 
   std::atomic<bool> busy_{false};
-  std::atomic<uint32_t> calls_{0};
-  std::atomic<int32_t> inside_{kClosed};
+  std::atomic<uint32_t> jobs_{0};         // how many there have been
+  std::atomic<int32_t> inside_{kClosed};  // workers in the job
   Job* job_ = nullptr;
-  int64_t members_ = 0;
+  int64_t workers_ = 0;
 };
 
-// Never destroyed: its threads wait in it until the process ends. A forked child has none of them.
-Crew* crew = nullptr;
+// Never destroyed: its workers wait in it until the process ends. A forked child has none of them and gets a
+// pool of its own.
+ThreadPool* pool = nullptr;
 
-void begin() { crew = new Crew; }
+void make_pool() { pool = new ThreadPool; }
 
-Crew& the_crew() {
-  [[maybe_unused]] static const bool begun = (begin(), pthread_atfork(nullptr, nullptr, begin) == 0);
-  return *crew;
+ThreadPool& thread_pool() {
+  [[maybe_unused]] static const bool made = (make_pool(), pthread_atfork(nullptr, nullptr, make_pool) == 0);
+  return *pool;
 }
 
 }  // namespace
@@ -154,8 +156,8 @@ void run_tasks(int64_t tasks, int64_t threads, void (*call)(const void*, int64_t
     return;
   }
   Job job(tasks, useful, call, context);
-  the_crew().run(job);
-  if (job.problem) std::rethrow_exception(job.problem);
+  thread_pool().run(job);
+  if (job.error) std::rethrow_exception(job.error);
 }
 
 }  // namespace fp8serve

@@ -1,6 +1,6 @@
-// quantize_transpose: the cast of a matrix for both of its readers in one pass: its codes, and those of its
-// transpose. GEMM operands have the contracted dimension contiguous, so the backward pass of a linear layer
-// reads x^T and w^T.
+// quantize_transpose casts a matrix for both of its readers in one pass: to FP8 data and to their transpose.
+// GEMM operands have the contracted dimension contiguous, so the backward pass of a linear layer reads x^T
+// and w^T.
 //
 // Blocks of 128 rows x 256 columns: cast row by row into a buffer, copied to their place and, turned 16 x 16
 // at a time, to the other matrix in pieces of two cache lines. That shape decides the speed
@@ -22,7 +22,7 @@ constexpr int64_t kTall = 128;           // rows of a block: two whole cache lin
 constexpr int64_t kWide = 256;           // its columns
 constexpr int64_t kStride = kWide + 64;  // no power of two: rows must not share cache sets
 
-// 16 x 16 codes, turned by four rounds of interleaving row i with row i + 8.
+// 16 x 16 bytes, turned by four rounds of interleaving row i with row i + 8.
 using Bytes = uint8_t __attribute__((vector_size(16)));
 
 struct Sixteen {
@@ -50,7 +50,7 @@ FP8_INLINE void turn16(const uint8_t* from, uint8_t* out, int64_t stride) {
   for (int i = 0; i < 16; ++i) std::memcpy(out + i * stride, &s.row[i], 16);
 }
 
-// A block of codes, turned.
+// A block of FP8 data, turned.
 FP8_INLINE void turn(const uint8_t* block, uint8_t* out, int64_t stride, int64_t rows, int64_t cols) {
   for (int64_t c = 0; c < cols; c += 16) {
     for (int64_t r = 0; r < rows; r += 16) {

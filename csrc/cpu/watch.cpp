@@ -1,6 +1,6 @@
 // count_saturated: what serving keeps of every FP8 input, its largest magnitude and how many elements were
-// cut off. Codes do not tell: the topmost one is also what values below it round to. So the values themselves
-// are counted, those of a fused cast made once more, but only in the rare step whose amax was cut off.
+// cut off. The FP8 data do not tell: values below the topmost round to it, too. So the values themselves are
+// counted (those of a fused cast are computed again), but only in the rare step whose amax was cut off.
 #include "watch.h"
 
 #include <torch/csrc/stable/library.h>

@@ -9,8 +9,7 @@
 // operations happen in the same order. So a row's result depends, to the last bit, on its own query and
 // context alone: not on the batch, not on how a prompt was cut.
 //
-// FP32 arithmetic without tensor cores, for every type and width. What BF16 models do goes to
-// attention_mma.cu.
+// FP32 arithmetic without tensor cores, for every type and width. BF16 models use attention_mma.cu.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/attention.h"

@@ -5,12 +5,13 @@
 // r is token r / group), so that a decoding token of 4 or 8 heads fills one tile of 16 and reads its keys
 // once. A warp has 16 rows: scores are m16n8k16 products of queries in registers and keys in shared memory,
 // weights are rounded to BF16 in registers, where the layout of sums is that of the next product's left
-// operand. FP8 codes are copied asynchronously as they are and widened to BF16, exactly, when they have come.
+// operand. FP8 values are copied asynchronously as they are and widened to BF16, exactly, when they have
+// come.
 //
 // Order. Keys are taken 32 at a time with an online softmax, which starts afresh every 256 at absolute
 // positions; a segment's result is merged into the row's, in order. One block with all segments of its rows
-// (prefill, large batches) and one block per segment with `merge_parts` behind it (few rows: all of the
-// device shall read) do the same operations in the same order, and a tile that a row may not see changes
+// (prefill, large batches) and one block per segment with `merge_parts` behind it (few rows, so that the
+// whole device reads) do the same operations in the same order, and a tile that a row may not see changes
 // nothing. So a row's result depends, to the last bit, on its own query and context: not on its batch, nor on
 // how a prompt was cut, nor on how many warps a block has (1 for decoding, 4 for prefill, chosen by the
 // average).
@@ -48,8 +49,7 @@ __device__ __forceinline__ Place further(Place first, int d) { return first ^ st
 template <int kDim, bool kFp8>
 struct Shared {
   Tile<kDim> k[kFp8 ? 1 : 2], v[kFp8 ? 1 : 2];
-  uint4 k_codes[kFp8 ? 2 : 1][kKeys][kFp8 ? kDim / 16 : 1],
-      v_codes[kFp8 ? 2 : 1][kKeys][kFp8 ? kDim / 16 : 1];
+  uint4 k_fp8[kFp8 ? 2 : 1][kKeys][kFp8 ? kDim / 16 : 1], v_fp8[kFp8 ? 2 : 1][kKeys][kFp8 ? kDim / 16 : 1];
 };
 
 // --- keys and values into shared memory
@@ -93,8 +93,8 @@ __device__ __forceinline__ void stage(const Paged& paged, Shared<kDim, kFp8>& sh
       from = ((block << paged.shift) + (key & paged.mask)) * paged.token + paged.offset + c * 16;
     }
     if constexpr (kFp8) {
-      copy_async(&shared.k_codes[slot][row][c], paged.k + from, valid);
-      copy_async(&shared.v_codes[slot][row][c], paged.v + from, valid);
+      copy_async(&shared.k_fp8[slot][row][c], paged.k + from, valid);
+      copy_async(&shared.v_fp8[slot][row][c], paged.v + from, valid);
     } else {
       copy_async(shared.k[slot].at(row, c), paged.k + from, valid);
       copy_async(shared.v[slot].at(row, c), paged.v + from, valid);
@@ -102,13 +102,13 @@ __device__ __forceinline__ void stage(const Paged& paged, Shared<kDim, kFp8>& sh
   }
 }
 
-// Four codes to four BF16 numbers.
+// Four FP8 values to four BF16 numbers.
 template <bool kE5M2>
-__device__ __forceinline__ uint2 widened(uint32_t codes) {
+__device__ __forceinline__ uint2 widened(uint32_t bytes) {
   uint32_t word[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t halves = decode_pair<kE5M2>(static_cast<uint16_t>(codes >> (16 * i)));
+    const uint32_t halves = decode_pair<kE5M2>(static_cast<uint16_t>(bytes >> (16 * i)));
     const uint32_t low = __float_as_uint(half_to_float(static_cast<uint16_t>(halves & 0xffff)));
     const uint32_t high = __float_as_uint(half_to_float(static_cast<uint16_t>(halves >> 16)));
     word[i] = low >> 16 | (high & 0xffff0000u);
@@ -117,9 +117,9 @@ __device__ __forceinline__ uint2 widened(uint32_t codes) {
 }
 
 template <bool kE5M2, int kDim>
-__device__ __forceinline__ void widen(const uint4& codes, Tile<kDim>& tile, int row, int c) {
-  const uint2 a = widened<kE5M2>(codes.x), b = widened<kE5M2>(codes.y), d = widened<kE5M2>(codes.z),
-              e = widened<kE5M2>(codes.w);
+__device__ __forceinline__ void widen(const uint4& bytes, Tile<kDim>& tile, int row, int c) {
+  const uint2 a = widened<kE5M2>(bytes.x), b = widened<kE5M2>(bytes.y), d = widened<kE5M2>(bytes.z),
+              e = widened<kE5M2>(bytes.w);
   *tile.at(row, 2 * c) = {a.x, a.y, b.x, b.y};
   *tile.at(row, 2 * c + 1) = {d.x, d.y, e.x, e.y};
 }
@@ -130,8 +130,8 @@ __device__ __forceinline__ void widen_stage(Shared<kDim, true>& shared, int slot
   constexpr int kChunks = kDim / 16;
   for (int i = static_cast<int>(threadIdx.x); i < kKeys * kChunks; i += kThreads) {
     const int row = i / kChunks, c = i % kChunks;
-    widen<kE5M2>(shared.k_codes[slot][row][c], shared.k[0], row, c);
-    widen<kE5M2>(shared.v_codes[slot][row][c], shared.v[0], row, c);
+    widen<kE5M2>(shared.k_fp8[slot][row][c], shared.k[0], row, c);
+    widen<kE5M2>(shared.v_fp8[slot][row][c], shared.v[0], row, c);
   }
 }
 

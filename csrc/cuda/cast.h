@@ -84,7 +84,7 @@ __device__ __forceinline__ float amax_of(const Chunk& x, float seen) {
   return seen;
 }
 
-// Codes of x * scale. The conversion instruction forgets the sign of a NaN; it is put back.
+// The FP8 values of x * scale. The conversion instruction forgets the sign of a NaN; it is put back.
 template <class F>
 __device__ __forceinline__ uint2 encode_chunk(const Chunk& x, float scale) {
   uint16_t pair[4];
@@ -109,13 +109,13 @@ __device__ __forceinline__ uint2 encode_chunk(const Chunk& x, float scale) {
 }
 
 template <bool kAligned>
-__device__ __forceinline__ void store_chunk(uint2 codes, uint8_t* row, int64_t begin, int64_t n) {
+__device__ __forceinline__ void store_chunk(uint2 bytes, uint8_t* row, int64_t begin, int64_t n) {
   if constexpr (kAligned) {
-    if (begin < n) *reinterpret_cast<uint2*>(row + begin) = codes;
+    if (begin < n) *reinterpret_cast<uint2*>(row + begin) = bytes;
   } else {
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
-      const uint32_t word = i < 4 ? codes.x : codes.y;
+      const uint32_t word = i < 4 ? bytes.x : bytes.y;
       if (begin + i < n) row[begin + i] = static_cast<uint8_t>(word >> (8 * (i % 4)));
     }
   }

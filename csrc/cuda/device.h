@@ -97,26 +97,26 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
   return memory;
 }
 
-// Two FP32 to two E4M3 or E5M2 codes, low first: nearest even, saturating; NaN becomes 0x7f.
+// Two FP32 to two E4M3 or E5M2 values, low first: nearest even, saturating; NaN becomes 0x7f.
 template <bool kE5M2>
 __device__ __forceinline__ uint16_t encode_pair(float low, float high) {
-  uint16_t codes;
+  uint16_t pair;
   if constexpr (kE5M2) {
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   } else {
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   }
-  return codes;
+  return pair;
 }
 
-// Two codes to two FP16 numbers, packed in 32 bits: exact.
+// Two FP8 values to two FP16 numbers, packed in 32 bits: exact.
 template <bool kE5M2>
-__device__ __forceinline__ uint32_t decode_pair(uint16_t codes) {
+__device__ __forceinline__ uint32_t decode_pair(uint16_t pair) {
   uint32_t halves;
   if constexpr (kE5M2) {
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
   } else {
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
   }
   return halves;
 }

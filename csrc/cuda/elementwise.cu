@@ -123,9 +123,9 @@ __global__ void __launch_bounds__(kThreads) cast_transpose(const T* x, uint8_t* 
     const int64_t row = r0 + line;
     const Chunk chunk = load_chunk<kAligned>(x + row * cols, row < rows ? c0 + column : cols, cols);
     seen = amax_of(chunk, seen);
-    const uint2 codes = encode_chunk<F>(chunk, scale);
-    *reinterpret_cast<uint2*>(&tile[line][column]) = codes;
-    if (row < rows) store_chunk<kAligned>(codes, q + row * cols, c0 + column, cols);
+    const uint2 bytes = encode_chunk<F>(chunk, scale);
+    *reinterpret_cast<uint2*>(&tile[line][column]) = bytes;
+    if (row < rows) store_chunk<kAligned>(bytes, q + row * cols, c0 + column, cols);
   }
   seen = block_max(seen, memory);  // also: the tile is whole
   if (threadIdx.x == 0) raise(amax, seen);

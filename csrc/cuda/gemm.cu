@@ -11,10 +11,9 @@
 //
 // CUTLASS says no to what was not compiled (gemm_sm90.cu ...), to FP16 and E5M2 output, rows of the output
 // that are no multiple of 16 bytes, and pairs of scale granularities that no recipe makes; the mma kernel
-// says yes to everything. What CUTLASS itself refuses (block scales on sm_120 whose K and N 128 does not
-// divide) or the driver cannot describe to the tensor memory accelerator, the next kernel answers, too.
-// scaled_mm_by names its kernel instead, for tests and for measuring the table of
-// tiles.
+// says yes to everything. The next kernel also answers what CUTLASS itself refuses (block scales on sm_120
+// whose K and N are no multiples of 128) and what the driver cannot describe to the tensor memory
+// accelerator. scaled_mm_by names its kernel instead, for tests and for measuring the table of tiles.
 #include <torch/csrc/stable/library.h>
 
 #include <array>
@@ -181,7 +180,7 @@ Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, con
                    });
 }
 
-// Codes of the product times a scale [], and the product's amax: one kernel where the sums are made.
+// The product times a scale [] as FP8, and the product's amax: one kernel where the sums are made.
 std::tuple<Tensor, Tensor> scaled_mm_quantize(const Tensor& a, const Tensor& b, const Tensor& a_scale,
                                               const Tensor& b_scale, const std::optional<Tensor>& bias,
                                               const Tensor& out_scale, ScalarType out_dtype) {

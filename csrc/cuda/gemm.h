@@ -3,7 +3,7 @@
 //   out[m][n] = (sum over k of a[m][k] b[n][k], block scales inside) * a_scale[m] * b_scale[n] + bias[n]
 //
 // (the two scales by `scaled_by`, which keeps the first product in range)
-// and, where codes are wanted, out[m][n] = saturate(that * out_scale), amax = largest |that|.
+// and, where FP8 output is wanted, out[m][n] = saturate(that * out_scale), amax = largest |that|.
 //
 // Kernels: gemm_sm89.cu answers everything on every chip (mma.sync); gemm_skinny.cu answers up to 64 rows
 // (decoding); gemm_sm90/100/120.cu answer what pays there and say no to the rest. gemm.cu asks them in order
@@ -36,14 +36,14 @@ struct Scale {
 };
 
 struct Gemm {
-  const uint8_t *a, *b;  // [m, k] and [n, k] codes, k contiguous, rows 16-byte aligned: k is a multiple of 16
+  const uint8_t *a, *b;  // [m, k] and [n, k] FP8, k contiguous, rows 16-byte aligned: k is a multiple of 16
   bool a_e5m2, b_e5m2;
   int m, n, k;
   Scale a_scale, b_scale;
   const void* bias;  // [n] or null
   Number bias_type, out_type;
   void* out;                         // [m, n]
-  const float* out_scale = nullptr;  // set: out holds codes, and out_type says nothing
+  const float* out_scale = nullptr;  // set: out holds FP8, and out_type says nothing
   float* amax = nullptr;             // with out_scale: holds 0 when the kernel starts
   bool out_e5m2 = false;
 };
@@ -51,7 +51,7 @@ struct Gemm {
 __device__ __forceinline__ float bias_at(const Gemm& g, int column) {
   return g.bias == nullptr ? 0.0f : load(g.bias, column, g.bias_type);
 }
-__device__ __forceinline__ uint16_t codes_of(const Gemm& g, float low, float high) {
+__device__ __forceinline__ uint16_t encode_output(const Gemm& g, float low, float high) {
   return g.out_e5m2 ? encode_pair<true>(low, high) : encode_pair<false>(low, high);
 }
 // Stores a value; returns the largest magnitude seen so far.
@@ -59,7 +59,7 @@ __device__ __forceinline__ float put(const Gemm& g, int64_t at, float value, flo
   if (g.out_scale == nullptr) {
     store(value, g.out, at, g.out_type);
   } else {
-    static_cast<uint8_t*>(g.out)[at] = static_cast<uint8_t>(codes_of(g, value * *g.out_scale, 0.0f));
+    static_cast<uint8_t*>(g.out)[at] = static_cast<uint8_t>(encode_output(g, value * *g.out_scale, 0.0f));
   }
   return fmaxf(seen, fabsf(value));
 }

@@ -6,14 +6,14 @@
 
 namespace fp8serve {
 
-enum class Codes { e4m3, e5m2, bf16 };
+enum class Element { e4m3, e5m2, bf16 };
 
-template <Codes kA, Codes kB>
+template <Element kA, Element kB>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  if constexpr (kA == Codes::bf16) {
+  if constexpr (kA == Element::bf16) {
     mma_bf16(c, a, b);
   } else {
-    mma<kA == Codes::e5m2, kB == Codes::e5m2>(c, a, b);
+    mma<kA == Element::e5m2, kB == Element::e5m2>(c, a, b);
   }
 }
 

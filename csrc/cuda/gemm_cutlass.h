@@ -38,8 +38,8 @@ using either =
 using bf16 = cutlass::bfloat16_t;
 using fp32 = float;
 
-// The root of the tree for FP8 output: amax of what comes in, times the output's scale, as codes.
-struct ToCodes {
+// The root of the tree for FP8 output: amax of what comes in, times the output's scale, as FP8.
+struct ToFp8 {
   struct SharedStorage {};
   struct Arguments {
     const float* scale = nullptr;
@@ -66,8 +66,8 @@ struct ToCodes {
   }
   CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
   CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
-  CUTLASS_HOST_DEVICE ToCodes() {}
-  CUTLASS_HOST_DEVICE ToCodes(const Params& given, const SharedStorage&) : params(given) {}
+  CUTLASS_HOST_DEVICE ToFp8() {}
+  CUTLASS_HOST_DEVICE ToFp8(const Params& given, const SharedStorage&) : params(given) {}
   Params params;
 
   template <class... Args>
@@ -124,18 +124,18 @@ struct ScaledBy {
 
 template <class CtaTile, class Out>
 struct Epilogue {
-  static constexpr bool kCodes = std::is_same_v<Out, e4m3>;
-  using BiasType = std::conditional_t<kCodes, bf16, Out>;
+  static constexpr bool kFp8 = std::is_same_v<Out, e4m3>;
+  using BiasType = std::conditional_t<kFp8, bf16, Out>;
   static constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
   using ByRow = fusion::Sm90ColBroadcast<0, CtaTile, float, float, Stride<bool, _0, _0>>;
   using ByColumn = fusion::Sm90RowBroadcast<0, CtaTile, float, float, Stride<_0, bool, _0>>;
   using Bias = fusion::Sm90RowBroadcast<0, CtaTile, BiasType, float>;
   using Times = fusion::Sm90Compute<ScaledBy, float, float, kRound>;
-  using Plus = fusion::Sm90Compute<cutlass::plus, std::conditional_t<kCodes, float, Out>, float, kRound>;
+  using Plus = fusion::Sm90Compute<cutlass::plus, std::conditional_t<kFp8, float, Out>, float, kRound>;
   using Scaled = fusion::Sm90EVT<Times, fusion::Sm90AccFetch, ByRow, ByColumn>;
   using Value = fusion::Sm90EVT<Plus, Bias, Scaled>;
-  using Codes = fusion::Sm90EVT<ToCodes, Value>;
-  using Tree = std::conditional_t<kCodes, Codes, Value>;
+  using Fp8Value = fusion::Sm90EVT<ToFp8, Value>;
+  using Tree = std::conditional_t<kFp8, Fp8Value, Value>;
 
   static typename Tree::Arguments arguments(const Gemm& g) {
     const bool by_row = !g.a_scale.one(), by_column = !g.b_scale.one();
@@ -145,7 +145,7 @@ struct Epilogue {
         {static_cast<const BiasType*>(g.bias), BiasType(0), {}},
         {{}, {a_scale, 1.0f, {by_row, _0{}, _0{}}}, {b_scale, 1.0f, {_0{}, by_column, _0{}}}, {}},
         {}};
-    if constexpr (kCodes) {
+    if constexpr (kFp8) {
       return {value, {g.out_scale, g.amax}};
     } else {
       return value;
@@ -250,8 +250,9 @@ template <class A, class B, class Out>
 bool fits(const Gemm& g) {
   using Bias = typename Epilogue<void, Out>::BiasType;
   constexpr int kAlign = 16 / sizeof(Out);
-  const bool codes = g.out_scale != nullptr;
-  const bool typed = std::is_same_v<Out, e4m3> ? codes && !g.out_e5m2 : !codes && g.out_type == kNumber<Out>;
+  const bool to_fp8 = g.out_scale != nullptr;
+  const bool typed =
+      std::is_same_v<Out, e4m3> ? to_fp8 && !g.out_e5m2 : !to_fp8 && g.out_type == kNumber<Out>;
   return typed && reads<A>(g.a_e5m2) && reads<B>(g.b_e5m2) && g.n % kAlign == 0 && g.k > 0 &&
          aligned(g.a, 16) && aligned(g.b, 16) && aligned(g.out, 16) &&
          (g.bias == nullptr || (g.bias_type == kNumber<Bias> && aligned(g.bias, 16)));

@@ -22,15 +22,15 @@ struct Split {
   float* partial;  // [count][m][n] sums, or null if count is 1
 };
 
-__device__ __forceinline__ uint4 sixteen(const uint8_t* codes, bool valid) {
-  return valid ? load_once(reinterpret_cast<const uint4*>(codes)) : uint4{0, 0, 0, 0};
+__device__ __forceinline__ uint4 sixteen(const uint8_t* bytes, bool valid) {
+  return valid ? load_once(reinterpret_cast<const uint4*>(bytes)) : uint4{0, 0, 0, 0};
 }
-__device__ __forceinline__ uint4 sixteen_cached(const uint8_t* codes, bool valid) {
-  return valid ? *reinterpret_cast<const uint4*>(codes) : uint4{0, 0, 0, 0};
+__device__ __forceinline__ uint4 sixteen_cached(const uint8_t* bytes, bool valid) {
+  return valid ? *reinterpret_cast<const uint4*>(bytes) : uint4{0, 0, 0, 0};
 }
 
 struct Weights {
-  uint4 low[2], high[2];  // 64-code halves of rows g and g + 8
+  uint4 low[2], high[2];  // 64-byte halves of rows g and g + 8
 };
 
 __device__ __forceinline__ Weights load_weights(const Gemm& g, int row, int at) {
@@ -45,15 +45,15 @@ __device__ __forceinline__ Weights load_weights(const Gemm& g, int row, int at) 
 }
 
 // 16 weight rows x 8 tokens over 128 of K.
-template <Codes kCodes>
+template <Element kElement>
 __device__ __forceinline__ void multiply(float (&part)[4], const Weights& w, const uint8_t* token, int at,
                                          int k, bool valid) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint4 x = sixteen_cached(token + half * 64, valid && at + half * 64 < k);
     const uint4 low = w.low[half], high = w.high[half];
-    multiply_add<kCodes, kCodes>(part, {low.x, high.x, low.y, high.y}, {x.x, x.y});
-    multiply_add<kCodes, kCodes>(part, {low.z, high.z, low.w, high.w}, {x.z, x.w});
+    multiply_add<kElement, kElement>(part, {low.x, high.x, low.y, high.y}, {x.x, x.y});
+    multiply_add<kElement, kElement>(part, {low.z, high.z, low.w, high.w}, {x.z, x.w});
   }
 }
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ float finished(const Gemm& g, float sum, int token, i
   return scaled_by(sum, g.a_scale.outer(token), g.b_scale.outer(column)) + bias_at(g, column);
 }
 
-template <Codes kCodes, int kGroups, bool kInside>  // kGroups: tokens in eights
+template <Element kElement, int kGroups, bool kInside>  // kGroups: tokens in eights
 __global__ void __launch_bounds__(kThreads)
     gemm_stream(const __grid_constant__ Gemm g, const __grid_constant__ Split split) {
   __shared__ float sums[kWarps][8 * kGroups][kRows];
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kGroups; ++j) {
       const int token = j * 8 + lane / 4;
       float part[4] = {};
-      multiply<kCodes>(part, w, g.a + static_cast<int64_t>(min(token, g.m - 1)) * g.k + at, at, g.k,
-                       token < g.m);
+      multiply<kElement>(part, w, g.a + static_cast<int64_t>(min(token, g.m - 1)) * g.k + at, at, g.k,
+                         token < g.m);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int of = j * 8 + lane % 4 * 2 + e % 2;
@@ -128,11 +128,11 @@ __global__ void __launch_bounds__(kThreads)
   raise_amax(g, seen);
 }
 
-template <Codes kCodes, bool kInside>
+template <Element kElement, bool kInside>
 auto kernel_for(int m) {
-  if (m <= 8) return gemm_stream<kCodes, 1, kInside>;
-  if (m <= 16) return gemm_stream<kCodes, 2, kInside>;
-  return m <= 32 ? gemm_stream<kCodes, 4, kInside> : gemm_stream<kCodes, 8, kInside>;
+  if (m <= 8) return gemm_stream<kElement, 1, kInside>;
+  if (m <= 16) return gemm_stream<kElement, 2, kInside>;
+  return m <= 32 ? gemm_stream<kElement, 4, kInside> : gemm_stream<kElement, 8, kInside>;
 }
 
 // Blocks along K so that every multiprocessor has about three, each with at least one step for every warp.
@@ -160,12 +160,12 @@ void run(Kernel kernel, const Gemm& g, const OnDevice& device, const Tensor& all
 
 void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   const bool inside = g.a_scale.inside() || g.b_scale.inside();
-  run(inside ? kernel_for<Codes::e4m3, true>(g.m) : kernel_for<Codes::e4m3, false>(g.m), g, device,
+  run(inside ? kernel_for<Element::e4m3, true>(g.m) : kernel_for<Element::e4m3, false>(g.m), g, device,
       allocator);
 }
 
 void gemm_skinny_bf16(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
-  run(kernel_for<Codes::bf16, false>(g.m), g, device, allocator);
+  run(kernel_for<Element::bf16, false>(g.m), g, device, allocator);
 }
 
 }  // namespace fp8serve

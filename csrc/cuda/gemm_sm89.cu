@@ -2,7 +2,7 @@
 //
 // A block computes 128 x 128 of the output with 8 warps of 64 x 32, from 128-byte rows of both operands that
 // three stages of cp.async keep coming. Rows lie in shared memory with their 16-byte pieces xor-ed by the row
-// number, so neither the copies nor ldmatrix meet a bank conflict. 128 codes are also one scale block:
+// number, so neither the copies nor ldmatrix meet a bank conflict. 128 values are also one scale block:
 // partial sums live in registers of their own for 128 of K, are scaled (block scales) and added to the total
 // in FP32, which is what makes the sum accurate on chips whose tensor cores keep few bits of it. Ada and
 // sm_120 have the FP8 instruction (SASS: QMMA); Hopper and sm_100 convert to FP16 first, exactly, at half the
@@ -12,7 +12,7 @@
 namespace fp8serve {
 namespace {
 
-constexpr int kTileM = 128, kTileN = 128, kTileK = 128;  // bytes are codes
+constexpr int kTileM = 128, kTileN = 128, kTileK = 128;  // a byte is an FP8 value
 constexpr int kStages = 3;
 constexpr int kThreads = 256;
 constexpr int kPiece = 16;                     // bytes of one asynchronous copy
@@ -28,8 +28,8 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
   return row * kTileK + ((piece ^ (row & 7)) * kPiece);
 }
 
-// 128 rows x 128 codes into shared memory; zeros outside the matrix.
-__device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* codes, int first, int rows,
+// 128 rows x 128 values into shared memory; zeros outside the matrix.
+__device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* bytes, int first, int rows,
                                            int k0, int k) {
 #pragma unroll
   for (int i = 0; i < kTileM * kPieces / kThreads; ++i) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* 
     const int row = index / kPieces, piece = index % kPieces;
     const int64_t at = static_cast<int64_t>(first + row) * k + k0 + piece * kPiece;
     const bool valid = first + row < rows && k0 + piece * kPiece < k;
-    copy_async(panel + swizzled(row, piece), valid ? codes + at : codes, valid);
+    copy_async(panel + swizzled(row, piece), valid ? bytes + at : bytes, valid);
   }
 }
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ Place place_of(const Gemm& g) {
 
 using Sums = float[kFragsM][kFragsN][4];
 
-template <Codes kA, Codes kB>
+template <Element kA, Element kB>
 __device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_panel,
                                          const unsigned char* b_panel, const Place& p) {
   const int matrix = p.lane / 8, line = p.lane % 8;
@@ -134,7 +134,7 @@ __device__ __forceinline__ float put_pair(const Gemm& g, int row, int column, fl
     static_cast<uint32_t*>(g.out)[at / 2] =
         float_to_bfloat(low) | static_cast<uint32_t>(float_to_bfloat(high)) << 16;
   } else {
-    static_cast<uint16_t*>(g.out)[at / 2] = codes_of(g, low * *g.out_scale, high * *g.out_scale);
+    static_cast<uint16_t*>(g.out)[at / 2] = encode_output(g, low * *g.out_scale, high * *g.out_scale);
   }
   return fmaxf(seen, fmaxf(fabsf(low), fabsf(high)));
 }
@@ -164,7 +164,7 @@ __device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const P
   raise_amax(g, seen);
 }
 
-template <Codes kA, Codes kB, bool kInside>
+template <Element kA, Element kB, bool kInside>
 __global__ void __launch_bounds__(kThreads, 1) gemm_tile(const __grid_constant__ Gemm g) {
   unsigned char* shared = dynamic_shared();
   const Place p = place_of(g);
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tile(const __grid_constant__
   finish(total, g, p);
 }
 
-template <Codes kA, Codes kB>
+template <Element kA, Element kB>
 void launch_gemm(const Gemm& g, const OnDevice& device) {
   const auto blocks = static_cast<unsigned>(ceil_over(g.m, kTileM) * ceil_over(g.n, kTileN));
   const bool inside = g.a_scale.inside() || g.b_scale.inside();
@@ -202,7 +202,7 @@ void launch_gemm(const Gemm& g, const OnDevice& device) {
 }  // namespace
 
 void gemm_mma(const Gemm& g, const OnDevice& device) {
-  using enum Codes;
+  using enum Element;
   if (g.a_e5m2) {
     g.b_e5m2 ? launch_gemm<e5m2, e5m2>(g, device) : launch_gemm<e5m2, e4m3>(g, device);
   } else {
@@ -211,7 +211,7 @@ void gemm_mma(const Gemm& g, const OnDevice& device) {
 }
 
 void gemm_mma_bf16(const Gemm& g, const OnDevice& device) {
-  launch_gemm<Codes::bf16, Codes::bf16>(g, device);
+  launch_gemm<Element::bf16, Element::bf16>(g, device);
 }
 
 }  // namespace fp8serve

@@ -2,8 +2,7 @@
 //
 // `python benchmarks/gpu_measure.py --tune` times every compiled tile on the GPU that is there and writes
 // that chip's lines anew ("measured" with its date); without a GPU the lines come from a model of waves
-// ("predicted"). What the tiles are is said in gemm_sm90.cu ...; a tile that was not compiled for a type is
-// passed over.
+// ("predicted"). gemm_sm90.cu ... define the tiles; a tile that was not compiled for a type is skipped.
 #pragma once
 
 #include "cuda/tile_choice.h"

@@ -1,4 +1,4 @@
-// Transposing and padding FP8 codes, one byte an element. Memory-bound: every byte is read once and written
+// Transposing and padding FP8 data, one byte an element. Memory-bound: every byte is read once and written
 // once.
 #include <torch/csrc/stable/library.h>
 
@@ -21,19 +21,19 @@ __global__ void __launch_bounds__(kThreads)
     const int line = static_cast<int>(threadIdx.x) / 8 + 32 * i,
               column = static_cast<int>(threadIdx.x) % 8 * 16;
     const uint8_t* source = from + (k0 + line) * pitch + r0 + column;
-    uint4 codes = {0, 0, 0, 0};
+    uint4 bytes = {0, 0, 0, 0};
     if (k0 + line < k) {
       if (kAligned && r0 + column < rows) {
-        codes = *reinterpret_cast<const uint4*>(source);
+        bytes = *reinterpret_cast<const uint4*>(source);
       } else if (!kAligned) {
         uint32_t word[4] = {0, 0, 0, 0};
         for (int b = 0; b < 16; ++b) {
           if (r0 + column + b < rows) word[b / 4] |= static_cast<uint32_t>(source[b]) << (8 * (b % 4));
         }
-        codes = {word[0], word[1], word[2], word[3]};
+        bytes = {word[0], word[1], word[2], word[3]};
       }
     }
-    *reinterpret_cast<uint4*>(&tile[line][column]) = codes;
+    *reinterpret_cast<uint4*>(&tile[line][column]) = bytes;
   }
   __syncthreads();
   // Neighbouring lanes read neighbouring bytes: eight words, no conflict.
@@ -57,14 +57,14 @@ __global__ void __launch_bounds__(kThreads) gather(const uint8_t* from, int64_t 
   to[at] = column < k ? from[row * row_stride + column * k_stride] : static_cast<uint8_t>(0);
 }
 
-// codes [k, rows] with contiguous rows -> to [rows, padded], k at most padded.
-void launch_transpose(const Tensor& codes, const Tensor& to, int64_t rows, int64_t k, int64_t pitch,
+// q [k, rows] with contiguous rows -> to [rows, padded], k at most padded.
+void launch_transpose(const Tensor& q, const Tensor& to, int64_t rows, int64_t k, int64_t pitch,
                       const OnDevice& device) {
   const int64_t padded = to.size(1);
-  const bool fast = aligned(codes.data_ptr(), 16) && pitch % 16 == 0 && rows % 16 == 0;
+  const bool fast = aligned(q.data_ptr(), 16) && pitch % 16 == 0 && rows % 16 == 0;
   const dim3 grid(static_cast<unsigned>(ceil_over(padded, kTile)),
                   static_cast<unsigned>(ceil_over(rows, kTile)));
-  launch(fast ? transpose<true> : transpose<false>, grid, kThreads, 0, device.stream(), data<uint8_t>(codes),
+  launch(fast ? transpose<true> : transpose<false>, grid, kThreads, 0, device.stream(), data<uint8_t>(q),
          pitch, data<uint8_t>(to), rows, k, padded);
 }
 
@@ -76,8 +76,8 @@ void launch_gather(const void* from, int64_t row_stride, int64_t k_stride, const
          to.size(1));
 }
 
-Tensor transpose_codes(const Tensor& q_in) {
-  const DeviceContract check("transpose_codes", q_in);
+Tensor transpose_fp8(const Tensor& q_in) {
+  const DeviceContract check("transpose_fp8", q_in);
   check.rank("q", q_in, 2);
   check.tensor("q", q_in, kFp8, {{"M", q_in.size(0)}, {"K", q_in.size(1)}});
   const OnDevice device(q_in);
@@ -93,16 +93,16 @@ Tensor transpose_codes(const Tensor& q_in) {
 
 }  // namespace
 
-Tensor k_contiguous(const Tensor& codes, const OnDevice& device) {
-  const int64_t rows = codes.size(0), k = codes.size(1), padded = ceil_over(k, 16) * 16;
-  if (codes.is_contiguous() && padded == k && aligned(codes.data_ptr(), 16)) return codes;
-  Tensor out = empty(codes, {rows, padded}, codes.scalar_type());
+Tensor k_contiguous(const Tensor& q, const OnDevice& device) {
+  const int64_t rows = q.size(0), k = q.size(1), padded = ceil_over(k, 16) * 16;
+  if (q.is_contiguous() && padded == k && aligned(q.data_ptr(), 16)) return q;
+  Tensor out = empty(q, {rows, padded}, q.scalar_type());
   if (out.numel() == 0) return out;
-  const int64_t row_stride = codes.stride(0), k_stride = codes.stride(1);
+  const int64_t row_stride = q.stride(0), k_stride = q.stride(1);
   if (row_stride == 1 && k_stride >= rows) {
-    launch_transpose(codes, out, rows, k, k_stride, device);
+    launch_transpose(q, out, rows, k, k_stride, device);
   } else {
-    launch_gather(codes.data_ptr(), row_stride, k_stride, out, k, device);
+    launch_gather(q.data_ptr(), row_stride, k_stride, out, k, device);
   }
   return out;
 }
@@ -120,5 +120,5 @@ Tensor k_contiguous_bf16(const Tensor& matrix, const OnDevice& device) {
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
-  m.impl("transpose_codes", TORCH_BOX(&fp8serve::transpose_codes));
+  m.impl("transpose_fp8", TORCH_BOX(&fp8serve::transpose_fp8));
 }

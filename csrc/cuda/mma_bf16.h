@@ -1,5 +1,5 @@
 // The BF16 counterpart of `mma` in device.h. Its fragments hold the same bytes in the same lanes, k counted
-// in bytes: a kernel written for FP8 codes multiplies BF16 by taking this instruction instead.
+// in bytes: a kernel written for FP8 multiplies BF16 by taking this instruction instead.
 #pragma once
 
 #include "cuda/device.h"

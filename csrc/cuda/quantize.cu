@@ -3,11 +3,11 @@
 // All are bound by memory: per BF16 element 2 bytes read and 1 written. A given scale, rows (up to 32768
 // columns), 1x128 and 128x128 blocks read the tensor once: a row or a block waits in registers between its
 // amax and its cast. Per-tensor current scaling needs the amax of everything first and reads twice, the
-// second time backwards, so that what the first pass left in the second-level cache is met first. Nothing
+// second time backwards, so that it begins with what the first pass left in the second-level cache. Nothing
 // comes back to the host: a scale is computed where it is used.
 //
-// Codes and scales equal those of fp8/ops/casts.py bit for bit: true divisions, no fast-math, amax of
-// magnitudes without NaN.
+// Quantized data and scales equal those of fp8/ops/casts.py bit for bit: true divisions, no fast-math, amax
+// of magnitudes without NaN.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

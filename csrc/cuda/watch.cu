@@ -1,5 +1,5 @@
 // count_saturated: what serving keeps of every FP8 input, its largest magnitude and how many elements were
-// cut off. One launch for both; the values are read, and those of a fused cast made once more, only in the
+// cut off. One launch for both; the values are read (those of a fused cast are computed again) only in the
 // rare step whose amax was cut off, which the kernel sees without the host.
 #include <torch/csrc/stable/library.h>
 

@@ -4,15 +4,15 @@ Two questions, asked of every op that casts and of every instruction-set level t
 
 * the cast: each value by scale 1, and by a scale that is no power of two, where `x * scale` is rounded before the cast.
   A kernel multiplies in FP32 and casts the product, so the values at scale 1 are all the products there can be;
-* the scale: each value as the amax of a row of its own, rounded down to a power of two or not: code and scale_inv. An
-  amax has no sign, so the negative half of the values is left out there.
+* the scale: each value as the amax of a row of its own, rounded down to a power of two or not: FP8 value and scale_inv.
+  An amax has no sign, so the negative half of the values is left out there.
 
 `stratified()` is 2^24 FP32 values that leave out no sign, no exponent and no rounding boundary; `every(FP32)` is all
 2^32, in the order of their bits, four million at a time, so that memory does not matter. The BF16 and FP16 values are
 always all there. Kernels that compute something before they cast (a norm, a gated activation) get inputs for which that
 something is exact, so that their casts see the same values.
 
-A NaN's code must be the reference's too, sign included. The exception is a NaN that arithmetic made before the cast:
+A NaN's bits must be the reference's too, sign included. The exception is a NaN that arithmetic made before the cast:
 IEEE gives it no sign, and torch rounds it to BF16 with another sign than ours.
 """
 
@@ -39,8 +39,9 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16:
 def stratified(seed: int = 0) -> Tensor:
     """2^24 FP32 values: for each of the 512 signs and exponents 2^15 mantissas.
 
-    384 of them are the multiples of 1/128 and their neighbours: every BF16 value, every code of both formats, every
-    midpoint of two codes, and what lies one bit to either side. The others are drawn, one from each of equal intervals.
+    384 of them are the multiples of 1/128 and their neighbours: every BF16 value, every value of both formats, every
+    midpoint of two neighbours, and what lies one bit to either side. The others are drawn, one from each of
+    equal intervals.
     """
     near = (torch.arange(128) << 16).unsqueeze(1) + torch.tensor([-1, 0, 1]) & 0x7FFFFF
     drawn = MANTISSAS - near.numel()
@@ -86,7 +87,7 @@ def _gated(ops: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _computed(q: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes, each NaN the positive one."""
+    """The quantized data, each NaN the positive one."""
     return torch.where(q.float().isnan(), 0x7F, q.view(torch.uint8)).view(q.dtype), amax
 
 

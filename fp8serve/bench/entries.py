@@ -41,7 +41,7 @@ BLOCK = 16  # tokens in a block of the paged cache
 
 
 @dataclass(frozen=True)
-class Entry:
+class BenchCase:
     """One op at one size. `torch_bf16` does the same in BF16, or is None where torch has nothing like it.
 
     `goal`: how many times as fast as that we want to be, where somebody said so.
@@ -60,7 +60,7 @@ def _noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(BF16)
 
 
-def _codes(*shape: int) -> Tensor:
+def _fp8(*shape: int) -> Tensor:
     return _noise(*shape).to(E4M3)
 
 
@@ -85,27 +85,27 @@ def _torch_transpose(q: Tensor) -> object:
     return q.t().contiguous()
 
 
-def casts() -> Iterator[Entry]:
+def casts() -> Iterator[BenchCase]:
     """A 4096 x 4096 matrix; torch: abs-max, scale and cast. The goal is set against it without the scale, too."""
     x, scale = _noise(4096, 4096), torch.tensor(1.5)
     size, plain, moved = "4096 x 4096", partial(_torch_cast, x), 3.0 * x.numel()
-    yield Entry("quantize", size, partial(OPS.quantize, x, scale, E4M3), plain, moved)
+    yield BenchCase("quantize", size, partial(OPS.quantize, x, scale, E4M3), plain, moved)
     unscaled = partial(_torch_unscaled_cast, x)
     call = partial(OPS.quantize, x, scale, E4M3)
-    yield Entry("quantize", f"{size}, torch: no scale", call, unscaled, moved, goal=10.0)
-    yield Entry("quantize_current", size, partial(OPS.quantize_current, x, E4M3, False), plain, moved)
-    yield Entry("quantize_rowwise", size, partial(OPS.quantize_rowwise, x, E4M3, False), plain, moved)
+    yield BenchCase("quantize", f"{size}, torch: no scale", call, unscaled, moved, goal=10.0)
+    yield BenchCase("quantize_current", size, partial(OPS.quantize_current, x, E4M3, False), plain, moved)
+    yield BenchCase("quantize_rowwise", size, partial(OPS.quantize_rowwise, x, E4M3, False), plain, moved)
     for rows in (1, 128):
         call = partial(OPS.quantize_block, x, E4M3, rows, False)
-        yield Entry("quantize_block", f"{size}, {rows} x 128", call, plain, moved)
+        yield BenchCase("quantize_block", f"{size}, {rows} x 128", call, plain, moved)
     both = partial(OPS.quantize_transpose, x, scale, E4M3)
-    yield Entry("quantize_transpose", size, both, partial(_torch_cast_transpose, x), moved + x.numel())
+    yield BenchCase("quantize_transpose", size, both, partial(_torch_cast_transpose, x), moved + x.numel())
     q, seen, saturated = x.to(E4M3), torch.zeros(()), torch.zeros((), dtype=torch.int64)
     turned = partial(_torch_transpose, q)
-    yield Entry("transpose_codes", size, partial(OPS.transpose_codes, q), turned, 2.0 * q.numel())
+    yield BenchCase("transpose_fp8", size, partial(OPS.transpose_fp8, q), turned, 2.0 * q.numel())
     for kind, cut in (("nothing cut off", 1.0), ("some cut off", 1000.0)):
         watch = partial(OPS.count_saturated, x, None, None, torch.tensor(cut), torch.ones(()), seen, saturated, None)
-        yield Entry("count_saturated", f"{size}, {kind}", watch, None, 2.0 * x.numel() if cut > 1 else 0.0)
+        yield BenchCase("count_saturated", f"{size}, {kind}", watch, None, 2.0 * x.numel() if cut > 1 else 0.0)
 
 
 def _fp8_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> object:
@@ -116,7 +116,7 @@ def _packed_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tenso
     return OPS.packed_mm(OPS.quantize(x, scale, E4M3)[0], weight, *scales, None, None, BF16)
 
 
-def linears() -> Iterator[Entry]:
+def linears() -> Iterator[BenchCase]:
     """BF16 in, quantized, multiplied, BF16 out; torch: its BF16 linear.
 
     With one weight, which caches may hold, as linears are usually compared and as goals are set; with few rows also
@@ -129,7 +129,7 @@ def linears() -> Iterator[Entry]:
             yield from _linear(m, n, k, TURNS, f"{size}, {TURNS} in turn", None)
 
 
-def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -> Iterator[Entry]:
+def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -> Iterator[BenchCase]:
     """Weights as a checkpoint has them, and packed, as they are served."""
     x, scale = _noise(m, k), torch.tensor(64.0)
     weights = [_noise(n, k) for _ in range(count)]
@@ -137,22 +137,22 @@ def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -
     inverse, theirs = scale.reciprocal(), _in_turn([partial(F.linear, x, w) for w in weights])
     figures = theirs, n * k + 2.0 * m * (n + k), 2.0 * m * n * k, goal
     plain = _in_turn([partial(_fp8_linear, x, scale, q, (inverse, s)) for q, s in cast])
-    yield Entry("quantize + scaled_mm", size, plain, *figures)
+    yield BenchCase("quantize + scaled_mm", size, plain, *figures)
     packed = [(packed_weight(q, huge_pages(q.nbytes).view(E4M3)), s) for q, s in cast]
     served = _in_turn([partial(_packed_linear, x, scale, q, (inverse, s)) for q, s in packed])
-    yield Entry("quantize + packed_mm", size, served, *figures)
+    yield BenchCase("quantize + packed_mm", size, served, *figures)
 
 
-def packing() -> Iterator[Entry]:
+def packing() -> Iterator[BenchCase]:
     """A weight into the order of packed_mm; torch: its copy."""
     weight = _noise(4096, 4096).to(E4M3)
     out = huge_pages(weight.nbytes).view(E4M3).view(packed_shape(*weight.shape))
     copy = partial(torch.Tensor.copy_, torch.empty_like(weight), weight)
-    yield Entry("pack_weight", "4096 x 4096", partial(OPS.pack_weight, weight, out), copy, 2.0 * weight.nbytes)
+    yield BenchCase("pack_weight", "4096 x 4096", partial(OPS.pack_weight, weight, out), copy, 2.0 * weight.nbytes)
 
 
-def products() -> Iterator[Entry]:
-    """The product alone with the scales of each recipe, onto a residual, and as codes; torch: its BF16 linear."""
+def products() -> Iterator[BenchCase]:
+    """The product alone with the scales of each recipe, onto a residual, and as FP8; torch: its BF16 linear."""
     n = k = 4096
     one, x_all, w = torch.ones(()), _noise(512, k), _noise(n, k)
     w_q = w.to(E4M3)
@@ -164,27 +164,29 @@ def products() -> Iterator[Entry]:
         scales = {"per tensor": (one, one), "per row": (torch.ones(m, 1), torch.ones(n, 1)), "blocks": blocks}
         for name, pair in scales.items():
             call = partial(OPS.scaled_mm, q, w_q, *pair, None, BF16)
-            yield Entry("scaled_mm", f"{size}, {name}", call, partial(F.linear, x, w), moved, flops)
+            yield BenchCase("scaled_mm", f"{size}, {name}", call, partial(F.linear, x, w), moved, flops)
         call = partial(OPS.scaled_mm_add, q, w_q, one, one, None, residual)
-        yield Entry("scaled_mm_add", size, call, partial(torch.addmm, residual, x, w.t()), moved + 2 * m * n, flops)
+        yield BenchCase("scaled_mm_add", size, call, partial(torch.addmm, residual, x, w.t()), moved + 2 * m * n, flops)
         call = partial(OPS.scaled_mm_quantize, q, w_q, one, one, None, one, E4M3)
-        yield Entry("scaled_mm_quantize", size, call, partial(_then_cast, F.linear, one, x, w), moved - m * n, flops)
+        yield BenchCase(
+            "scaled_mm_quantize", size, call, partial(_then_cast, F.linear, one, x, w), moved - m * n, flops
+        )
 
 
-def heads() -> Iterator[Entry]:
+def heads() -> Iterator[BenchCase]:
     """`lm_head` in BF16, rows independent of each other; torch: its BF16 linear."""
     w = _noise(VOCAB, HIDDEN)
     for m in (1, 8):
         x, work = _noise(m, HIDDEN), m * w.numel()
         call, plain = partial(OPS.mm, x, w, None, BF16), partial(F.linear, x, w)
-        yield Entry("mm", f"{m} x {VOCAB} x {HIDDEN}", call, plain, 2.0 * w.numel(), 2.0 * work)
+        yield BenchCase("mm", f"{m} x {VOCAB} x {HIDDEN}", call, plain, 2.0 * w.numel(), 2.0 * work)
 
 
 def _then_cast(produce: Callable[..., Tensor], scale: Tensor, *args: Any) -> object:
     return (produce(*args) * scale).to(E4M3)
 
 
-def between() -> Iterator[Entry]:
+def between() -> Iterator[BenchCase]:
     """Norm and activation, alone, with the cast behind them, and their gradients; torch: the composition."""
     scale = torch.tensor(8.0)
     for m in (1, 512):
@@ -192,21 +194,25 @@ def between() -> Iterator[Entry]:
         norm, gated = (x, weight, 1e-5), (_noise(m, INTERMEDIATE), _noise(m, INTERMEDIATE))
         size, moved = f"{m} x {INTERMEDIATE}", 2.0 * x.numel()
         plain, cast = partial(rms_norm, *norm), partial(_then_cast, rms_norm, scale, *norm)
-        yield Entry("rms_norm", wide, partial(OPS.rms_norm, *norm), plain, 2 * moved)
-        yield Entry("rms_norm_quantize", wide, partial(OPS.rms_norm_quantize, *norm, scale, E4M3), cast, 1.5 * moved)
+        yield BenchCase("rms_norm", wide, partial(OPS.rms_norm, *norm), plain, 2 * moved)
+        yield BenchCase(
+            "rms_norm_quantize", wide, partial(OPS.rms_norm_quantize, *norm, scale, E4M3), cast, 1.5 * moved
+        )
         layer = (x, weight, None, 1e-5)
         torch_layer = partial(F.layer_norm, x, (HIDDEN,), weight)
         call = partial(OPS.layer_norm_quantize, *layer, scale, E4M3)
-        yield Entry("layer_norm_quantize", wide, call, partial(_then_cast, torch_layer, scale), 1.5 * moved)
+        yield BenchCase("layer_norm_quantize", wide, call, partial(_then_cast, torch_layer, scale), 1.5 * moved)
         call, back = partial(OPS.rms_norm_backward, x, *norm), partial(reference.rms_norm_backward, x, *norm)
-        yield Entry("rms_norm_backward", wide, call, back, 3 * moved)
+        yield BenchCase("rms_norm_backward", wide, call, back, 3 * moved)
         moved = 2.0 * gated[0].numel()
         plain, cast = partial(silu_mul, *gated), partial(_then_cast, silu_mul, scale, *gated)
-        yield Entry("silu_mul", size, partial(OPS.silu_mul, *gated), plain, 3 * moved)
-        yield Entry("silu_mul_quantize", size, partial(OPS.silu_mul_quantize, *gated, scale, E4M3), cast, 2.5 * moved)
+        yield BenchCase("silu_mul", size, partial(OPS.silu_mul, *gated), plain, 3 * moved)
+        yield BenchCase(
+            "silu_mul_quantize", size, partial(OPS.silu_mul_quantize, *gated, scale, E4M3), cast, 2.5 * moved
+        )
         call = partial(OPS.silu_mul_backward, gated[0], *gated)
         back = partial(reference.silu_mul_backward, gated[0], *gated)
-        yield Entry("silu_mul_backward", size, call, back, 5 * moved)
+        yield BenchCase("silu_mul_backward", size, call, back, 5 * moved)
 
 
 def _turned(tokens: int) -> tuple[Tensor, ...]:
@@ -216,7 +222,7 @@ def _turned(tokens: int) -> tuple[Tensor, ...]:
     return *row.split_with_sizes([HEADS, KV_HEADS, KV_HEADS], 1), angle.cos().to(BF16), angle.sin().to(BF16)
 
 
-def positions() -> Iterator[Entry]:
+def positions() -> Iterator[BenchCase]:
     """Rotary position and the write into the cache; torch: the composition."""
     for tokens in (1, 512):
         q, k, v, cos, sin = _turned(tokens)
@@ -224,12 +230,12 @@ def positions() -> Iterator[Entry]:
         slots, size = torch.randperm(1024)[:tokens], f"{tokens} tokens"
         moved, kv = 4.0 * q.numel(), 4.0 * (k.numel() + v.numel())
         plain = partial(reference.rotary, q, cos, sin)
-        yield Entry("rotary", size, partial(OPS.rotary, q, cos, sin), plain, moved)
+        yield BenchCase("rotary", size, partial(OPS.rotary, q, cos, sin), plain, moved)
         args: tuple[Any, ...] = (q, k, v, cos, sin, *caches, slots, None, None)
         composed = partial(reference.rotary_write_kv, *args)
-        yield Entry("rotary_write_kv", size, partial(OPS.rotary_write_kv, *args), composed, moved + kv)
+        yield BenchCase("rotary_write_kv", size, partial(OPS.rotary_write_kv, *args), composed, moved + kv)
         written = partial(_torch_write, (k, v), caches, slots)
-        yield Entry("write_kv", size, partial(OPS.write_kv, k, v, *caches, slots, None, None), written, kv)
+        yield BenchCase("write_kv", size, partial(OPS.write_kv, k, v, *caches, slots, None, None), written, kv)
 
 
 def _torch_write(values: tuple[Tensor, Tensor], caches: list[Tensor], slots: Tensor) -> None:
@@ -237,7 +243,7 @@ def _torch_write(values: tuple[Tensor, Tensor], caches: list[Tensor], slots: Ten
         cache.view(-1, *x.shape[1:])[slots] = x
 
 
-def attention() -> Iterator[Entry]:
+def attention() -> Iterator[BenchCase]:
     """The last tokens of a context over a paged cache; torch: scaled_dot_product_attention over a plain one."""
     for cache, name in ((BF16, "BF16"), (E4M3, "E4M3")):
         for tokens, context in ((1, 1024), (256, 256), (1024, 1024)):
@@ -252,10 +258,10 @@ def attention() -> Iterator[Entry]:
             plain = partial(attend, heads_first, keys, values)
             flops = 4.0 * HEADS * HEAD_DIM * tokens * (context - (tokens - 1) / 2)
             moved = float(2 * k.nbytes + 2 * q.nbytes)
-            yield Entry("paged_attention", f"{tokens} over {context}, {name} cache", call, plain, moved, flops)
+            yield BenchCase("paged_attention", f"{tokens} over {context}, {name} cache", call, plain, moved, flops)
 
 
-def draws() -> Iterator[Entry]:
+def draws() -> Iterator[BenchCase]:
     """A token for each of 8 rows, without filters and with all of them; torch: the reference, which sorts."""
     rows = 8
     for vocab in (VOCAB, 4 * VOCAB):
@@ -264,16 +270,16 @@ def draws() -> Iterator[Entry]:
         filters = logits, 0.8 * one, 50 * one.long(), 0.9 * one, 0.02 * one, 0.5 * one
         for name, args in {"temperature": plain, "top_k, top_p, min_p": filters}.items():
             call, sorting = partial(OPS.sample, *args), partial(reference.sample, *args)
-            yield Entry("sample", f"{rows} x {vocab}, {name}", call, sorting, 4.0 * logits.numel())
+            yield BenchCase("sample", f"{rows} x {vocab}, {name}", call, sorting, 4.0 * logits.numel())
 
 
-def updates() -> Iterator[Entry]:
+def updates() -> Iterator[BenchCase]:
     """The scales of 400 tensors with histories of 1024: a training step's book-keeping. Torch has nothing like it."""
     count, length = 400, 1024
     states = [torch.ones(()) for _ in range(count)], [torch.rand(length) for _ in range(count)]
     counters = [[torch.zeros((), dtype=torch.int64) for _ in range(count)] for _ in range(2)]
     call = partial(OPS.delayed_update, *states, *counters, [448.0] * count, 0, 1, "max")
-    yield Entry("delayed_update", f"{count} histories of {length}", call, None, 8.0 * count * length)
+    yield BenchCase("delayed_update", f"{count} histories of {length}", call, None, 8.0 * count * length)
 
 
 def _num_bytes(values: Any) -> int:
@@ -283,13 +289,13 @@ def _num_bytes(values: Any) -> int:
     return sum(map(_num_bytes, values)) if isinstance(values, tuple | list) else 0
 
 
-def others(measured: Set[str]) -> Iterator[Entry]:
+def others(measured: Set[str]) -> Iterator[BenchCase]:
     """Every op that none of the makers has `measured`, at the largest of its cases; torch: nothing."""
     for name in REGISTERED:
         if name not in measured:
             case = max(cases(name), key=lambda case: _num_bytes(case.make()))
             args, op = case.make(), getattr(OPS, name)
-            yield Entry(name, case.name, partial(op, *args), None, float(_num_bytes(args) + _num_bytes(op(*args))))
+            yield BenchCase(name, case.name, partial(op, *args), None, float(_num_bytes(args) + _num_bytes(op(*args))))
 
 
 MAKERS = (casts, linears, products, packing, heads, between, positions, attention, draws, updates)

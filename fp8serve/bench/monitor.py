@@ -2,9 +2,9 @@
 
 A step is a forward and a backward pass of a decoder under the delayed recipe, without an optimizer, which would only
 make the monitor's share smaller. A round is `every` steps, so that each round with the monitor has one in which it
-counts codes, and `every` calls of `step()`, which read all states. Rounds with and without alternate. Other work on the
-machine only ever makes a round slower, so the fastest rounds are compared; and, because a fastest round is one number,
-the median of the differences between neighbouring rounds too.
+counts values, and `every` calls of `step()`, which read all states. Rounds with and without alternate. Other work
+on the machine only ever makes a round slower, so the fastest rounds are compared; and, because a fastest round is one
+number, the median of the differences between neighbouring rounds too.
 """
 
 import time
@@ -17,7 +17,7 @@ from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.monitor import Monitor
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.decoder import linear_names
-from fp8serve.train.batch import Batch
+from fp8serve.train.batch import PackedBatch
 from fp8serve.train.forward import Forward, summed_loss
 
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
@@ -26,7 +26,7 @@ Tell = Callable[[str, int, int], None]  # (what, done, in all)
 def measure(tell: Tell, *, shape: Shape, rows: int = 4, seq_len: int = 128, every: int = 16, rounds: int = 10) -> Any:
     """Milliseconds of a step with and without a monitor, in the fastest and the median round, and its share in percent.
 
-    rows: sequences of `seq_len` tokens in a step. every: the monitor counts codes at every `every`-th step.
+    rows: sequences of `seq_len` tokens in a step. every: the monitor counts values at every `every`-th step.
     """
     decoder, batch = random_decoder(shape, seq_len), random_batch(shape, rows, seq_len)
     forward = Forward(decoder, DelayedScaling())
@@ -55,7 +55,7 @@ def summary(times: Mapping[str, list[float]]) -> dict[str, float]:
     }
 
 
-def _round(forward: Forward, batch: Batch, every: int, monitor: Monitor | None = None) -> float:
+def _round(forward: Forward, batch: PackedBatch, every: int, monitor: Monitor | None = None) -> float:
     """Seconds a step, over `every` steps."""
     began = time.perf_counter()
     for _ in range(every):

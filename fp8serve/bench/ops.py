@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp8serve.bench.clock import fastest
-from fp8serve.bench.entries import MAKERS, Entry, others
+from fp8serve.bench.entries import MAKERS, BenchCase, others
 from fp8serve.doctor import instruction_sets
 from fp8serve.fp8 import ops
 
@@ -62,7 +62,7 @@ def measure(
     }
 
 
-def _wanted(entry: Entry, only: str | None, goals: bool) -> bool:
+def _wanted(entry: BenchCase, only: str | None, goals: bool) -> bool:
     return (only is None or only in entry.op) and (entry.goal is not None or not goals)
 
 
@@ -75,7 +75,7 @@ def _share(row: dict[str, Any], peaks: Peaks) -> float:
     return float(max(of_bytes, 1e9 * row["gflop_per_s"] / peaks.flops_per_second))
 
 
-def _figures(entry: Entry, seconds: float) -> dict[str, Any]:
+def _figures(entry: BenchCase, seconds: float) -> dict[str, Any]:
     candidates = {"ours": entry.call} | ({"torch": entry.torch_bf16} if entry.torch_bf16 else {})
     found = fastest(candidates, seconds)
     ours, theirs = found["ours"], found.get("torch")

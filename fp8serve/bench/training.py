@@ -24,7 +24,7 @@ from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import NAMES
 from fp8serve.train import checkpoint, state
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.evaluate import evaluate
+from fp8serve.train.held_out import held_out_metrics
 from fp8serve.train.scratch import write_random_model, write_texts
 from fp8serve.train.setup import prepare
 from fp8serve.train.trainer import Trainer
@@ -55,7 +55,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """What is trained, and for how long. A step reads `batch_size` rows of at most `seq_len` tokens, packed.
 
     lr: the peak, reached after `warmup_steps` (None: 3 % of all) and falling along a cosine to `final_lr` of it. Steps
@@ -98,7 +98,7 @@ class Curve:
     final: float = math.nan
 
 
-def study(out: Path, plan: Plan, tell: Tell) -> dict[str, Any]:
+def study(out: Path, plan: StudyPlan, tell: Tell) -> dict[str, Any]:
     """Every run of `plan` below `out`; returns the figures, which `summary` and `chart` show.
 
     A directory that holds a study of another plan is refused with JobError.
@@ -117,10 +117,10 @@ def study(out: Path, plan: Plan, tell: Tell) -> dict[str, Any]:
     }
 
 
-def _same_plan(path: Path, plan: Plan) -> None:
+def _same_plan(path: Path, plan: StudyPlan) -> None:
     """Which recipes are run may differ from call to call; so two calls can share the work."""
     here = _shared(asdict(plan))
-    if path.exists() and _shared(asdict(Plan()) | json.loads(path.read_text())) != here:
+    if path.exists() and _shared(asdict(StudyPlan()) | json.loads(path.read_text())) != here:
         raise JobError(f"{path.parent} holds a study with other settings; use another directory.")
     path.write_text(json.dumps(here, indent=2))
 
@@ -129,7 +129,7 @@ def _shared(plan: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in plan.items() if k not in ("recipes", "resumed")}
 
 
-def _write_text(out: Path, plan: Plan) -> dict[str, Any]:
+def _write_text(out: Path, plan: StudyPlan) -> dict[str, Any]:
     """The model directory and the text files, once; and what the text is."""
     train, held_out = corpus()
     if not (out / "model").exists():
@@ -144,7 +144,7 @@ def _write_text(out: Path, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _config(out: Path, plan: Plan, recipe: str, run: str) -> TrainConfig:
+def _config(out: Path, plan: StudyPlan, recipe: str, run: str) -> TrainConfig:
     return TrainConfig(
         model=str(out / "model"),
         data=(str(out / "train.jsonl"),),
@@ -167,7 +167,7 @@ def _config(out: Path, plan: Plan, recipe: str, run: str) -> TrainConfig:
     )
 
 
-def _curve(out: Path, plan: Plan, recipe: str, tell: Tell) -> Curve:
+def _curve(out: Path, plan: StudyPlan, recipe: str, tell: Tell) -> Curve:
     """Train, or go on training, and read the curve back from the file that the events were appended to."""
     file = out / f"{recipe}.jsonl"
     if not (out / recipe / "model").exists():
@@ -183,7 +183,7 @@ def _curve(out: Path, plan: Plan, recipe: str, tell: Tell) -> Curve:
     return replace(read_curve(file, plan.steps), final=_final_loss(out, plan, recipe))
 
 
-def _final_loss(out: Path, plan: Plan, recipe: str) -> float:
+def _final_loss(out: Path, plan: StudyPlan, recipe: str) -> float:
     """The loss of a finished run's last checkpoint under its recipe, scales frozen; found once and kept beside it."""
     kept = out / f"{recipe}-final.json"
     if not kept.exists():
@@ -191,7 +191,7 @@ def _final_loss(out: Path, plan: Plan, recipe: str) -> float:
         setup = prepare(config, source, lambda event: None)
         state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(source))
         rows = setup.rows[:: max(1, len(setup.rows) // FINAL_ROWS)][:FINAL_ROWS]  # from everywhere in the text
-        found = evaluate(setup.forward, rows, plan.batch_size, config.device)
+        found = held_out_metrics(setup.forward, rows, plan.batch_size, config.device)
         tokens = sum(row.trainable for row in rows)
         kept.write_text(json.dumps({"rows": len(rows), "tokens": tokens, "loss": found["valid_loss"]}))
     return float(json.loads(kept.read_text())["loss"])
@@ -212,7 +212,7 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _figures(curve: Curve, baseline: Curve, plan: Plan) -> dict[str, float]:
+def _figures(curve: Curve, baseline: Curve, plan: StudyPlan) -> dict[str, float]:
     """The three losses in nats per token, and their distance from the first recipe's in percent."""
     losses = {
         "final": (curve.final, baseline.final),
@@ -224,7 +224,7 @@ def _figures(curve: Curve, baseline: Curve, plan: Plan) -> dict[str, float]:
     return {**found, **apart, "tokens_per_second": curve.tokens_per_second}
 
 
-def _tail(curve: Curve, plan: Plan) -> float:
+def _tail(curve: Curve, plan: StudyPlan) -> float:
     return sum(curve.train[-plan.averaged :]) / plan.averaged
 
 
@@ -234,7 +234,7 @@ def _parameters(model: Path) -> int:
     return sum(math.prod(entry.shape) for entry in open_shards(model).entries.values())
 
 
-def _resume(out: Path, plan: Plan, tell: Tell) -> dict[str, Any]:
+def _resume(out: Path, plan: StudyPlan, tell: Tell) -> dict[str, Any]:
     """Go on from the half-way checkpoint in another directory and compare every byte of the last checkpoint."""
     half, run = plan.steps // 2, f"{plan.resumed}-resumed"
     source, target = out / plan.resumed / "checkpoints", out / run / "checkpoints"

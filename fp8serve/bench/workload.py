@@ -8,7 +8,7 @@ from fp8serve.bench.training import Shape
 from fp8serve.fp8.linear import convert
 from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder
-from fp8serve.train.batch import Batch
+from fp8serve.train.batch import PackedBatch
 from fp8serve.train.scratch import llama_config
 
 
@@ -21,11 +21,11 @@ def random_decoder(shape: Shape, context: int) -> Decoder:
     return decoder
 
 
-def random_batch(shape: Shape, rows: int, seq_len: int) -> Batch:
+def random_batch(shape: Shape, rows: int, seq_len: int) -> PackedBatch:
     """`rows` sequences of `seq_len` random tokens; every one predicts the next."""
     tokens = torch.randint(shape.vocab_size, (rows * seq_len,), generator=torch.Generator().manual_seed(0))
     every = torch.arange(rows * seq_len)
-    return Batch(tokens, every % seq_len, [seq_len] * rows, every, tokens.roll(-1))
+    return PackedBatch(tokens, every % seq_len, [seq_len] * rows, every, tokens.roll(-1))
 
 
 def parameters(decoder: Decoder) -> int:

@@ -144,7 +144,7 @@ def casts(
     out: Annotated[Path | None, typer.Option(help="Directory for casts.json.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Compare every kernel that casts with the reference, bit for bit: codes and scales, on every kind of value.
+    """Compare every kernel that casts with the reference, bit for bit: FP8 data and scales, on every kind of value.
 
     All BF16 and FP16 values, and FP32 values of every sign and exponent, at every instruction-set level this processor
     has. Exit status 1 where one bit differs.
@@ -211,8 +211,8 @@ def training(
     """
     from fp8serve.bench import training as bench
 
-    plan = bench.Plan(
-        recipes=tuple(recipe) if recipe else bench.Plan.recipes,
+    plan = bench.StudyPlan(
+        recipes=tuple(recipe) if recipe else bench.StudyPlan.recipes,
         steps=steps, batch_size=batch_size, seq_len=seq_len, lr=lr, seed=seed,
         warmup_steps=warmup_steps, final_lr=final_lr,
         shape=bench.Shape.of(hidden_size, layers),

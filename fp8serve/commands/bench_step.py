@@ -15,7 +15,7 @@ def monitor(
     hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 384,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 6,
     rows: Rows = 4,
-    every: Annotated[int, typer.Option(min=1, help="Steps from one count of the codes to the next.")] = 16,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one count to the next.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of that many steps, with and without.")] = 10,
     out: Out = None,
     json: AsJson = False,
@@ -37,7 +37,7 @@ def monitor(
         return
     print(
         f"{result['parameters']:,} parameters, {result['linears']} FP8 linears, {result['tokens']} tokens a step; "
-        f"codes counted every {result['every']} steps, {result['rounds']} rounds\n"
+        f"values counted every {result['every']} steps, {result['rounds']} rounds\n"
     )
     table = [
         (kind, f"{result[f'{kind}_without_ms']:.2f}", f"{result[f'{kind}_with_ms']:.2f}",
@@ -66,7 +66,7 @@ def step(
     """
     from dataclasses import replace
 
-    from fp8serve.bench import step as bench
+    from fp8serve.bench import training_step as bench
     from fp8serve.bench.training import Shape
 
     shape = replace(Shape.of(hidden_size, layers), vocab_size=vocab_size)

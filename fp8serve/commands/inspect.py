@@ -18,7 +18,8 @@ def command(
     """Show every scale in a checkpoint.
 
     What it scales, in which direction, its shape and values, where it came from, and its amax history as a row of bars.
-    A scale that cannot be served is marked with "!" and the reason, and the exit status is 1.
+    A scale that cannot be served is marked with "!" and the reason, and the exit status is 1; so it is for a model that
+    cannot be loaded, whose scales are shown all the same.
 
     \b
     Examples:

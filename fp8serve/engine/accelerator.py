@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.graphs import Capture, CudaCapture
-from fp8serve.engine.memory import Plan, check_length, gpu_bytes_of, gpu_cache_memory, plan
+from fp8serve.engine.memory import CachePlan, check_length, gpu_bytes_of, gpu_cache_memory, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import Runner
 from fp8serve.errors import MachineError
@@ -58,7 +58,7 @@ def _no_attention(layer: int, heads: Heads, rotation: Rotation, last: Tensor | N
     return heads[0].clone() if last is None else heads[0][last]
 
 
-def plan_on_gpu(model: Decoder, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> Plan:
+def plan_on_gpu(model: Decoder, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> CachePlan:
     """The cache's sizes from what is free beside the weights and the largest step."""
     check_length(config, options)
     device = model.lm_head.weight.device

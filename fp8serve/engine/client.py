@@ -1,8 +1,8 @@
 """The front process's handle on an engine process. asyncio; imports no torch, so a front starts at once.
 
 `EngineClient.start` listens on an AF_UNIX socket (mode 0600, in a private directory), spawns `worker.py`, which
-connects to it, and waits for the first word: ready, or the one sentence why not. From then on one task reads lines and
-puts each where it is waited for. When the process dies, however it does, every request in flight ends with
+connects to it, and waits for the first message: ready, or one sentence that says why not. From then on one task reads
+lines and hands each to whoever waits for it. When the process dies, however it does, every request in flight ends with
 finish_reason "error" and a sentence, and nothing waits for ever.
 
 Nothing is ever unpickled: requests and outputs are JSON of plain dataclasses.

@@ -11,12 +11,12 @@ Buffers. A step's integers lie in pinned memory on the host and in its copy on t
 first n rows each. The block table is as wide as the longest sequence allowed; rows that have not changed since the last
 step are not written again. Every capture takes its memory from one pool, the largest first, so that the others fit in.
 
-A graph reads the memory that its capture read. What is written there is seen; a tensor or module that was replaced is
-looked for while the device computes (`Recorded`), and then all is captured anew and the step repeated, which writes the
-same places of the cache.
+A graph reads the memory that its capture read, so it sees values that are written there, but not a tensor or module
+that was replaced. `Recorded` looks for those while the device computes; if there is one, everything is captured anew
+and the step repeated, which writes the same places of the cache.
 
-What cannot be captured runs as before: prompts, batches with a prompt in them, and everything if the capture fails,
-whose reason `info` then shows. Logits are bit-equal to those of the step that was not captured: the same kernels run.
+What cannot be captured runs as before: prompts, batches with a prompt in them, and everything if the capture fails;
+`info` then shows the reason. Logits are bit-equal to those of the step that was not captured: the same kernels run.
 """
 
 from bisect import bisect_left

@@ -8,15 +8,16 @@ on a CPU gives a row the same bits among 2 or 512 rows but others when it is alo
 5. So there each layer is measured once, when the engine starts: random rows, several heights, every row compared bit
 for bit with the same row computed in a tile of `BASE` rows, and at another place in that tile.
 
-  * all heights agree (our kernels are written to): an FP8 layer runs as it is, and one of torch's in tiles, because a
-    library may change its mind at any height that was not measured;
+  * all heights agree (our kernels are written so that they do): an FP8 layer runs as it is, and one of torch's in
+    tiles, because a library may change its routine at any height that was not measured;
   * some agree: it runs in tiles of those heights, the last filled up with zeros;
   * a row depends on its neighbours within a tile (one activation scale per tensor): one row at a time. Slow, and right.
 
 A measurement is evidence and not proof, so it is made sensitive. Two orders of summation differ in the last bits of an
 FP32 sum; a BF16 result shows that in one element of thirty thousand. FP8 layers are therefore measured with an FP32
 result, and a BF16 layer on a weight of its shape for which every exact sum is zero: what comes out is the rounding.
-Only heights that were measured are ever run, but by an FP8 layer in the first case, of which a sample was measured.
+Only heights that were measured are ever run, except by an FP8 layer in the first case, of which only a sample was
+measured.
 
 Costs: about 1,000 rows through one layer of every kind, once; for BF16 layers a weight's memory, briefly.
 """
@@ -31,8 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8serve.fp8 import ops
-from fp8serve.fp8.frozen import FrozenLinear, packed
-from fp8serve.fp8.ops.packing import is_packable
+from fp8serve.fp8.frozen import FrozenLinear, pack_loaded, packed
 
 _mm = torch.ops.fp8serve.mm.default
 _packed_mm = torch.ops.fp8serve.packed_mm.default
@@ -56,9 +56,8 @@ class OwnLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes a weight in rows where this one is packed."""
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is not None and weight.dim() == 2 and self.weight.dim() == 3 and is_packable(weight):
-            state_dict[f"{prefix}weight"] = packed(weight, torch.empty_like(weight).view(-1))
+        if self.weight.dim() == 3:
+            pack_loaded(state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:

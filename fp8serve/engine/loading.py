@@ -21,7 +21,7 @@ from fp8serve.engine.accelerator import (
 )
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
-from fp8serve.engine.memory import Plan, check_length, plan
+from fp8serve.engine.memory import CachePlan, check_length, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.request import Limits
@@ -48,7 +48,7 @@ class Loaded:
     config: ModelConfig
     tokenizer: Tokenizer | None
     grammars: Grammars
-    plan: Plan
+    plan: CachePlan
     runner: Runner
     frozen: dict[str, FrozenLinear]  # FP8 layers, by their names in the checkpoint
     tiles: dict[str, tuple[int, ...]]  # heights in which a layer runs; see invariant.py

@@ -23,7 +23,7 @@ ATTENTION_PARTS = 128 << 20  # csrc/cuda/attention_mma.cu: bytes it takes at mos
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CachePlan:
     """Sizes of the cache."""
 
     max_model_len: int  # tokens
@@ -31,7 +31,7 @@ class Plan:
     block_bytes: int  # of one block, in all layers
 
 
-def plan(config: ModelConfig, options: EngineOptions, cache_dtype: torch.dtype, memory: int | None = None) -> Plan:
+def plan(config: ModelConfig, options: EngineOptions, cache_dtype: torch.dtype, memory: int | None = None) -> CachePlan:
     """Sizes for a cache of at most `memory` bytes; None: what this machine has free for it.
 
     RequestError when the options ask for more than the model can do, MachineError for more than fits in memory.
@@ -41,7 +41,7 @@ def plan(config: ModelConfig, options: EngineOptions, cache_dtype: torch.dtype, 
     wanted = options.max_model_len or longest
     allowed = cache_memory(options.device) if memory is None else memory
     blocks = options.num_blocks or _fitting(options, _blocks(wanted, options), block_bytes, allowed)
-    return Plan(options.max_model_len or min(longest, blocks * options.block_size), blocks, block_bytes)
+    return CachePlan(options.max_model_len or min(longest, blocks * options.block_size), blocks, block_bytes)
 
 
 def check_length(config: ModelConfig, options: EngineOptions) -> int:

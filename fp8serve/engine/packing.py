@@ -2,8 +2,8 @@
 
 A step of a few sequences waits for weights. In a checkpoint's order sixteen rows are read side by side; packed, they
 are one stream, which memory delivers faster, and need fewer loads and shuffles to become what is multiplied. So each
-weight is copied into memory of our own, in huge pages, because a stream begins anew with every page; and what was
-mapped of the file is let go, so that nothing is in memory twice.
+weight is copied into memory of our own, in huge pages, because a stream begins anew with every page; and the
+pages of the mapped file are released, so that nothing is in memory twice.
 
 A gigabyte takes a second or two, for which the first token does not wait. Sums, and with them tokens, are the same to
 the last bit packed or not, so a matrix can be packed at any time between two steps: an idle engine does it at once, a
@@ -27,7 +27,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import is_packable
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.fusing import Projections
-from fp8serve.model.mapped import let_go
+from fp8serve.model.mapped import release_pages
 
 ROOM = 0.6  # of free memory may become packed weights; up to a quarter is the cache's
 
@@ -72,7 +72,7 @@ class Packer:
             return
         own, self._memory = self._memory[: weight.nbytes], self._memory[weight.nbytes :]
         matrix.pack(own.view(weight.dtype))
-        let_go(weight)
+        release_pages(weight)
 
 
 def packer_of(model: Decoder) -> Packer:

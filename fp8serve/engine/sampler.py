@@ -9,8 +9,8 @@ operation here is exact or works on a row alone.
 
 Cost: a few passes over [rows, vocab] for each thing that a row asked for. A step of 8 rows of 32,000, one thread: 0.2
 ms greedy, 0.5 with a temperature, 0.8 with filters. On a GPU nothing waits for the device but `_read`, which brings
-everything that is wanted back in one copy; what goes there goes through pinned memory (transfer.py), also when a row is
-not numbers, which is decided there.
+everything that is wanted back in one copy; what goes there goes through pinned memory (transfer.py). Whether a row of
+logits holds numbers is decided on the device.
 """
 
 from collections import Counter

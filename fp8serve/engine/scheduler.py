@@ -2,7 +2,7 @@
 
 One step is one batch over all running sequences (continuous batching):
   1. every decoding sequence gets its one token, so a long prompt never stalls the others;
-  2. prompts under way get a chunk each, one tenant's and one group's after the other's and else oldest first, from what
+  2. prompts under way get a chunk each, in turn over tenants and their groups and oldest first within one, from what
      is left of the step's token budget (while others decode it is limited further: a step's length is what a reader of
      a stream waits between tokens);
   3. waiting sequences are admitted while a place, blocks for all their tokens, and budget are left.

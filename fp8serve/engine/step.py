@@ -4,8 +4,9 @@ All sequences of a step are flattened into one row of tokens: the model sees `[t
 where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
 keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
 
-Logits are wanted of one token at most of each sequence. What only these need is done for them alone, and the attention
-op is told a second time: one query for each sequence that samples. In a decoding step that is every token.
+At most one token of each sequence needs logits. Work that only these tokens need is done for them alone, and the
+attention op gets a second description, with one query for each sequence that samples. In a decoding step that is every
+token.
 """
 
 import itertools

@@ -40,7 +40,7 @@ PACK_SECONDS = 0.02  # of an idle engine between two looks at the inbox
 Message = dict[str, Any]
 
 
-class Wire:
+class Connection:
     """The socket: whole lines out from any thread, lines in to an inbox from a thread of its own."""
 
     def __init__(self, path: str) -> None:
@@ -66,8 +66,8 @@ class Wire:
 class Worker:
     """Steps an engine, obeys the inbox between steps."""
 
-    def __init__(self, wire: Wire, engine: Engine) -> None:
-        self._wire = wire
+    def __init__(self, connection: Connection, engine: Engine) -> None:
+        self._connection = connection
         self._engine = engine
         self._closed = False
         self._step_began: float | None = None
@@ -106,14 +106,14 @@ class Worker:
         """All waiting commands; waits for one when there is nothing else to do."""
         idle = not self._engine.has_work() and self._deadline is None and not self._engine.pack_weights(PACK_SECONDS)
         with contextlib.suppress(Empty):
-            message = self._wire.inbox.get(block=idle)
+            message = self._connection.inbox.get(block=idle)
             while True:
                 self._commands[message["op"]](message)
-                message = self._wire.inbox.get(block=False)
+                message = self._connection.inbox.get(block=False)
 
     def _send_outputs(self, outputs: list[RequestOutput]) -> None:
         if outputs:
-            self._wire.send("outputs", outputs=[output.to_json() for output in outputs])
+            self._connection.send("outputs", outputs=[output.to_json() for output in outputs])
 
     def _generate(self, message: Message) -> None:
         try:
@@ -121,14 +121,14 @@ class Worker:
                 raise RequestError("The engine is shutting down and takes no new requests.")
             self._engine.add_request(Request.from_json(message["request"]))
         except Fp8ServeError as problem:
-            self._wire.send("refused", request_id=message["request"]["request_id"], **_described(problem))
+            self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
 
     def _abort(self, message: Message) -> None:
         output = self._engine.abort(message["request_id"])
         self._send_outputs([output] if output else [])
 
     def _reply(self, message: Message, value: Any) -> None:
-        self._wire.send("reply", id=message["id"], value=value)
+        self._connection.send("reply", id=message["id"], value=value)
 
     def _drain(self, message: Message) -> None:
         deadline = time.monotonic() + message["deadline"]
@@ -142,43 +142,43 @@ def _described(problem: Exception) -> dict[str, str]:
     return {"error": type(problem).__name__, "message": str(problem)}
 
 
-class Heart:
-    """Beats until it is stopped. `step_seconds` says what there is to say of a step, once there can be one."""
+class Heartbeat:
+    """Sends a heartbeat every second until it is stopped. `step_seconds`: how long the present step has been going."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire, self._stop = wire, threading.Event()
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._stop = connection, threading.Event()
         self.step_seconds: Callable[[], float] = lambda: 0.0
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            self._wire.send("heartbeat", step_seconds=round(self.step_seconds(), 1))
+            self._connection.send("heartbeat", step_seconds=round(self.step_seconds(), 1))
 
     def stop(self) -> None:
         self._stop.set()
 
 
-def _load(wire: Wire, model: Path, options: EngineOptions) -> Engine | None:
-    """The engine; None, and the owner told why, when it cannot be."""
+def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | None:
+    """The engine; None where it cannot be loaded, and the owner is told why."""
     try:
         return Engine(model, **asdict(options))
     except Fp8ServeError as problem:
-        wire.send("failed", **_described(problem))
+        connection.send("failed", **_described(problem))
     except Exception as problem:
-        wire.send("failed", error="", message=f"The engine failed to start: {type(problem).__name__}: {problem}")
+        connection.send("failed", error="", message=f"The engine failed to start: {type(problem).__name__}: {problem}")
         raise
     return None
 
 
-def serve(wire: Wire, heart: Heart, model: Path, options: EngineOptions) -> int:
+def serve(connection: Connection, heartbeat: Heartbeat, model: Path, options: EngineOptions) -> int:
     """Exit status of the process."""
-    engine = _load(wire, model, options)
+    engine = _load(connection, model, options)
     if engine is None:
         return 1
-    worker = Worker(wire, engine)
-    heart.step_seconds = lambda: worker.step_seconds
-    signal.signal(signal.SIGTERM, lambda *_: wire.inbox.put({"op": "drain", "deadline": DRAIN_SECONDS}))
-    wire.send("ready", info=engine.info(), limits=asdict(engine.limits))
+    worker = Worker(connection, engine)
+    heartbeat.step_seconds = lambda: worker.step_seconds
+    signal.signal(signal.SIGTERM, lambda *_: connection.inbox.put({"op": "drain", "deadline": DRAIN_SECONDS}))
+    connection.send("ready", info=engine.info(), limits=asdict(engine.limits))
     worker.run()
     return 0
 
@@ -190,12 +190,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--options", default="{}", help="EngineOptions as JSON")
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    wire = Wire(parsed.socket)
-    heart = Heart(wire)
+    connection = Connection(parsed.socket)
+    heartbeat = Heartbeat(connection)
     try:
-        return serve(wire, heart, parsed.model, EngineOptions.from_json(parsed.options))
+        return serve(connection, heartbeat, parsed.model, EngineOptions.from_json(parsed.options))
     finally:
-        heart.stop()
+        heartbeat.stop()
 
 
 if __name__ == "__main__":

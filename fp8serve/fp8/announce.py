@@ -1,6 +1,6 @@
-"""What `convert` says when it does less than its caller may think: a model left as it was trains, in high precision.
+"""Warnings of `convert` where it converts less than its caller may think: what it leaves trains in high precision.
 
-Weights that lie elsewhere than in nn.Linear are named by their module's class, for instance the Conv1D of GPT-2.
+Weights outside of nn.Linear are named by their module's class, for instance the Conv1D of GPT-2.
 """
 
 from collections.abc import Iterator

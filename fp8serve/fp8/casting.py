@@ -50,7 +50,7 @@ def _turned(data: Quantized) -> Quantized:
     scale_inv = data.scale_inv.t()
     if layout_of(data.q.device) == "any":
         return Quantized(data.q.t(), scale_inv)
-    return Quantized(torch.ops.fp8serve.transpose_codes(data.q), scale_inv.contiguous())
+    return Quantized(torch.ops.fp8serve.transpose_fp8(data.q), scale_inv.contiguous())
 
 
 def _both(data: Quantized, columnwise: bool) -> Operand:
@@ -109,7 +109,7 @@ def has_infinity(x: Tensor, operand: Operand) -> Tensor:
 def unhidden(operand: Operand, overflowed: Tensor) -> Operand:
     """A quantized gradient; with NaN for its scale_inv if it `overflowed`, bool [].
 
-    A cast saturates infinities, and yet a loss scaler or a finite-norm check must see them. NaN has a code of its own.
+    A cast saturates infinities, and yet a loss scaler or a finite-norm check must see them. NaN stays NaN.
     """
 
     def marked(data: Quantized | None) -> Quantized | None:

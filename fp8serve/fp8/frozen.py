@@ -20,7 +20,6 @@ from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.spec import WEIGHTS, QuantSpec, listed
 
 E4M3 = torch.float8_e4m3fn
-_STORED = ("weight_q", "weight_scale_inv", "input_scale")
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
 _count_saturated = torch.ops.fp8serve.count_saturated.default
@@ -127,19 +126,6 @@ class FrozenLinear(nn.Module):
         weight_q, weight_scale_inv = _quantized_weight(linear, specs["weight"], weight_scale)
         return cls(weight_q, weight_scale_inv, linear.bias, input_scale, specs["input"].at_rest(), out_dtype)
 
-    @classmethod
-    def from_quantized(
-        cls,
-        weight_q: Tensor,
-        weight_scale_inv: Tensor,
-        bias: Tensor | None,
-        input_scale: Tensor | None,
-        input_spec: QuantSpec | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> "FrozenLinear":
-        """A layer from the tensors of an FP8 checkpoint; input_scale multiplies to quantize, None is dynamic."""
-        return cls(weight_q, weight_scale_inv, bias, input_scale, input_spec, out_dtype)
-
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -242,9 +228,9 @@ class FrozenLinear(nn.Module):
 
         The input's scale is replaced, not written to: other layers may share it (joined.py).
         """
-        weight, scale, input_scale = (state_dict.get(prefix + name) for name in _STORED)
-        if weight is not None and weight.dim() == 2 and self.is_packed and is_packable(weight):
-            state_dict[f"{prefix}weight_q"] = packed(weight, torch.empty_like(weight).view(-1))
+        scale, input_scale = (state_dict.get(prefix + name) for name in ("weight_scale_inv", "input_scale"))
+        if self.is_packed:
+            pack_loaded(state_dict, f"{prefix}weight_q")
         if scale is not None and scale.dim() == 0 and self.weight_scale_inv.shape == (self.out_features, 1):
             state_dict[f"{prefix}weight_scale_inv"] = scale.expand(self.out_features, 1).clone()
         if input_scale is not None and self.input_scale is not None:
@@ -271,6 +257,13 @@ def packed(weight: Tensor, out: Tensor) -> Tensor:
     out = out.view(packed_shape(*weight.shape))
     torch.ops.fp8serve.pack_weight(weight.detach(), out)
     return out
+
+
+def pack_loaded(state_dict: dict[str, Any], key: str) -> None:
+    """Packs the weight under `key` if it is there in rows [N, K], for a layer whose own weight is packed."""
+    weight = state_dict.get(key)
+    if weight is not None and weight.dim() == 2 and is_packable(weight):
+        state_dict[key] = packed(weight, torch.empty_like(weight).view(-1))
 
 
 def _features(weight_q: Tensor) -> tuple[int, int]:

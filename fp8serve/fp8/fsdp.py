@@ -23,8 +23,8 @@ one: the first's gradients are then computed with the second's data and scale.
 FSDP2's extension points are methods of a tensor, so two tensor subclasses are needed here, and only here: what a rank
 holds (`ShardedWeight`), and what a layer sees once it is gathered (`GatheredWeight`), which has FP8 data in FSDP's own
 buffer (freed and filled again by FSDP, also under the tensors that autograd has saved) and no high-precision values.
-Hence what needs those is refused in words: row-wise and block recipes, whose two directions would gather two sets of
-data, high-precision fprop or dgrad, and a forward pass outside of `autocast`. FSDP itself, without `gather_in_fp8`,
+So whatever needs those is refused with an error: row-wise and block recipes, whose two directions would gather two sets
+of data, high-precision fprop or dgrad, and a forward pass outside of `autocast`. FSDP itself, without `gather_in_fp8`,
 serves them all in high precision.
 """
 

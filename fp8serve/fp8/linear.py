@@ -44,7 +44,7 @@ NAMES = ("input", "weight", "grad_output")
 
 
 @dataclass(frozen=True)
-class Call:
+class LinearCall:
     """What one forward call fixes for its backward pass."""
 
     module: int  # by key, as `record` wants it
@@ -103,10 +103,10 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LinearPlan:
     """How one forward call runs, and how it runs again if its activations are recomputed."""
 
-    call: Call
+    call: LinearCall
     input_rowwise: bool  # in which directions its GEMMs read the input
     input_columnwise: bool
     weight: Operand
@@ -116,7 +116,7 @@ class Plan:
         """The input's values are not needed: its scale is known beforehand and no GEMM reads it in high precision."""
         return self.call.rule is not None and self.input_rowwise and not self.call.hp[2]
 
-    def repeated(self) -> "Plan":
+    def repeated(self) -> "LinearPlan":
         """The plan of the second run: the scale as it is now, nothing recorded."""
         states = {name: replace(s, scale=s.scale.clone()) for name, s in self.call.states.items() if name == "input"}
         return replace(self, call=replace(self.call, states=states, recording=False, observer=None))
@@ -132,7 +132,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, x_q: Operand, weight_q: Operand
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, x_q: Operand, weight_q: Operand
     ) -> Tensor:
         _, dgrad_hp, wgrad_hp = call.hp
         ctx.call, ctx.dtypes = call, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -147,7 +147,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: LinearCall = ctx.call
         (x_dtype, w_dtype, b_dtype), (want_dx, want_dw, want_db) = ctx.dtypes, ctx.needs_input_grad[:3]
         x, weight, *data = ctx.saved_tensors
         x_columnwise = Quantized(*data[:2]) if ctx.has_columnwise[0] else None
@@ -247,7 +247,7 @@ class Linear(Stateful, nn.Linear):
         """What the GEMM adds."""
         return self.bias
 
-    def _plan(self, x: Tensor, first: bool | None) -> Plan | None:
+    def _plan(self, x: Tensor, first: bool | None) -> LinearPlan | None:
         """How this call runs: the recipe in force and the quantized weight. None: in high precision."""
         context, graph = current(), torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
@@ -268,9 +268,9 @@ class Linear(Stateful, nn.Linear):
             expect_backward(call.states["weight"].amax_history, call.rule)
         first = context.is_first_microbatch if first is None else first
         weight = self._quantized_weight(call, first, rowwise, columnwise)
-        return Plan(call, rowwise, input_columnwise, weight)
+        return LinearPlan(call, rowwise, input_columnwise, weight)
 
-    def _quantized_weight(self, call: Call, first: bool | None, rowwise: bool, columnwise: bool) -> Operand:
+    def _quantized_weight(self, call: LinearCall, first: bool | None, rowwise: bool, columnwise: bool) -> Operand:
         if hasattr(self.weight, "received_quantized"):  # gathered by FSDP2, which keeps them itself
             first = None
 
@@ -285,12 +285,12 @@ class Linear(Stateful, nn.Linear):
     def _differentiable(self, x: Tensor) -> bool:
         return x.requires_grad or self.weight.requires_grad
 
-    def _call(self, context: autocast) -> Call:
+    def _call(self, context: autocast) -> LinearCall:
         recipe = context.recipe
         rules = delayed(recipe)
         if rules is not None:
             prepare(self.key, rules.amax_history_len)
-        return Call(
+        return LinearCall(
             module=self.key,
             recipe=recipe,
             rule=context.rule,
@@ -302,13 +302,13 @@ class Linear(Stateful, nn.Linear):
             observing=context.calibrating,
         )
 
-    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan) -> Tensor:
         x, x_q = self._input(edge, values, fused, plan)
         args = (x, self.weight, self._bias(), plan.call, x_q, plan.weight)
         return cast(Tensor, _Matmul.apply(*args))  # type: ignore[no-untyped-call]
 
     def _input(
-        self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan
+        self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan
     ) -> tuple[Tensor, Operand]:
         """The input as a matrix in the autograd graph, and quantized."""
         quantized_only = fused is not None and plan.reads_quantized_only

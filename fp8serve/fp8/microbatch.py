@@ -11,9 +11,9 @@
     False    the weight is what it was at the last True: use what was kept
 
 Nothing but the caller knows that a weight is unchanged. A version counter does not: fused optimizers, writes through
-`.data` and writes through NumPy leave it as it was. What is known to have changed a weight is believed all the same:
-any torch optimizer that has taken a step, a counter that has risen, another storage, another recipe. Then False
-quantizes and keeps, as True does.
+`.data` and writes through NumPy leave it as it was. Evidence that a weight has changed is believed all the same: a step
+of any torch optimizer, a counter that has risen, another storage, another recipe. Then False quantizes and keeps, as
+True does.
 """
 
 from collections.abc import Callable, Hashable

@@ -5,7 +5,7 @@ which of the three GEMMs of a linear layer stay in high precision. The same obje
 and serving, and is written into the files as JSON. Nothing here touches torch, so a command line can read a recipe
 without waiting for it.
 
-Which recipe it is, only this file asks. The others read `recipe.specs`, how each tensor is quantized (spec.py), and
+Only this file asks which recipe it is. The others read `recipe.specs`, how each tensor is quantized (spec.py), and
 `delayed(recipe)`, the rules of its states.
 
 What we chose not to do: no base class to ask for (`Recipe` is a union), no defaults from the environment, no mutation.

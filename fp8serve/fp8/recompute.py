@@ -1,15 +1,15 @@
 """Activation recomputation: the second forward pass runs by what the first one wrote down.
 
 `torch.utils.checkpoint(..., use_reentrant=False)` drops the activations of a region and, in the backward pass, runs the
-region again. By then the autocast context has ended and the scales have moved on; run as it comes, the region would
+region again. By then the autocast context has ended and the scales have moved on; without further care the region would
 compute other numbers than those whose gradient is wanted. So every call of a layer inside such a region is logged: the
 recipe, the input's scale and the quantized weight (which the layer keeps anyway). The second run replays the log in
 order, and stages no amax.
 
 The log belongs to the region's frame, which torch keeps exactly as long as its graph. torch has no public name for it:
-we find it in the closure of the saved-tensor hooks that are in force. Should that ever change, nothing is computed
-silently wrong: the second run would save other tensors than the first, which torch refuses. The reentrant variant hides
-its first run under no_grad and cannot be followed; a layer that notices it refuses.
+we find it in the closure of the saved-tensor hooks that are in force. If that ever changes, nothing is silently wrong:
+the second run would save other tensors than the first, which torch refuses. The reentrant variant hides its first run
+under no_grad and cannot be followed; a layer that notices it refuses.
 """
 
 import inspect

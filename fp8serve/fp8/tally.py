@@ -1,10 +1,11 @@
 """What became of the values that a cast to FP8 could not hold: the one place that tells the three losses apart.
 
     cut off              beyond the format's range: |x * scale| above CUT_OFF, the maximum and FP32's own roundings
-    rounded to the top   within it, and the topmost code is the nearest
-    underflowed          not zero, and the code is
+    rounded to the top   within it, and the largest FP8 value is the nearest
+    underflowed          not zero, and zero in FP8
 
-Codes alone do not say: a topmost code may be either of the first two, and zero may have been zero. docs/numerics.md.
+The FP8 value alone does not say: the largest may be either of the first two, and zero may have been zero
+(docs/numerics.md).
 """
 
 from typing import NamedTuple
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import CUT_OFF
 
-TOP_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
+TOP_BITS = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 
 
 class Tally(NamedTuple):
-    """Numbers of elements, int64 [] each; `zeros` are all whose code is zero, the underflowed included."""
+    """Numbers of elements, int64 [] each; `zeros` are all that are zero in FP8, the underflowed included."""
 
     saturated: Tensor
     rounded_to_top: Tensor
@@ -28,7 +29,7 @@ class Tally(NamedTuple):
 
 def tally(x: Tensor, q: Tensor, scale_inv: Tensor) -> Tally:
     """Of values x in high precision and their FP8 data q, of one shape; scale_inv broadcasts over them."""
-    magnitude, code = x.abs().float(), q.view(torch.uint8) & 0x7F
-    top, zero = code == TOP_CODE[q.dtype], code == 0
+    magnitude, bits = x.abs().float(), q.view(torch.uint8) & 0x7F
+    top, zero = bits == TOP_BITS[q.dtype], bits == 0
     cut = top & (magnitude > CUT_OFF[q.dtype] * scale_inv)
     return Tally(cut.sum(), (top & ~cut).sum(), (zero & (magnitude > 0)).sum(), zero.sum())

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.casting import Operand, Quantized
 from fp8serve.fp8.distributed import one_per_tensor, one_scale
-from fp8serve.fp8.linear import Call, Fused, Linear, Plan, mm
+from fp8serve.fp8.linear import Fused, Linear, LinearCall, LinearPlan, mm
 from fp8serve.fp8.token_collectives import (
     all_sum,
     copied,
@@ -68,12 +68,12 @@ class ParallelLinear(Linear):
         rows = self.weight.detach().movedim(self.cut, 0)
         return gather(rows, self.group).movedim(0, self.cut).contiguous()
 
-    def _call(self, context: autocast) -> Call:
+    def _call(self, context: autocast) -> LinearCall:
         if self.sequence_parallel and one_per_tensor(context.recipe):
             one_scale(context.recipe, context.group, self.group, "Sequence parallelism")
         return replace(super()._call(context), sharers=self.group)
 
-    def _gathers_fp8(self, plan: Plan) -> bool:
+    def _gathers_fp8(self, plan: LinearPlan) -> bool:
         return self.sequence_parallel and one_per_tensor(plan.call.recipe) and not any(plan.call.hp)
 
 
@@ -94,7 +94,7 @@ class ColumnParallelLinear(ParallelLinear):
     def _in_high_precision(self, x: Tensor) -> Tensor:
         return super()._in_high_precision(self._enter(x))
 
-    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan) -> Tensor:
         if self._gathers_fp8(plan):
             x, x_q = self._input(edge, values, fused, replace(plan, input_columnwise=False))
             args = (x, self.weight, self.bias, plan.call, x_q.rowwise, plan.weight, self.group)
@@ -123,7 +123,7 @@ class RowParallelLinear(ParallelLinear):
     def _in_high_precision(self, x: Tensor) -> Tensor:
         return self._leave(super()._in_high_precision(x))
 
-    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: Plan) -> Tensor:
+    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan) -> Tensor:
         if not self._gathers_fp8(plan):
             return self._leave(super()._quantized(edge, values, fused, plan))
         x, x_q = self._input(edge, values, fused, plan)
@@ -141,7 +141,7 @@ class _GatheredMatmul(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        call: Call,
+        call: LinearCall,
         mine: Quantized,
         weight_q: Operand,
         group: Any,
@@ -170,7 +170,9 @@ class _ScatteredMatmul(torch.autograd.Function):
     """x [T, K / ranks] times weight [N, K / ranks], summed over ranks -> [T / ranks, N]; dY is gathered in FP8."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, x_q: Operand, weight_q: Operand, group: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, call: LinearCall, x_q: Operand, weight_q: Operand, group: Any
+    ) -> Tensor:
         ctx.call, ctx.group, ctx.dtypes = call, group, (x.dtype, weight.dtype)
         ctx.save_for_backward(*(x_q.columnwise or (None, None)), *(weight_q.columnwise or (None, None)))
         return reduce_scatter(mm(cast(Quantized, x_q.rowwise), cast(Quantized, weight_q.rowwise), None, x.dtype), group)

@@ -183,7 +183,7 @@ class _Freezer:
         if stored.input_spec is None:
             raise ModelError(f"{linear} has quantized weights only.")
         bias = f"{linear}.bias"
-        return FrozenLinear.from_quantized(
+        return FrozenLinear(
             stored.weight_q.to(self.device),
             stored.weight_scale_inv.to(self.device),
             self._parameter(bias) if bias in self.checkpoint else None,

@@ -1,7 +1,7 @@
-"""Files as tensors: mapped, read when touched, and let go again.
+"""Files as tensors: mapped, read when touched, and released again.
 
 A page that was read stays in this process's memory for as long as the mapping lives, that is, as any tensor of the
-file. Who has copied a tensor somewhere else says so by `let_go`.
+file. Whoever has copied a tensor elsewhere calls `release_pages`.
 """
 
 import mmap
@@ -23,10 +23,10 @@ def map_file(path: Path) -> Tensor:
     return whole
 
 
-def let_go(tensor: Tensor) -> None:
-    """The pages that only `tensor` covers leave this process's memory if it is a view of a mapped file.
+def release_pages(tensor: Tensor) -> None:
+    """Release the pages that only `tensor` covers from this process's memory, if it is a view of a mapped file.
 
-    Its values stay what they are in the file: they are read again when touched.
+    Its values do not change: they are read from the file again when touched.
     """
     base = tensor.untyped_storage().data_ptr()
     mapped = _FILES.get(base)

@@ -40,7 +40,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """One tensor as its file's header describes it."""
 
     file: Path
@@ -50,7 +50,7 @@ class Entry:
     note: str | None = None  # what the file's metadata say under the tensor's name
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """(tensors by name, metadata) of one safetensors file, without touching its data. ModelError when malformed."""
     if not regular_file(path):
         raise ModelError(f"{path} does not exist or is not a regular file; the model's download is incomplete.")
@@ -79,7 +79,7 @@ def _header_json(path: Path) -> tuple[dict[str, Any], int]:
     return raw, 8 + length
 
 
-def _entry(path: Path, name: str, value: Any, begin: int) -> Entry:
+def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:
     if not _NAME.fullmatch(name):
         raise ModelError(f"{path} holds a tensor of the name {name[:80]!r}, which is not a parameter's name.")
     found = value.get("dtype") if isinstance(value, dict) else value
@@ -92,13 +92,13 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> Entry:
     offsets = value.get("data_offsets")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(o, int) and o >= 0 for o in offsets):
         raise ModelError(f"{path}: tensor {name} has no place in the file.")
-    return Entry(path, dtype, tuple(shape), begin + offsets[0])
+    return StoredTensor(path, dtype, tuple(shape), begin + offsets[0])
 
 
 class Shards(Mapping[str, Tensor]):
     """All tensors of a directory by name. `shards[name]` maps; `shards.entries[name]` only describes."""
 
-    def __init__(self, entries: dict[str, Entry], metadata: dict[str, str] | None = None) -> None:
+    def __init__(self, entries: dict[str, StoredTensor], metadata: dict[str, str] | None = None) -> None:
         self.entries, self.metadata = entries, metadata or {}
         self._open: dict[Path, Any] = {}
         self._mapped: dict[Path, Tensor] = {}

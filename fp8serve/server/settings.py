@@ -1,7 +1,7 @@
 """What a server is told when it starts: one frozen object, checked once, in one sentence per mistake.
 
 The command line fills it; `create_app` and `run` read it; nothing here reads the environment. Sizes are bytes,
-times are seconds. `Limits` bounds everything that a request can multiply and is shown by `GET /info`.
+times are seconds. `ServerLimits` bounds everything that a request can multiply and is shown by `GET /info`.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ class Deadlines:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Bounds on what one request, or all of them together, may ask for.
 
     `held_bytes`: of all request bodies together. `reading_*`: processor seconds and memory to check, render and
@@ -114,7 +114,7 @@ class Settings:
     load_seconds: float = 1800.0
     request_seconds: float | None = None
     vllm_metrics: bool = False
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
         _check_numbers(self)

@@ -15,7 +15,7 @@ from fp8serve.train.data import Row
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """A flattened microbatch of T tokens; all tensors int64.
 
     token_ids [T], positions [T]; lengths: tokens per document; predict [P]: where the next token carries loss, and
@@ -29,7 +29,7 @@ class Batch:
     targets: Tensor
 
 
-def collate(rows: Sequence[Row], device: str) -> Batch:
+def collate(rows: Sequence[Row], device: str) -> PackedBatch:
     """Lay `rows` end to end on `device`."""
     lengths = [row.tokens for row in rows]
     token_ids = np.concatenate([row.ids[:-1] for row in rows])
@@ -37,4 +37,4 @@ def collate(rows: Sequence[Row], device: str) -> Batch:
     predict = np.flatnonzero(np.concatenate([row.loss[1:] for row in rows]))
     targets = np.concatenate([row.ids[1:] for row in rows])[predict]
     as_tensor = [torch.from_numpy(a.astype(np.int64)).to(device) for a in (token_ids, positions, predict, targets)]
-    return Batch(as_tensor[0], as_tensor[1], lengths, as_tensor[2], as_tensor[3])
+    return PackedBatch(as_tensor[0], as_tensor[1], lengths, as_tensor[2], as_tensor[3])

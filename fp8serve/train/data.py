@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class DataReport:
+class RowCounts:
     """What the files hold. tokens: inputs per epoch; trainable_tokens: those whose successor carries loss."""
 
     examples: int
@@ -55,7 +55,7 @@ class DataReport:
         return self.trainable_tokens / self.tokens if self.tokens else 0.0
 
 
-def load_rows(paths: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], DataReport]:
+def load_rows(paths: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
     """Read and tokenize `paths`. Raises DataError for a bad file or line, and when no row has a token to learn."""
     examples = read_examples([Path(p) for p in paths])
     rows, report = rows_of(examples, tokenizer, seq_len)
@@ -67,7 +67,7 @@ def load_rows(paths: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple
     return rows, report
 
 
-def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], DataReport]:
+def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
     """The rows that have something to learn, in the order of `examples`, and the count of those that have not."""
     rows: list[Row] = []
     truncated = dropped = 0
@@ -78,7 +78,7 @@ def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, seq_len: int) -> 
         dropped += not made
         rows += made
     tokens, trainable = sum(r.tokens for r in rows), sum(r.trainable for r in rows)
-    return rows, DataReport(len(examples), len(rows), tokens, trainable, dropped, truncated)
+    return rows, RowCounts(len(examples), len(rows), tokens, trainable, dropped, truncated)
 
 
 def _rows(example: Example, whole: TokenizedExample, seq_len: int) -> Iterator[Row]:

@@ -20,7 +20,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, unreduced
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.model.decoder import Decoder, rotated
-from fp8serve.train.batch import Batch
+from fp8serve.train.batch import PackedBatch
 
 
 class Network(nn.Module):
@@ -31,7 +31,7 @@ class Network(nn.Module):
         self.decoder = decoder
         self.attention = nn.ModuleList(DotProductAttention() for _ in decoder.model.layers)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         config = self.decoder.config
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Forward:
             for layer, attention in enumerate(self.network.attention):
                 yield f"model.layers.{layer}.self_attn", cast(DotProductAttention, attention)
 
-    def logits(self, batch: Batch, is_first_microbatch: bool | None = None) -> Tensor:
+    def logits(self, batch: PackedBatch, is_first_microbatch: bool | None = None) -> Tensor:
         """FP32 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is.
 
         is_first_microbatch: of those whose gradients accumulate, see `autocast`.
@@ -67,11 +67,11 @@ class Forward:
         with autocast(enabled=self.recipe is not None, recipe=self._run_by, is_first_microbatch=is_first_microbatch):
             return self._logits(batch)
 
-    def _logits(self, batch: Batch) -> Tensor:
+    def _logits(self, batch: PackedBatch) -> Tensor:
         weights = {n: p if n in self._as_is else p.to(torch.bfloat16) for n, p in self.network.named_parameters()}
         return torch.func.functional_call(self.network, weights, (batch,))  # type: ignore[no-any-return]
 
-    def observe(self, batch: Batch, targets: int) -> None:
+    def observe(self, batch: PackedBatch, targets: int) -> None:
         """Forward and backward in high precision that only record amaxes, of gradients too, into the delayed states.
 
         `targets`: of the whole step, so that gradients have the size they will have. Leaves no gradient behind.

@@ -24,7 +24,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train import state
 from fp8serve.train.carry import carried_files
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import DataReport, Row, check_length, fingerprint, load_rows
+from fp8serve.train.data import Row, RowCounts, check_length, fingerprint, load_rows
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.export import served_in_fp8
 from fp8serve.train.forward import Forward
@@ -90,7 +90,7 @@ def device_of(config: TrainConfig) -> torch.device:
     return device
 
 
-def report_data(report: DataReport, on_event: OnEvent) -> None:
+def report_data(report: RowCounts, on_event: OnEvent) -> None:
     """Say how much of the data carries loss before any time is spent on it."""
     text = (
         f"{report.rows} rows, {report.tokens} tokens an epoch, {report.trainable_fraction:.1%} of them carry loss; "

@@ -40,10 +40,10 @@ from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
 from fp8serve.train.divergence import Outcome
-from fp8serve.train.evaluate import evaluate
 from fp8serve.train.events import OnEvent
 from fp8serve.train.export import export
 from fp8serve.train.forward import summed_loss
+from fp8serve.train.held_out import held_out_metrics
 from fp8serve.train.identity import check_same_job, dated, identity_of
 from fp8serve.train.lock import take_lock
 from fp8serve.train.optimizer import learning_rate
@@ -262,7 +262,9 @@ class _Run:
             "trained_tokens": self.progress.trained_tokens,
         }
         if self.setup.eval_rows and (self._due(self.config.eval_every) or self.progress.step == self.setup.total_steps):
-            values |= evaluate(self.setup.forward, self.setup.eval_rows, self.config.batch_size, self.config.device)
+            values |= held_out_metrics(
+                self.setup.forward, self.setup.eval_rows, self.config.batch_size, self.config.device
+            )
         self.progress.metrics = {k: v if math.isfinite(v) else None for k, v in values.items()}
         if self._due(self.config.log_every) or "valid_loss" in values or self.progress.step == self.setup.total_steps:
             self.on_event(events.metrics({**self.progress.metrics, "tokens_per_second": speed}))
@@ -317,7 +319,7 @@ class _Run:
         """Nats per target of the first microbatch, with the weights as they are; changes nothing."""
         step, _ = next(walk(self.lengths, self.config, Cursor(), 1))
         rows = [self.setup.rows[i] for i in step[0]]
-        return evaluate(self.setup.forward, rows, len(rows), self.config.device)["valid_loss"]
+        return held_out_metrics(self.setup.forward, rows, len(rows), self.config.device)["valid_loss"]
 
     def _finite_first_loss(self) -> float:
         loss = self._first_loss()

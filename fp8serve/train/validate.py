@@ -18,7 +18,7 @@ from fp8serve.model.examples import JSON_LINES_SUFFIXES, MAX_DATA_BYTES, Example
 from fp8serve.model.files import read_text
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import DataReport, Row, check_length, rows_of
+from fp8serve.train.data import Row, RowCounts, check_length, rows_of
 from fp8serve.train.order import epoch_steps, total_steps
 
 MAX_LISTED = 100  # bad lines described one by one
@@ -36,7 +36,7 @@ class ValidationReport:
     ok: bool
     bad_lines: list[dict[str, Any]]
     bad_line_count: int
-    data: DataReport
+    data: RowCounts
     trainable_fraction: float
     steps: int
     steps_per_epoch: int
@@ -72,10 +72,10 @@ def validate(config: TrainConfig) -> ValidationReport:
     )
 
 
-def _good_rows(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Row], DataReport, list[dict[str, Any]]]:
+def _good_rows(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Row], RowCounts, list[dict[str, Any]]]:
     rows: list[Row] = []
     bad: list[dict[str, Any]] = []
-    report = DataReport(0, 0, 0, 0, 0, 0)
+    report = RowCounts(0, 0, 0, 0, 0, 0)
     for path, line, found in (e for name in config.data for e in _examples(Path(name))):
         try:
             if isinstance(found, DataError):
@@ -85,11 +85,11 @@ def _good_rows(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Row], Da
             bad.append({"file": str(path), "line": line, "message": str(error)})
             continue
         rows += made
-        report = DataReport(*(getattr(report, name) + getattr(one, name) for name in _COUNTS))
+        report = RowCounts(*(getattr(report, name) + getattr(one, name) for name in _COUNTS))
     return rows, report, bad
 
 
-_COUNTS = [field.name for field in dataclasses.fields(DataReport)]
+_COUNTS = [field.name for field in dataclasses.fields(RowCounts)]
 _Found = tuple[Path, int | None, Example | DataError]
 
 
@@ -135,7 +135,7 @@ def _marked(row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
 def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
     """Bytes by part for microbatches of `tokens` tokens of which `fraction` carry loss; "total" is their sum.
 
-    weights: masters, gradients and moments; codes: FP8 weights and BF16 casts of the rest while a step runs;
+    weights: masters, gradients and moments; casts: FP8 weights and BF16 casts of the rest while a step runs;
     activations: what a layer keeps for the backward pass (about 30 bytes per hidden and 14 per MLP element);
     logits: FP32 logits, their gradient and the BF16 product, for tokens that carry loss.
     """
@@ -146,7 +146,7 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     once = recipe is not None and recipe.specs.linear["weight"].serves_both_directions
     parts = {
         "weights": every * (16 if config.master_weights == "model" else 20),
-        "codes": 2 * others + linears * (1 if once else 2),
+        "casts": 2 * others + linears * (1 if once else 2),
         "activations": tokens * model.num_layers * per_layer,
         "logits": int(tokens * fraction) * model.vocab_size * 12,
     }

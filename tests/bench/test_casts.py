@@ -28,9 +28,9 @@ def test_the_stratified_values_leave_out_no_boundary() -> None:
     bits.sort()
     wanted = [next(casts.every(torch.bfloat16)).float()]
     for dtype in arithmetic.FP8_MAX:
-        codes = torch.from_numpy(magnitudes(dtype)).float()
-        middle = (codes[1:] + codes[:-1]) / 2
-        wanted += [codes, middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(torch.inf))]
+        values = torch.from_numpy(magnitudes(dtype)).float()
+        middle = (values[1:] + values[:-1]) / 2
+        wanted += [values, middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(torch.inf))]
     for points in wanted:
         for signed in (points, -points):
             these = signed.view(torch.int32).numpy()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.bench import clock, engine, monitor, ops, serve, step
-from fp8serve.bench.entries import MAKERS, Entry, others
+from fp8serve.bench import clock, engine, monitor, ops, serve, training_step
+from fp8serve.bench.entries import MAKERS, BenchCase, others
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
 from fp8serve.fp8.ops import OPS
@@ -52,8 +52,8 @@ def test_every_op_is_measured() -> None:
 
 
 def test_an_op_without_an_entry_is_measured_at_its_largest_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    (entry,) = others({*OPS} - {"transpose_codes"})
-    assert (entry.op, entry.num_bytes, entry.torch_bf16) == ("transpose_codes", 2 * 128 * 256, None)
+    (entry,) = others({*OPS} - {"transpose_fp8"})
+    assert (entry.op, entry.num_bytes, entry.torch_bf16) == ("transpose_fp8", 2 * 128 * 256, None)
     monkeypatch.setattr(ops, "MAKERS", ())
     monkeypatch.setattr(ops, "others", lambda measured: [entry])
     (row,) = ops.measure(0.01, ignore)["ops"]
@@ -94,7 +94,7 @@ def test_the_monitor_is_on_in_every_other_round(
 
 
 def test_steps_against_bf16() -> None:
-    found = step.summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
+    found = training_step.summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
     assert found["bf16"]["fastest_x_bf16"] == found["bf16"]["median_x_bf16"] == 1.0
     assert found["delayed"]["fastest_x_bf16"] == pytest.approx(2.0)
     assert found["delayed"]["median_x_bf16"] == pytest.approx(1.0)  # of 2, 1 and 0.8
@@ -105,14 +105,14 @@ def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPa
     recipes: list[Any] = []
     losses: list[float] = []
 
-    class Seen(step.Forward):
+    class Seen(training_step.Forward):
         def logits(self, batch: Any) -> Any:
             logits = super().logits(batch)
             recipes.append(self.recipe)
             losses.append(float(torch.nn.functional.cross_entropy(logits.detach(), batch.targets)))
             return logits
 
-    monkeypatch.setattr(step, "Forward", Seen)
+    monkeypatch.setattr(training_step, "Forward", Seen)
     arguments = ["--hidden-size", "64", "--layers", "1", "--vocab-size", "256", "--rows", "1", "--rounds", "2"]
     assert main(["bench", "step", "--recipe", "delayed", "--recipe", "block", *arguments]) == 0
     assert [type(r).__name__ for r in recipes] == ["NoneType", "DelayedScaling", "Float8BlockScaling"] * 3
@@ -126,10 +126,10 @@ def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None
         now[0] += seconds
         return now[0]
 
-    def maker() -> Iterator[Entry]:
+    def maker() -> Iterator[BenchCase]:
         slow, fast = partial(passes, 4.0), partial(passes, 1.0)
         for name, ours, theirs, goal in (("a", fast, slow, 2.0), ("b", fast, slow, 9.0), ("c", fast, slow, None)):
-            yield Entry(name, "1", ours, theirs, 1.0, goal=goal)
+            yield BenchCase(name, "1", ours, theirs, 1.0, goal=goal)
 
     monkeypatch.setattr(clock.time, "perf_counter", partial(passes, 0.01))
     monkeypatch.setattr(ops, "MAKERS", (maker,))

@@ -69,8 +69,8 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
 
 
 def test_tiles_are_measured_into_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_tile(choice: gpu_tiles.Choice, a: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if choice != gpu_tiles.Choice("small", 2):
+    def by_tile(choice: gpu_tiles.TileChoice, a: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if choice != gpu_tiles.TileChoice("small", 2):
             raise RuntimeError("not here")
         return a
 
@@ -82,7 +82,7 @@ def test_tiles_are_measured_into_a_header(tmp_path: Path, monkeypatch: pytest.Mo
     gpu_measure.main(["tiles", "--tune", "--out", str(out), "--dry-run", "--header", str(header)])
     origin, entries = gpu_tiles.parsed(header.read_text())[90]
     assert origin.startswith("measured on a dry run, 20")
-    assert [entry.choice for entry in entries] == [gpu_tiles.Choice("small", 2)] * 2
+    assert [entry.choice for entry in entries] == [gpu_tiles.TileChoice("small", 2)] * 2
     assert json.loads(out.read_text())["table"] == gpu_tiles.lines(90, entries, origin)
 
 

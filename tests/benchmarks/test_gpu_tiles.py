@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_tiles
-from benchmarks.gpu_tiles import CHIPS, HEADER, SHAPES, Choice, Entry, chosen
+from benchmarks.gpu_tiles import CHIPS, HEADER, SHAPES, TileChoice, TileEntry, chosen
 
 ODD = [(1, 1, 16), (65, 48, 64), (100, 5120, 2048), (777, 11008, 4096), (3000, 3000, 3000), (1 << 20, 128, 1 << 18)]
 
@@ -34,7 +34,7 @@ def test_the_kernels_look_up_what_python_does(tmp_path: Path) -> None:
     asked = [(chip, inside, *shape) for chip in CHIPS for inside in (False, True) for shape in [*SHAPES, *ODD]]
     words = "\n".join(" ".join(str(int(part)) for part in question) for question in asked)
     answers = subprocess.run([tmp_path / "lookup"], input=words, capture_output=True, text=True, check=True).stdout
-    found = [Choice(tile, int(swizzle)) for tile, swizzle in map(str.split, answers.splitlines())]
+    found = [TileChoice(tile, int(swizzle)) for tile, swizzle in map(str.split, answers.splitlines())]
     assert found == [chosen(tables[chip], bool(inside), *shape) for chip, inside, *shape in asked]
 
 
@@ -60,18 +60,18 @@ def test_tiles_are_those_of_the_kernels() -> None:
 
 
 def test_a_line_that_changes_no_answer_is_left_out() -> None:
-    same = [Entry(False, m, 4096, 4096, Choice("large", 1)) for m in (64, 256, 1024)]
-    other = Entry(False, 4096, 4096, 4096, Choice("small", 4))
+    same = [TileEntry(False, m, 4096, 4096, TileChoice("large", 1)) for m in (64, 256, 1024)]
+    other = TileEntry(False, 4096, 4096, 4096, TileChoice("small", 4))
     assert gpu_tiles.thinned([*same, other]) == [same[-1], other]
 
 
 def test_the_fastest_tile_wins_and_refusals_do_not_count() -> None:
-    def measure(inside: bool, m: int, n: int, k: int, choice: Choice) -> float:
+    def measure(inside: bool, m: int, n: int, k: int, choice: TileChoice) -> float:
         if choice.tile == "large":
             raise RuntimeError("kernel: is large, which does not multiply this here")
         return {"medium": 2.0, "small": 1.0}[choice.tile] + abs(choice.swizzle - 2)
 
-    assert gpu_tiles.fastest(CHIPS[90], measure, False, 64, 64, 64).choice == Choice("small", 2)
+    assert gpu_tiles.fastest(CHIPS[90], measure, False, 64, 64, 64).choice == TileChoice("small", 2)
 
 
 def test_when_nothing_answers_it_says_why() -> None:
@@ -84,7 +84,10 @@ def test_when_nothing_answers_it_says_why() -> None:
 
 def test_a_table_is_written_in_its_place_and_read_back() -> None:
     text = HEADER.read_text()
-    measured = [Entry(True, 64, 128, 256, Choice("medium", 8)), Entry(False, 1, 2, 3, Choice("small", 1))]
+    measured = [
+        TileEntry(True, 64, 128, 256, TileChoice("medium", 8)),
+        TileEntry(False, 1, 2, 3, TileChoice("small", 1)),
+    ]
     tables = gpu_tiles.parsed(text) | {90: ("measured on a GPU, 2026-11-21", measured)}
     written = gpu_tiles.rewritten(text, tables)
     assert gpu_tiles.parsed(written) == tables

@@ -73,12 +73,12 @@ def test_every_kind_of_request_says_what_is_due() -> None:
 
 
 def test_an_answer_that_is_not_due_is_kept() -> None:
-    tally, ask = SOAK["Tally"](), SOAK["Ask"]("short", "/v1/completions", {})
-    tally.answered(ask, 200, b"fine")
-    tally.answered(ask, 500, b"oh")
-    tally.answered(ask, 200, b'data: {"error": {"message": "broke"}}')
-    assert tally.sent["short"] == 3
-    assert tally.wrong == [
+    counts, ask = SOAK["Counts"](), SOAK["Ask"]("short", "/v1/completions", {})
+    counts.answered(ask, 200, b"fine")
+    counts.answered(ask, 500, b"oh")
+    counts.answered(ask, 200, b'data: {"error": {"message": "broke"}}')
+    assert counts.sent["short"] == 3
+    assert counts.wrong == [
         "short: 500 instead of 200: oh",
         'short: a stream ended with an error: data: {"error": {"message": "broke"}}',
     ]

@@ -8,7 +8,7 @@ HIGH = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
-def assert_codes_equal(found: Tensor, expected: Tensor) -> None:
+def assert_fp8_equal(found: Tensor, expected: Tensor) -> None:
     """Bit for bit; NaN must be the same NaN."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape

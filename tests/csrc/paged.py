@@ -18,7 +18,7 @@ CACHES = [
 ]
 
 
-class Batch:
+class PagedBatch:
     """Sequences of (context, new tokens) with shuffled blocks and random q, k, v.
 
     options: window, softcap and sinks of the op.
@@ -62,7 +62,7 @@ class Batch:
         return OPS.paged_attention(*args, **self.options)
 
 
-def naive(batch: Batch) -> Tensor:
+def naive(batch: PagedBatch) -> Tensor:
     """Softmax attention in the dtype of q, the way torch does it: the yardstick."""
     high = batch.q.dtype
     out = torch.empty_like(batch.q)

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import reference
-from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile
-from tests.csrc.paged import CACHES, LONG, OPS, Batch, naive
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, hostile
+from tests.csrc.paged import CACHES, LONG, OPS, PagedBatch, naive
 
 
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 16), (6, 3, 80), (8, 1, 128), (2, 1, 7)])
 def test_error_is_at_most_twice_the_naive_one(level, heads, kv_heads, dim, q_dtype, cache_dtype):
-    batch = Batch([(37, 37), (1, 1), (100, 3), (16, 16), (90, 1)], heads, kv_heads, dim, q_dtype, cache_dtype)
+    batch = PagedBatch([(37, 37), (1, 1), (100, 3), (16, 16), (90, 1)], heads, kv_heads, dim, q_dtype, cache_dtype)
     found = OPS.paged_attention(*batch.args())
     args = list(batch.args())
     truth = reference.paged_attention(args[0].double(), *args[1:])
@@ -22,7 +22,7 @@ def test_error_is_at_most_twice_the_naive_one(level, heads, kv_heads, dim, q_dty
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, group):
-    batch = Batch([(53, 53), (200, 1), (64, 33), (17, 2)], 2 * group, 2, 64, q_dtype, cache_dtype)
+    batch = PagedBatch([(53, 53), (200, 1), (64, 33), (17, 2)], 2 * group, 2, 64, q_dtype, cache_dtype)
     whole = OPS.paged_attention(*batch.args())
     for sequence in range(4):
         start, end = (int(s) for s in batch.starts[sequence : sequence + 2])
@@ -35,7 +35,7 @@ def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, 
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype):
     """With more threads than there is work for, the parts of a long sequence go to several."""
-    batch, results = Batch(LONG, 4, 1, 24, q_dtype, cache_dtype), []
+    batch, results = PagedBatch(LONG, 4, 1, 24, q_dtype, cache_dtype), []
     for count in (1, 2, 7, 64):
         torch.set_num_threads(count)
         results.append(OPS.paged_attention(*batch.args()))
@@ -50,7 +50,7 @@ def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype):
 @pytest.mark.parametrize("count", [1, 3])
 def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, kv_heads, group, count):
     torch.set_num_threads(count)
-    batch = Batch([(700, 1), (70, 1), (90, 1), (200, 3)], kv_heads * group, kv_heads, 40, q_dtype, cache_dtype)
+    batch = PagedBatch([(700, 1), (70, 1), (90, 1), (200, 3)], kv_heads * group, kv_heads, 40, q_dtype, cache_dtype)
     q, k, v, *rest = batch.args()
     whole = OPS.paged_attention(q, k, v, *rest)
     for head in range(kv_heads):
@@ -61,7 +61,7 @@ def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache
 
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 def test_long_sequences_are_right(level, q_dtype, cache_dtype):
-    batch = Batch(LONG, 4, 2, 24, q_dtype, cache_dtype)
+    batch = PagedBatch(LONG, 4, 2, 24, q_dtype, cache_dtype)
     args = list(batch.args())
     truth = reference.paged_attention(args[0].double(), *args[1:])
     error = (OPS.paged_attention(*args).double() - truth).abs().max()
@@ -70,7 +70,7 @@ def test_long_sequences_are_right(level, q_dtype, cache_dtype):
 
 
 def test_values_beyond_the_query_are_never_seen(level):
-    batch = Batch([(20, 20)], 4, 2, 16, torch.float32, torch.float32)
+    batch = PagedBatch([(20, 20)], 4, 2, 16, torch.float32, torch.float32)
     before = OPS.paged_attention(*batch.args())
     block, offset = int(batch.tables[0, 1]), 3  # position 19, the last
     batch.k[block, offset], batch.v[block, offset] = torch.nan, torch.nan
@@ -80,7 +80,7 @@ def test_values_beyond_the_query_are_never_seen(level):
 
 
 def test_blocks_may_have_any_size(level):
-    batch = Batch([(64, 40)], 4, 2, 16, torch.float32, torch.float32)
+    batch = PagedBatch([(64, 40)], 4, 2, 16, torch.float32, torch.float32)
     kept = OPS.paged_attention(*batch.args())
     order = batch.tables[0].long()
     batch.k, batch.v = (c[order].flatten(0, 1)[:75].reshape(-1, 5, 2, 16) for c in (batch.k, batch.v))
@@ -89,7 +89,7 @@ def test_blocks_may_have_any_size(level):
 
 
 def test_sequences_without_new_tokens(level):
-    batch = Batch([(20, 0), (7, 7), (30, 0)], 4, 2, 16, torch.float32, torch.float32)
+    batch = PagedBatch([(20, 0), (7, 7), (30, 0)], 4, 2, 16, torch.float32, torch.float32)
     assert_bits_equal(OPS.paged_attention(*batch.args()), batch.part(1, 0, 7))
 
 
@@ -104,7 +104,7 @@ def test_sequences_without_new_tokens(level):
     ],
 )
 def test_attention_errors(change, message):
-    args = dict(enumerate(Batch([(20, 20)], 4, 2, 16, torch.float32, torch.float32).args()))
+    args = dict(enumerate(PagedBatch([(20, 20)], 4, 2, 16, torch.float32, torch.float32).args()))
     with pytest.raises(RuntimeError, match=message):
         OPS.paged_attention(*(args | change).values())
 
@@ -120,7 +120,7 @@ def test_write_kv_equals_the_reference(level, high, stored, scale):
     expected = [torch.zeros(4, 8, 2, 24).to(stored) for _ in range(2)]
     OPS.write_kv(k, v, *found, slots, factor, factor)
     reference.write_kv(k, v, *expected, slots, factor, factor)
-    compare = assert_codes_equal if stored in FORMATS else assert_bits_equal
+    compare = assert_fp8_equal if stored in FORMATS else assert_bits_equal
     compare(found[0], expected[0])
     compare(found[1], expected[1])
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.csrc.helpers import assert_bits_equal
-from tests.csrc.paged import BLOCK_SIZE, CACHES, LONG, OPS, Batch, naive
+from tests.csrc.paged import BLOCK_SIZE, CACHES, LONG, OPS, PagedBatch, naive
 
 SHORT = [(37, 37), (1, 1), (300, 3), (16, 16), (190, 1), (129, 70)]
 SINKS = torch.tensor([0.5, -3.0, 2.0, 9.0, 0.0, -40.0, 1.0, 4.0])
@@ -23,7 +23,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 every_cache = pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 
 
-def assert_accurate(batch: Batch) -> None:
+def assert_accurate(batch: PagedBatch) -> None:
     truth = batch.truth()
     error, naive_error = ((x.double() - truth).abs().max() for x in (batch.run(), naive(batch)))
     assert error <= 2 * naive_error + torch.finfo(batch.q.dtype).eps * truth.abs().max()
@@ -33,19 +33,19 @@ def assert_accurate(batch: Batch) -> None:
 @every_option
 @pytest.mark.parametrize(("kv_heads", "dim"), [(2, 80), (1, 7)])
 def test_error_is_at_most_twice_the_naive_one(level, kv_heads, dim, q_dtype, cache_dtype, options):
-    assert_accurate(Batch(SHORT, 8, kv_heads, dim, q_dtype, cache_dtype, **options))
+    assert_accurate(PagedBatch(SHORT, 8, kv_heads, dim, q_dtype, cache_dtype, **options))
 
 
 @every_cache
 @pytest.mark.parametrize("window", [1, 100, 512, 600])
 def test_windows_in_long_sequences_are_right(level, q_dtype, cache_dtype, window):
-    assert_accurate(Batch([*LONG, (1500, 700)], 4, 2, 24, q_dtype, cache_dtype, window=window))
+    assert_accurate(PagedBatch([*LONG, (1500, 700)], 4, 2, 24, q_dtype, cache_dtype, window=window))
 
 
 @every_cache
 @every_option
 def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, options):
-    batch = Batch(SHORT, 8, 4, 64, q_dtype, cache_dtype, **options)
+    batch = PagedBatch(SHORT, 8, 4, 64, q_dtype, cache_dtype, **options)
     whole = batch.run()
     for sequence, (_, new) in enumerate(SHORT):
         start, end = (int(s) for s in batch.starts[sequence : sequence + 2])
@@ -58,7 +58,7 @@ def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, 
 @pytest.mark.parametrize("options", [{"window": 7}, {"window": 515}, {"window": 600, "sinks": SINKS[:4]}], ids=str)
 def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, options):
     sequences = [*LONG, (1100, 590)]
-    batch, results = Batch(sequences, 4, 1, 24, q_dtype, cache_dtype, **options), []
+    batch, results = PagedBatch(sequences, 4, 1, 24, q_dtype, cache_dtype, **options), []
     for count in (1, 2, 7, 64):
         torch.set_num_threads(count)
         results.append(batch.run())
@@ -72,7 +72,7 @@ def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, optio
 @pytest.mark.parametrize("count", [1, 3])
 def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, count):
     torch.set_num_threads(count)
-    batch = Batch([(700, 1), (70, 1), (200, 3)], 10, 5, 40, q_dtype, cache_dtype, window=90)
+    batch = PagedBatch([(700, 1), (70, 1), (200, 3)], 10, 5, 40, q_dtype, cache_dtype, window=90)
     sinks = torch.arange(10.0)
     q, k, v, *rest = batch.args()
     whole = OPS.paged_attention(q, k, v, *rest, 90, 3.0, sinks)
@@ -84,7 +84,7 @@ def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache
 
 @every_cache
 def test_options_that_change_nothing_change_no_bit(level, q_dtype, cache_dtype):
-    batch = Batch([*SHORT, (600, 2)], 4, 2, 40, q_dtype, cache_dtype)
+    batch = PagedBatch([*SHORT, (600, 2)], 4, 2, 40, q_dtype, cache_dtype)
     plain = batch.run()
     for options in ({"window": 600}, {"window": 2**62}, {"sinks": torch.full((4,), -torch.inf)}):
         batch.options = options
@@ -94,7 +94,7 @@ def test_options_that_change_nothing_change_no_bit(level, q_dtype, cache_dtype):
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16])
 @every_option
 def test_levels_without_bf16_products_agree_bit_for_bit(q_dtype, options):
-    batch, results = Batch(SHORT, 8, 2, 40, q_dtype, torch.bfloat16, **options), []
+    batch, results = PagedBatch(SHORT, 8, 2, 40, q_dtype, torch.bfloat16, **options), []
     for level in ("portable", "avx2", "avx512"):
         OPS.cpu_isa(level)
         results.append(batch.run())
@@ -108,7 +108,7 @@ def test_levels_without_bf16_products_agree_bit_for_bit(q_dtype, options):
 def test_what_lies_before_the_window_is_never_seen(level, q_dtype, cache_dtype, window):
     """Keys and values there may be NaN."""
     context, new = 700, 5
-    batch = Batch([(context, new)], 4, 1, 40, q_dtype, cache_dtype, window=window)
+    batch = PagedBatch([(context, new)], 4, 1, 40, q_dtype, cache_dtype, window=window)
     before = batch.run()
     spoil(batch, range(context - new - window + 1))
     assert_bits_equal(batch.run(), before)
@@ -117,7 +117,7 @@ def test_what_lies_before_the_window_is_never_seen(level, q_dtype, cache_dtype, 
     assert_bits_equal(batch.run()[1:], before[1:])
 
 
-def spoil(batch: Batch, positions: range) -> None:
+def spoil(batch: PagedBatch, positions: range) -> None:
     for p in positions:
         for cache in (batch.k, batch.v):
             cache[batch.tables[0, p // BLOCK_SIZE].long(), p % BLOCK_SIZE] = torch.nan
@@ -125,7 +125,7 @@ def spoil(batch: Batch, positions: range) -> None:
 
 def test_blocks_before_the_window_are_not_read(level):
     """A table may hold any block of the cache there."""
-    batch = Batch([(900, 3)], 4, 2, 64, torch.bfloat16, torch.bfloat16, window=100)
+    batch = PagedBatch([(900, 3)], 4, 2, 64, torch.bfloat16, torch.bfloat16, window=100)
     before = batch.run()
     batch.tables[0, : (900 - 3 - 100) // BLOCK_SIZE - 4] = 0
     assert_bits_equal(batch.run(), before)
@@ -142,4 +142,4 @@ def test_blocks_before_the_window_are_not_read(level):
 )
 def test_options_are_checked(options: dict[str, int | float | Tensor], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        Batch([(20, 20)], 4, 2, 16, torch.float32, torch.float32, **options).run()
+        PagedBatch([(20, 20)], 4, 2, 16, torch.float32, torch.float32, **options).run()

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops import LEVELS, reference
-from tests.csrc.helpers import FORMATS, HIGH, all_bf16, assert_bits_equal, assert_codes_equal, hostile, tame
+from tests.csrc.helpers import FORMATS, HIGH, all_bf16, assert_bits_equal, assert_fp8_equal, hostile, tame
 
 OPS = torch.ops.fp8serve
 E4M3, E5M2 = FORMATS
 
 
-def assert_codes_close(found: Tensor, expected: Tensor) -> None:
+def assert_fp8_close(found: Tensor, expected: Tensor) -> None:
     """At most one code apart, and nearly all equal; NaN in the same places."""
     assert found.dtype == expected.dtype
     a, b = found.float(), expected.float()
@@ -30,7 +30,7 @@ def test_rms_norm_quantize(level, shape, dtype, high):
     x, weight = tame(*shape, high), tame(1, shape[1], high, 1)[0]
     q, amax = OPS.rms_norm_quantize(x, weight, 1e-5, torch.tensor(3.0), dtype)
     expected, expected_amax = reference.rms_norm_quantize(x, weight, 1e-5, torch.tensor(3.0), dtype)
-    assert_codes_close(q, expected)
+    assert_fp8_close(q, expected)
     torch.testing.assert_close(amax, expected_amax, rtol=2 * torch.finfo(high).eps, atol=0)
 
 
@@ -41,7 +41,7 @@ def test_silu_mul_quantize(level, shape, high):
     gate, up = both.chunk(2, 1)  # slices of a fused projection
     q, amax = OPS.silu_mul_quantize(gate, up, torch.tensor(0.7), E4M3)
     expected, expected_amax = reference.silu_mul_quantize(gate, up, torch.tensor(0.7), E4M3)
-    assert_codes_close(q, expected)
+    assert_fp8_close(q, expected)
     torch.testing.assert_close(amax, expected_amax, rtol=4 * torch.finfo(high).eps, atol=0)
 
 
@@ -58,7 +58,7 @@ def test_a_fused_op_casts_the_bits_of_the_plain_op(level, shape, high):
         ]
         for (q, amax), plain in pairs:
             expected, expected_amax = reference.quantize(plain, scale, dtype)
-            assert_codes_equal(q, expected)
+            assert_fp8_equal(q, expected)
             assert_bits_equal(amax, expected_amax)
 
 
@@ -66,7 +66,7 @@ def test_silu_of_extremes(level):
     gate = torch.tensor([[-torch.inf, torch.inf, torch.nan, 0.0, -0.0, -89.0, -88.0, -100.0, 88.0, 1e30, -1e30]])
     up = torch.ones_like(gate)
     q, _ = OPS.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)
-    assert_codes_equal(q, reference.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)[0])
+    assert_fp8_equal(q, reference.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)[0])
 
 
 def at_every_level(op, *arguments) -> None:
@@ -75,7 +75,7 @@ def at_every_level(op, *arguments) -> None:
     expected = op(*arguments)
     for cap in LEVELS[1:]:
         OPS.cpu_isa(cap)
-        assert_codes_equal(op(*arguments), expected)
+        assert_fp8_equal(op(*arguments), expected)
     OPS.cpu_isa("best")
 
 
@@ -131,8 +131,8 @@ def test_quantize_transpose(level, shape, dtype, high):
     x = hostile(*shape, high)
     found = OPS.quantize_transpose(x, torch.tensor(1.7), dtype)
     expected = reference.quantize_transpose(x, torch.tensor(1.7), dtype)
-    assert_codes_equal(found[0], expected[0])
-    assert_codes_equal(found[1], expected[1])
+    assert_fp8_equal(found[0], expected[0])
+    assert_fp8_equal(found[1], expected[1])
     assert_bits_equal(found[2], expected[2])
 
 

@@ -63,16 +63,16 @@ def test_integers_multiply_exactly(level, shape, a_dtype, b_dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_every_code_is_decoded(level, dtype):
-    """code x 1 for all 256 codes, in every position of a chunk of 64."""
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    """value x 1 for all 256 FP8 values, in every position of a chunk of 64."""
+    bits = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     one = torch.tensor(1.0)
     for place in (0, 1, 7, 8, 31, 32, 63):
         a = torch.zeros(256, 64, dtype=torch.uint8)
-        a[:, place] = codes
+        a[:, place] = bits
         unit = torch.zeros(1, 64)
         unit[0, place] = 1.0
         found = OPS.scaled_mm(a.view(dtype), unit.to(dtype), one, one, None, torch.float32).flatten()
-        expected = codes.view(dtype).float()
+        expected = bits.view(dtype).float()
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
@@ -80,16 +80,16 @@ def test_every_code_is_decoded(level, dtype):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_every_code_of_a_weight_is_decoded(level, dtype, rows):
-    """All 256 codes as weights, bit for bit: one and two rows need no panel of them, five do."""
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    """All 256 FP8 values as weights, bit for bit: one and two rows need no panel of them, five do."""
+    bits = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     one = torch.tensor(1.0)
     for place in (0, 1, 6, 9, 31, 64, 65, 67):
         b = torch.zeros(256, 68, dtype=torch.uint8)
-        b[:, place] = codes
+        b[:, place] = bits
         unit = torch.zeros(rows, 68)
         unit[:, place] = 1.0
         found = OPS.scaled_mm(unit.to(E4M3), b.view(dtype), one, one, None, torch.float32)
-        assert_bits_equal(found, codes.view(dtype).float().expand(rows, -1) + 0.0)
+        assert_bits_equal(found, bits.view(dtype).float().expand(rows, -1) + 0.0)
 
 
 @pytest.mark.parametrize(("a_by", "b_by"), PAIRS)
@@ -202,7 +202,7 @@ FAR = [(3e38, 1e-6), (1e-6, 3e38), (1e-30, 2e28), (2.0**-140, 2.0**120), (2e38, 
 
 
 def far_operands(rows: int, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of small integers, whose sums are exact, and scales far from one that all but cancel."""
+    """FP8 of small integers, whose sums are exact, and scales far from one that all but cancel."""
     a, b = tame(rows, 64, seed=1).round().to(E4M3), tame(48, 64, seed=2).round().to(E4M3)
     pairs = torch.tensor([FAR[i % len(FAR)] for i in range(max(rows, 48))])
     if not by_row:

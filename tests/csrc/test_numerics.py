@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops import LEVELS, cases, reference
-from tests.csrc.helpers import assert_bits_equal, assert_codes_equal
+from tests.csrc.helpers import assert_bits_equal, assert_fp8_equal
 
 PAGE = Path(__file__).parents[2] / "docs/numerics.md"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -42,7 +42,7 @@ def written(op: str, kernels: Any, args: tuple[Any, ...]) -> list[Tensor]:
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
     if found.dtype in FP8:
-        assert_codes_equal(found, expected)
+        assert_fp8_equal(found, expected)
     elif found.is_floating_point() and found.dtype != torch.float64:
         assert_bits_equal(found, expected)
     else:

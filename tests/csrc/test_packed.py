@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops import packing, reference
-from tests.csrc.helpers import FORMATS, assert_bits_equal, assert_codes_equal
+from tests.csrc.helpers import FORMATS, assert_bits_equal, assert_fp8_equal
 
 OPS = torch.ops.fp8serve
 E4M3, E5M2 = FORMATS
@@ -15,10 +15,10 @@ ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 40, 64, 65, 130]  # streamed in one, stre
 
 
 def every_code(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """All codes but the infinities and NaN of the format, at random."""
+    """All values but the infinities and NaN of the format, at random."""
     make = torch.Generator().manual_seed(rows + cols)
-    codes = torch.randint(0, 256, (rows, cols), generator=make, dtype=torch.uint8).view(dtype)
-    return codes.float().nan_to_num(1.0, 1.0, 1.0).to(dtype)
+    packed = torch.randint(0, 256, (rows, cols), generator=make, dtype=torch.uint8).view(dtype)
+    return packed.float().nan_to_num(1.0, 1.0, 1.0).to(dtype)
 
 
 def weight_of(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
@@ -34,7 +34,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    (assert_codes_equal if found.element_size() == 1 else assert_bits_equal)(found, expected)
+    (assert_fp8_equal if found.element_size() == 1 else assert_bits_equal)(found, expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -53,9 +53,9 @@ def test_the_order_is_the_one_that_is_documented():
     packed = pack((numbers // 16 * 2).bfloat16())[0].flatten().view(2, 2, 16, 4)  # halves, runs, rows, k
     rows = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]  # BF16: as the unpacks leave them
     assert packed[0, 0, :, 0].tolist() == [2 * row for row in rows]
-    codes = pack((numbers % 16).to(E4M3)).float().flatten().view(2, 2, 16, 4)
-    assert codes[0, 1, 5].tolist() == [8, 9, 10, 11]
-    assert codes[1, 0, 5].tolist() == [4, 5, 6, 7]
+    packed = pack((numbers % 16).to(E4M3)).float().flatten().view(2, 2, 16, 4)
+    assert packed[0, 1, 5].tolist() == [8, 9, 10, 11]
+    assert packed[1, 0, 5].tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,7 +1,7 @@
 """Recorded parity vectors: python -m tests.cuda.record_vectors, to be run on a CPU with its library built.
 
 vectors.safetensors holds inputs and what the CPU kernels made of them. Both sides are tested against it: a GPU must
-give the codes and scales that some CPU gave once, not those of the reference that happens to run beside it, and a later
+give the data and scales that some CPU gave once, not those of the reference that happens to run beside it, and a later
 CPU kernel must give them too. Written anew only when docs/numerics.md changes.
 """
 
@@ -61,7 +61,7 @@ def casts() -> dict[str, Tensor]:
 
 
 def products() -> dict[str, Tensor]:
-    """One GEMM per granularity: codes, scales, and the product in FP32."""
+    """One GEMM per granularity: quantized data, scales, and the product in FP32."""
     found = {}
     ops = torch.ops.fp8serve
     a, b, dtype = tame(21, 272, seed=6), tame(40, 272, seed=7), FORMATS[0]

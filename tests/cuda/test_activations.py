@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, hostile, tame
-from tests.csrc.test_fused import assert_codes_close
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, hostile, tame
+from tests.csrc.test_fused import assert_fp8_close
 from tests.cuda.test_fused import assert_last_bit
 
 REFERENCE = {
@@ -77,7 +77,7 @@ def test_the_fused_casts_are_these_ops_and_a_cast(kernels, width):
     ]  # fmt: skip
     for (q, amax), y in pairs:
         expected = reference.quantize(y, scale, FORMATS[0])
-        assert_codes_equal(q, expected[0])
+        assert_fp8_equal(q, expected[0])
         assert torch.equal(amax, expected[1])
 
 
@@ -105,5 +105,5 @@ def test_a_layer_norm_of_numbers_far_from_zero(kernels):
     x = 1000 + tame(4, 520, seed=3)
     args = torch.linspace(0.5, 2, 520), None, 1e-5, torch.tensor(30.0), FORMATS[0]
     found, expected = kernels.run("layer_norm_quantize", x, *args), reference.layer_norm_quantize(x, *args)
-    assert_codes_close(found[0], expected[0])
+    assert_fp8_close(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=0)

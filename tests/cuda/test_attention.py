@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from tests.csrc.helpers import assert_bits_equal, assert_codes_equal
+from tests.csrc.helpers import assert_bits_equal, assert_fp8_equal
 
 E4M3 = torch.float8_e4m3fn
 
@@ -165,7 +165,7 @@ def test_write_cases(kernels, case):
     kernels.ops.write_kv(*args)
     reference.write_kv(*expected)
     for found, wanted in zip(args[2:4], expected[2:4], strict=True):
-        compare = assert_codes_equal if wanted.itemsize == 1 else assert_bits_equal
+        compare = assert_fp8_equal if wanted.itemsize == 1 else assert_bits_equal
         compare(found.cpu(), wanted)
 
 

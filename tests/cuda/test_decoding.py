@@ -37,7 +37,7 @@ CONFIG = {
 }  # fmt: skip
 PROMPTS = [list(range(3, 40)), [7, 8, 9], [300] * 20]
 # Attention on a GPU multiplies BF16 weights. So does the CPU where it has BF16 units; elsewhere it keeps them in FP32,
-# and from there on other codes flip.
+# and from there on other FP8 values flip.
 MOST_NOISE = 10**-2.5 if "bf16" in backends()["paged_attention"] else 10**-2
 
 
@@ -99,7 +99,7 @@ class Tiny:
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_logits_are_close_to_the_cpus(device: str, recipe: str, cache: torch.dtype) -> None:
-    """Of the prompts, whose tokens are given; in dB, as layers are judged. Where roundings differ, codes flip."""
+    """Of the prompts, whose tokens are given; in dB, as layers are judged. Where roundings differ, FP8 values flip."""
     there, here = Tiny(device, recipe, cache), Tiny("cpu", recipe, cache)
     for engine in (there, here):
         engine.generate(1, temperature=0.0)

@@ -4,23 +4,23 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from tests.csrc.helpers import FORMATS, assert_bits_equal, assert_codes_equal, hostile, tame
+from tests.csrc.helpers import FORMATS, assert_bits_equal, assert_fp8_equal, hostile, tame
 
 
 def assert_last_bit(found, expected):
-    """Codes at most one step apart and few of them; amax apart by rounding."""
-    codes, wanted = (t[0].view(torch.uint8).int() for t in (found, expected))
+    """FP8 values at most one step apart and few of them; amax apart by rounding."""
+    bits, wanted = (t[0].view(torch.uint8).int() for t in (found, expected))
     assert found[0].shape == expected[0].shape
-    assert int((codes - wanted).abs().max() if codes.numel() else 0) <= 1
-    assert (codes != wanted).float().mean() <= 0.01 or codes.numel() == 0
+    assert int((bits - wanted).abs().max() if bits.numel() else 0) <= 1
+    assert (bits != wanted).float().mean() <= 0.01 or bits.numel() == 0
     torch.testing.assert_close(found[1], expected[1], rtol=1e-2 if wanted.numel() == 0 else 1e-6, atol=0)
 
 
 @pytest.mark.parametrize("case", cases("quantize_transpose"), ids=lambda case: case.name)
 def test_quantize_transpose(kernels, case):
     found, expected = kernels.run("quantize_transpose", *case.make()), reference.quantize_transpose(*case.make())
-    assert_codes_equal(found[0], expected[0])
-    assert_codes_equal(found[1], expected[1])
+    assert_fp8_equal(found[0], expected[0])
+    assert_fp8_equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
 
 
@@ -28,8 +28,8 @@ def test_quantize_transpose(kernels, case):
 def test_quantize_transpose_of_many_tiles(kernels, shape):
     args = hostile(*shape, torch.bfloat16, seed=3), torch.tensor(3.0), FORMATS[1]
     found, expected = kernels.run("quantize_transpose", *args), reference.quantize_transpose(*args)
-    assert_codes_equal(found[0], expected[0])
-    assert_codes_equal(found[1], expected[1])
+    assert_fp8_equal(found[0], expected[0])
+    assert_fp8_equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize("op", ["rms_norm_quantize", "silu_mul_quantize"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_codes_equal, tame
+from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, tame
 from tests.csrc.test_gemm import (
     E4M3,
     E5M2,
@@ -122,27 +122,27 @@ def whole_numbers(m, n, k, a_dtype=E4M3, b_dtype=E4M3):
 @pytest.mark.parametrize("shape", [(5, 40, 400), (20, 9, 77), (3, 64, 2304), (70, 33, 144), (128, 256, 256)])
 @pytest.mark.parametrize("out", FORMATS)
 @pytest.mark.parametrize("a_dtype", FORMATS)
-def test_codes_of_the_product_and_its_amax(kernels, shape, out, a_dtype):
+def test_fp8_output_of_the_product_and_its_amax(kernels, shape, out, a_dtype):
     args = whole_numbers(*shape, a_dtype)
     product = args[0].float() @ args[1].float().t() + args[4]
     for scale in (torch.tensor(0.25), torch.tensor(1000.0)):  # 1000: beyond both formats
         q, amax = kernels.run("scaled_mm_quantize", *args, scale, out)
         expected, largest = reference.quantize(product, scale, out)
-        assert_codes_equal(q, expected)
+        assert_fp8_equal(q, expected)
         assert_bits_equal(amax, largest)
 
 
 @pytest.mark.parametrize("case", cases("scaled_mm_quantize"), ids=lambda case: case.name)
-def test_codes_of_cases(kernels, case):
-    """The codes of what scaled_mm gives in FP32: the kernel that answers is the same, but for rounding on the edge."""
+def test_fp8_output_of_cases(kernels, case):
+    """What scaled_mm gives in FP32, as FP8: the kernel that answers is the same, but for rounding on the edge."""
     *args, scale, out = case.make()
     q, amax = kernels.run("scaled_mm_quantize", *args, scale, out)
     expected, largest = reference.quantize(kernels.run("scaled_mm", *args, torch.float32), scale, out)
-    assert_codes_equal(q, expected)
+    assert_fp8_equal(q, expected)
     assert_bits_equal(amax, largest)
 
 
-def test_codes_of_nan_and_of_nothing(kernels):
+def test_fp8_output_of_nan_and_of_nothing(kernels):
     for rows in (4, 70):
         a, b, *rest = whole_numbers(rows, 16, 144)
         a[2, 3] = torch.nan

@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def calibrated(base: Path) -> Path:
-    """Made on the CPU, so that both devices serve the same codes and scales."""
+    """Made on the CPU, so that both devices serve the same data and scales."""
     out = base.parent / "fp8"
     calibrate(base, out=out, recipe=DelayedScaling(amax_history_len=16), samples=8, seq_len=64, kv_cache=True)
     return out

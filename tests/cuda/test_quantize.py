@@ -1,17 +1,17 @@
-"""Casts on the device: codes and scales equal the reference's, bit for bit, on every case of the ops and more."""
+"""Casts on the device: FP8 data and scales equal the reference's, bit for bit, on every case of the ops and more."""
 
 import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from tests.csrc.helpers import FORMATS, HIGH, all_bf16, all_fp16, assert_codes_equal, hostile, stratified_fp32
+from tests.csrc.helpers import FORMATS, HIGH, all_bf16, all_fp16, assert_fp8_equal, hostile, stratified_fp32
 
 CASTS = ("quantize", "quantize_current", "quantize_rowwise", "quantize_block")
 ALL = [(op, case) for op in CASTS for case in cases(op)]
 
 
 def same(found, expected):
-    assert_codes_equal(found[0], expected[0])
+    assert_fp8_equal(found[0], expected[0])
     assert found[1].shape == expected[1].shape
     assert torch.equal(found[1], expected[1])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import reference
-from tests.csrc.helpers import FORMATS, assert_codes_equal
+from tests.csrc.helpers import FORMATS, assert_fp8_equal
 from tests.cuda.conftest import DEVICES, kernels_on
 from tests.cuda.record_vectors import CASTS, HIGH, NAMES, PATH, load
 from tests.cuda.test_gemm import assert_within_accumulation
@@ -27,7 +27,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def same(found, expected_q, expected_scale):
-    assert_codes_equal(found[0], expected_q)
+    assert_fp8_equal(found[0], expected_q)
     assert torch.equal(found[1], expected_scale)
 
 

@@ -1,10 +1,10 @@
-"""What serving counts of its inputs, and the transpose of codes, on the device."""
+"""What serving counts of its inputs, and the transpose of FP8 data, on the device."""
 
 import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from tests.csrc.helpers import assert_codes_equal
+from tests.csrc.helpers import assert_fp8_equal
 
 
 @pytest.mark.parametrize("case", cases("count_saturated"), ids=lambda case: case.name)
@@ -23,7 +23,7 @@ def test_every_cut_off_element_is_counted(kernels):
     assert (float(seen), int(saturated)) == (449.0, 30_000)
 
 
-@pytest.mark.parametrize("case", cases("transpose_codes"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("transpose_fp8"), ids=lambda case: case.name)
 def test_transpose(kernels, case):
     (q,) = case.make()
-    assert_codes_equal(kernels.run("transpose_codes", q), q.t().contiguous())
+    assert_fp8_equal(kernels.run("transpose_fp8", q), q.t().contiguous())

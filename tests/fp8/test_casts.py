@@ -19,8 +19,8 @@ LAYOUT = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # mantissa b
 def magnitudes(dtype: torch.dtype) -> NDArray[np.float64]:
     """The non-negative finite values by code, from the definition of the format."""
     mantissa_bits, bias = LAYOUT[dtype]
-    codes = np.arange({torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}[dtype])
-    exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
+    bits = np.arange({torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}[dtype])
+    exponent, mantissa = bits >> mantissa_bits, bits & ((1 << mantissa_bits) - 1)
     fraction = mantissa / 2.0**mantissa_bits
     values: NDArray[np.float64] = np.where(
         exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias)
@@ -28,8 +28,8 @@ def magnitudes(dtype: torch.dtype) -> NDArray[np.float64]:
     return values
 
 
-def nearest_codes(x: Tensor, dtype: torch.dtype) -> NDArray[np.uint8]:
-    """Codes of FP32 values: the nearest in the table, the even code on a tie, NaN as 0x7F with any sign."""
+def nearest_bits(x: Tensor, dtype: torch.dtype) -> NDArray[np.uint8]:
+    """FP32 values as the bits of FP8: the nearest in the table, the even one on a tie, NaN as 0x7F with any sign."""
     table, values = magnitudes(dtype), x.double().numpy()
     size = np.abs(values)
     upper = np.searchsorted(table, size).clip(1, len(table) - 1)
@@ -40,7 +40,7 @@ def nearest_codes(x: Tensor, dtype: torch.dtype) -> NDArray[np.uint8]:
     return (code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
 
 
-def same_codes(q: Tensor, expected: NDArray[np.uint8]) -> None:
+def same_bits(q: Tensor, expected: NDArray[np.uint8]) -> None:
     """Bit equality; a NaN may have any sign and payload of its format."""
     found = q.contiguous().view(torch.uint8).numpy()
     nan = q.float().isnan().numpy()
@@ -53,7 +53,7 @@ def every_bf16() -> Tensor:
 
 
 def many_fp32() -> Tensor:
-    """2^18 random bit patterns, and every midpoint between two codes with its neighbours."""
+    """2^18 random bit patterns, and every midpoint between two FP8 values with its neighbours."""
     bits = torch.randint(-(2**31), 2**31, (2**18,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     points = [bits.view(torch.float32)]
     for dtype in DTYPES:
@@ -70,7 +70,7 @@ def test_cast_of_every_value(x: Tensor, dtype: torch.dtype) -> None:
     """Rows C1 to C4 and C6: nearest even, saturation, infinities, NaN, subnormals, signed zero."""
     for kernel in (reference.quantize, torch.ops.fp8serve.quantize):
         q, _ = kernel(x, torch.tensor(1.0), dtype)
-        same_codes(q, nearest_codes(x.float(), dtype))
+        same_bits(q, nearest_bits(x.float(), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,7 +81,7 @@ def test_the_scale_multiplies_in_fp32(dtype: torch.dtype, scale: float) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         product = x.numpy() * np.float32(scale)
     q, _ = torch.ops.fp8serve.quantize(x, torch.tensor(scale), dtype)
-    same_codes(q, nearest_codes(torch.from_numpy(product), dtype))
+    same_bits(q, nearest_bits(torch.from_numpy(product), dtype))
 
 
 def test_amax_ignores_nan_and_keeps_infinity() -> None:
@@ -116,7 +116,7 @@ def test_current_scale_edges(dtype: torch.dtype, power_2: bool) -> None:
         scale = expected_scale(float(np.float32(amax)), FP8_MAX[dtype], power_2)
         q, scale_inv = torch.ops.fp8serve.quantize_current(x, dtype, power_2)
         assert scale_inv.item() == np.float32(1) / scale
-        same_codes(q, nearest_codes(x * torch.tensor(scale), dtype))
+        same_bits(q, nearest_bits(x * torch.tensor(scale), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,7 +149,7 @@ def test_block_casts(case: Case) -> None:
     for kernel in (reference.quantize_block, torch.ops.fp8serve.quantize_block):
         q, scale_inv = kernel(x, dtype, block_rows, power_2)
         torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0)
-        same_codes(q, nearest_codes(scaled, dtype))
+        same_bits(q, nearest_bits(scaled, dtype))
 
 
 @pytest.mark.parametrize("case", cases("quantize_rowwise"), ids=lambda c: c.name)
@@ -159,4 +159,4 @@ def test_row_casts(case: Case) -> None:
     for kernel in (reference.quantize_rowwise, torch.ops.fp8serve.quantize_rowwise):
         q, scale_inv = kernel(x, dtype, power_2)
         torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0)
-        same_codes(q, nearest_codes(scaled, dtype))
+        same_bits(q, nearest_bits(scaled, dtype))

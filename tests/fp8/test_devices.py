@@ -61,7 +61,7 @@ def test_tn_devices_get_both_operands_contiguous(recipe: Recipe, monkeypatch: py
 
 
 def test_any_layout_devices_get_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """dgrad and wgrad read the very codes of the forward pass."""
+    """dgrad and wgrad read the very data of the forward pass."""
     multiplied, transposed = spied(monkeypatch, "scaled_mm"), spied(monkeypatch, "quantize_transpose")
     step(RECIPES[0], "any")
     forward, dgrad, wgrad = multiplied[:3]

@@ -14,7 +14,7 @@ LEFT = "left . nn.MultiheadAttention"
 
 
 def products(module: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """The codes that its layers multiply in one call, and the result last."""
+    """The FP8 data that its layers multiply in one call, and the result last."""
     seen: list[torch.Tensor] = []
     for child in module.modules():
         if hasattr(child, "observer"):

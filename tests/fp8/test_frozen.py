@@ -41,12 +41,12 @@ def test_serving_equals_the_training_forward_bit_for_bit(recipe: Recipe, dtype: 
     assert torch.equal(found, expected)
 
 
-def test_from_quantized_is_the_same_layer() -> None:
+def test_quantized_tensors_make_the_same_layer() -> None:
     recipe = DelayedScaling(amax_history_len=4)
     frozen, x = FrozenLinear.from_linear(trained(recipe), recipe), torch.randn(3, 200)
     parts = frozen.weight_q, frozen.weight_scale_inv, frozen.bias, frozen.input_scale
-    assert torch.equal(FrozenLinear.from_quantized(*parts)(x), frozen(x))
-    half = FrozenLinear.from_quantized(*parts, out_dtype=torch.bfloat16)
+    assert torch.equal(FrozenLinear(*parts)(x), frozen(x))
+    half = FrozenLinear(*parts, out_dtype=torch.bfloat16)
     assert half(x).dtype == torch.bfloat16
 
 
@@ -80,20 +80,20 @@ def test_missing_and_bad_scales_are_refused() -> None:
 def test_wrong_tensors_are_refused() -> None:
     weight = torch.zeros(3, 200).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"must be \[\], \[3, 1\] or \[1, 2\], found \[3, 2\]"):
-        FrozenLinear.from_quantized(weight, torch.ones(3, 2), None, None)
+        FrozenLinear(weight, torch.ones(3, 2), None, None)
     with pytest.raises(ValueError, match=r"must be float8_e4m3fn \[N, K\], found torch.float32"):
-        FrozenLinear.from_quantized(weight.float(), torch.tensor(1.0), None, None)
+        FrozenLinear(weight.float(), torch.tensor(1.0), None, None)
     one = torch.tensor(1.0)
     with pytest.raises(ValueError, match="quantizes its input to e4m3"):
-        FrozenLinear.from_quantized(weight, one, None, None, QuantSpec("e5m2"))
+        FrozenLinear(weight, one, None, None, QuantSpec("e5m2"))
     for spec, scale in ((QuantSpec(), one), (QuantSpec(source="stored"), None)):
         with pytest.raises(ValueError, match="An input scale goes with a spec whose source is stored"):
-            FrozenLinear.from_quantized(weight, one, None, scale, spec)
+            FrozenLinear(weight, one, None, scale, spec)
 
 
 def test_amax_and_saturation_are_counted() -> None:
     weight = torch.eye(4).to(torch.float8_e4m3fn)
-    frozen = FrozenLinear.from_quantized(weight, torch.tensor(1.0), None, torch.tensor(100.0))
+    frozen = FrozenLinear(weight, torch.tensor(1.0), None, torch.tensor(100.0))
     frozen(torch.tensor([[1.0, -2.0, 4.0, 0.0]]))
     assert (frozen.amax.item(), frozen.saturated.item()) == (4.0, 0)
     frozen(torch.tensor([[5.0, -9.0, 1.0, 0.0], [6.0, 0.0, 0.0, 0.0]]))

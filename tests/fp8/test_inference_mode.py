@@ -90,7 +90,7 @@ def watch(model: nn.Module, mode: Mode) -> None:
 
 
 def keep(model: nn.Module, mode: Mode) -> None:
-    """Codes that an evaluation kept serve no backward pass."""
+    """FP8 data that an evaluation kept serve no backward pass."""
     with mode(), autocast(recipe=SHORT, is_first_microbatch=True):
         model(batch(1.0))
     with autocast(recipe=SHORT, is_first_microbatch=False):

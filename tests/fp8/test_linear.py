@@ -162,7 +162,7 @@ def test_torch_autocast_decides_the_output() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_backward_keeps_codes_not_the_input(name: str) -> None:
+def test_backward_keeps_fp8_data_not_the_input(name: str) -> None:
     """Saved for backward: one byte per element of X and of W, whatever the granularity."""
     saved: list[Tensor] = []
 

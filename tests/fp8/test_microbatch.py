@@ -1,4 +1,4 @@
-"""A forward pass computes with the weight as it is, whoever wrote it and how; kept codes serve who announces them."""
+"""A forward pass computes with the weight as it is, whoever wrote it and how; kept data serve who announces them."""
 
 import copy
 import weakref
@@ -209,7 +209,7 @@ def test_loading_and_casting_a_module(name: str) -> None:
 
 
 def casts(layer: Linear) -> list[Tensor]:
-    """The codes of the weight, whenever it is cast."""
+    """The quantized weight, whenever it is cast."""
     seen: list[Tensor] = []
     layer.observer = lambda name, values, q, scale_inv: seen.append(q) if name == "weight" else None
     return seen
@@ -268,15 +268,15 @@ def test_without_a_word_every_forward_pass_quantizes_and_has_its_row() -> None:
     assert scaling_state(layer)["weight"].amax_history[1:].unique().numel() == 1
 
 
-def test_the_second_microbatch_computes_with_the_codes_and_the_scale_of_the_first() -> None:
+def test_the_second_microbatch_computes_with_the_data_and_the_scale_of_the_first() -> None:
     layer = Linear(24, 16, bias=False)
     microbatch(layer, SHORT, True)
     with autocast(recipe=SHORT, is_first_microbatch=False):
         y = layer(X)
     exact = reference.quantize(layer.weight.detach(), torch.tensor(1.0), torch.float8_e4m3fn)[0].double()
     scale = torch.tensor(448.0) / X.abs().max()
-    codes = reference.quantize(X, scale, torch.float8_e4m3fn)[0].double() / scale.double()
-    torch.testing.assert_close(y.detach().double(), codes @ exact.t(), rtol=1e-5, atol=1e-6)
+    values = reference.quantize(X, scale, torch.float8_e4m3fn)[0].double() / scale.double()
+    torch.testing.assert_close(y.detach().double(), values @ exact.t(), rtol=1e-5, atol=1e-6)
 
 
 def swapped(layer: Linear) -> None:
@@ -317,7 +317,7 @@ def test_what_is_known_to_have_changed_a_weight_outweighs_the_announcement(
         assert len(seen) == 2
 
 
-def test_kept_codes_serve_their_recipe_and_their_directions_only() -> None:
+def test_kept_data_serve_their_recipe_and_their_directions_only() -> None:
     layer = Linear(24, 16)
     seen = casts(layer)
     with torch.no_grad():
@@ -329,7 +329,7 @@ def test_kept_codes_serve_their_recipe_and_their_directions_only() -> None:
         assert len(seen) == count
 
 
-def test_an_evaluation_between_two_microbatches_leaves_the_codes_alone() -> None:
+def test_an_evaluation_between_two_microbatches_leaves_the_quantized_weight_alone() -> None:
     layer = Linear(24, 16)
     seen = casts(layer)
     microbatch(layer, SHORT, True)
@@ -338,7 +338,7 @@ def test_an_evaluation_between_two_microbatches_leaves_the_codes_alone() -> None
     assert len(seen) == 2  # the first microbatch and the evaluation
 
 
-def test_a_copy_and_a_pickle_start_without_codes() -> None:
+def test_a_copy_and_a_pickle_start_without_quantized_weights() -> None:
     layer = Linear(24, 16)
     microbatch(layer, SHORT, True)
     twin = copy.deepcopy(layer)
@@ -348,7 +348,7 @@ def test_a_copy_and_a_pickle_start_without_codes() -> None:
     assert len(seen) == 1
 
 
-def test_kept_codes_do_not_keep_the_weight() -> None:
+def test_kept_data_do_not_keep_the_weight() -> None:
     layer = Linear(24, 16)
     microbatch(layer, SHORT, True)
     old = weakref.ref(layer.weight)

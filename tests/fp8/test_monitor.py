@@ -182,7 +182,7 @@ def test_troubles_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "recipe", [Float8CurrentScaling(), Float8CurrentScaling(granularity="row"), Float8BlockScaling()]
 )
-def test_recipes_without_state_are_read_from_their_codes(recipe: Recipe) -> None:
+def test_recipes_without_state_are_read_from_their_data(recipe: Recipe) -> None:
     module = model()
     monitor = Monitor(module, every=2)
     train(module, batch(), recipe)

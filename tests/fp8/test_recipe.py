@@ -27,7 +27,7 @@ def test_json_round_trip(recipe: Recipe | None) -> None:
     assert from_json(to_json(recipe)) == recipe
 
 
-def test_defaults_are_those_of_the_specification() -> None:
+def test_defaults_do_not_change() -> None:
     assert repr(DelayedScaling()) == (
         "DelayedScaling(margin=0, interval=1, fp8_format=<Format.HYBRID: 'HYBRID'>, amax_history_len=1024,"
         " amax_compute_algo='max', scaling_factor_compute_algo=None, override_linear_precision=(False, False, False),"

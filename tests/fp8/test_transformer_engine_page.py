@@ -63,8 +63,8 @@ def test_block_scales_are_powers_of_two_on_request(weight: bool) -> None:
     assert Float8BlockScaling().power_2_scale is False
     for asked in (True, False):
         recipe = Float8BlockScaling(power_2_scale=asked)
-        codes = cast_by_content(x, recipe.specs.linear["weight" if weight else "input"])
-        assert bool((codes.scale_inv.frexp().mantissa == 0.5).all()) is asked
+        operand = cast_by_content(x, recipe.specs.linear["weight" if weight else "input"])
+        assert bool((operand.scale_inv.frexp().mantissa == 0.5).all()) is asked
 
 
 @pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])

@@ -189,8 +189,8 @@ def test_inspect_marks_contradictions(model: Path, capsys: pytest.CaptureFixture
     assert torch.tensor([" 4 times" in line or " 16 times" in line for line in marked]).all()
 
 
-def test_weights_of_nan_codes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Codes are not read before they are used: what comes out of them is refused then."""
+def test_weights_that_are_nan(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights are not read before they are used: what comes out of them is refused then."""
     (model / "scales.safetensors").unlink()
     edit(model / "model.safetensors", lambda t: t[f"{LINEAR}.weight"].view(torch.uint8).fill_(0x7F))
     for command in (["generate", str(model), "Once"], ["eval", str(model), "--samples", "2", "--seq-len", "16"]):

@@ -65,8 +65,8 @@ def test_what_was_trained_is_what_is_served(kind: str, tmp_path: Path) -> None:
     for name, layer in layers(model).items():
         frozen, state = served.get_submodule(name), layer.scaling
         assert isinstance(frozen, FrozenLinear)
-        codes, _ = ops.quantize(layer.weight.detach(), scale=state["weight"].scale)
-        assert torch.equal(frozen.weight_q.float(), codes.float())
+        q, _ = ops.quantize(layer.weight.detach(), scale=state["weight"].scale)
+        assert torch.equal(frozen.weight_q.float(), q.float())
         assert frozen.input_scale is not None
         assert torch.equal(frozen.input_scale, state["input"].scale)
     here, there = logits(model, RECIPE), all_logits(served, IDS[0].tolist())
@@ -120,8 +120,8 @@ def test_recipes_without_state_are_exported_by_content(recipe: Recipe, granulari
     fp8serve.export(model, tmp_path / "out", recipe=recipe)
     served = load_servable(tmp_path / "out")
     for name, layer in layers(model).items():
-        codes, _ = ops.quantize(layer.weight.detach(), granularity=granularity)
-        assert torch.equal(served.get_submodule(name).weight_q.float(), codes.float())  # type: ignore[union-attr, operator]
+        q, _ = ops.quantize(layer.weight.detach(), granularity=granularity)
+        assert torch.equal(served.get_submodule(name).weight_q.float(), q.float())  # type: ignore[union-attr, operator]
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(override_linear_precision=(True, False, False))])

@@ -1,4 +1,4 @@
-"""Mapped files: what is let go leaves this process's memory, and is there again when it is read."""
+"""Mapped files: released pages leave this process's memory, and are there again when they are read."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.model.mapped import let_go, map_file
+from fp8serve.model.mapped import map_file, release_pages
 
 SIZE = 8 << 20
 SMAPS = Path("/proc/self/smaps")
@@ -42,13 +42,13 @@ def test_writing_stays_in_this_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="only Linux tells what is resident")
-def test_what_is_let_go_leaves_memory_and_can_be_read_again(tmp_path: Path) -> None:
+def test_released_pages_leave_memory_and_can_be_read_again(tmp_path: Path) -> None:
     path = tmp_path / "file"
     values = write(path)
     whole = map_file(path)
     assert int(whole.sum()) > 0
     assert resident_kib(path) >= SIZE >> 10
-    let_go(whole[: SIZE // 2])
+    release_pages(whole[: SIZE // 2])
     assert resident_kib(path) <= (SIZE >> 11) + 64
     assert torch.equal(whole.view(torch.int32), values)
 
@@ -58,12 +58,12 @@ def test_neighbours_on_the_same_page_stay(tmp_path: Path) -> None:
     write(tmp_path / "file")
     whole = map_file(tmp_path / "file")
     whole[10_000], whole[50_000] = 1, 2
-    let_go(whole[10_001:50_000])
+    release_pages(whole[10_001:50_000])
     assert whole[10_000] == 1
     assert whole[50_000] == 2
 
 
 def test_other_tensors_are_left_alone() -> None:
     tensor = torch.arange(100_000)
-    let_go(tensor)
+    release_pages(tensor)
     assert torch.equal(tensor, torch.arange(100_000))

@@ -1,5 +1,5 @@
-"""A trainer without a model that keeps the contract of `fp8serve.train.worker`, in milliseconds, and can be told to
-misbehave.
+"""A trainer without a model that keeps the contract of `fp8serve.train.job_process`, in milliseconds, and can be told
+to misbehave.
 
 The job's text says how: "slow" waits between steps, "held" waits after step 1 for a file named go, "stubborn" too and
 ignores SIGTERM, "fail" gives up with a sentence, "die" is killed at step 3 for ever, "die-once" on the first try only,

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from fp8serve.train import worker
+from fp8serve.train import job_process
 
 LIMIT = 500
 
 
 def child(job: Path, prepare: Callable[[], None] = lambda: None) -> int:
-    """Fork; the child runs the worker and never returns."""
+    """Fork; the child runs the job and never returns."""
     pid = os.fork()
     if pid == 0:
         prepare()
-        os._exit(worker.main([str(job)]))
+        os._exit(job_process.main([str(job)]))
     return pid
 
 
@@ -81,9 +81,9 @@ def kill_at_points(job: Path, first: int, step: int) -> int:
         shutil.copytree(job, copy)
         config = json.loads((copy / "job.json").read_text())
         (copy / "job.json").write_text(json.dumps({**config, "out": str(copy / "out")}))
-        if wait(child(copy, lambda point=point: die_in_call(point))) == worker.EXIT_DONE:  # type: ignore[misc]
+        if wait(child(copy, lambda point=point: die_in_call(point))) == job_process.EXIT_DONE:  # type: ignore[misc]
             return (point - first) // step
-        if wait(child(copy)) != worker.EXIT_DONE:
+        if wait(child(copy)) != job_process.EXIT_DONE:
             raise SystemExit(f"after a kill in call {point} the job did not end")
     raise SystemExit("too many calls")
 

@@ -19,7 +19,7 @@ from fp8serve.fp8.recipe import DelayedScaling, Format
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
 from fp8serve.model.decoder import Decoder, rotated
 from fp8serve.train import checkpoint, state
-from fp8serve.train.batch import Batch, collate
+from fp8serve.train.batch import PackedBatch, collate
 from fp8serve.train.export import export
 from fp8serve.train.setup import Setup, prepare
 from fp8serve.train.trainer import Trainer, TrainResult
@@ -38,7 +38,7 @@ def trained(configure: Configure, **values: Any) -> tuple[TrainResult, Setup]:
     return result, setup
 
 
-def served_logits(model: Decoder, batch: Batch) -> Tensor:
+def served_logits(model: Decoder, batch: PackedBatch) -> Tensor:
     """FP32 [P, vocab] as serving computes them, over the same attention."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

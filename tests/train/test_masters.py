@@ -62,7 +62,8 @@ def test_in_fp8_bf16_rounding_is_the_only_difference(configure: Configure, tmp_p
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_and_a_small_one(configure: Configure, tmp_path: Path, recipe: str) -> None:
-    """BF16 moves a weight by at most 2^-9 of itself, E4M3 by 2^-4: few codes change, and losses stay within 1 %."""
+    """BF16 moves a weight by at most 2^-9 of itself, E4M3 by 2^-4: few FP8 values change, and losses stay within
+    1 %."""
     in_model, in_optimizer = both(configure, tmp_path, recipe=recipe)
     assert in_model[0] == pytest.approx(in_optimizer[0], rel=1e-2)
     assert in_model[0] != in_optimizer[0]

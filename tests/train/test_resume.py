@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from fp8serve.errors import JobError
 from fp8serve.model.files import save_tensors
-from fp8serve.train import checkpoint, identity, worker
+from fp8serve.train import checkpoint, identity, job_process
 from fp8serve.train.lock import take_lock
 from fp8serve.train.trainer import Trainer
 from tests.patience import PATIENCE
 
 from .conftest import Configure
+from .test_job_process import finish, make_job
 from .test_trainer import after
-from .test_worker import finish, make_job
 
 TIMES = {"events.jsonl", "result.json"}  # of the worker, outside of `out`: when each event happened, how long it took
 
@@ -46,7 +46,7 @@ def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, configure: Con
     options = {"max_steps": 8, "save_every": 2, "accumulate": 2, "keep_last": 2, "template_date": "2026-01-31"}
     job = make_job(tmp_path / "job", configure, **options)
     described = (job / "job.json").read_bytes()
-    assert worker.main([str(job)]) == worker.EXIT_DONE
+    assert job_process.main([str(job)]) == job_process.EXIT_DONE
     job.rename(tmp_path / "whole")
     job.mkdir()
     (job / "job.json").write_bytes(described)
@@ -212,7 +212,7 @@ def test_a_diverged_run_fails_and_gives_no_model_unless_told(configure: Configur
 
 def test_the_worker_of_a_diverged_run_fails(configure: Configure, tmp_path: Path) -> None:
     job = make_job(tmp_path / "job", configure, **DIVERGES)
-    assert worker.main([str(job)]) == worker.EXIT_FAILED
+    assert job_process.main([str(job)]) == job_process.EXIT_FAILED
     last = json.loads((job / "events.jsonl").read_text().splitlines()[-1])
     assert (last["code"], last["level"]) == ("error", "error")
     assert last["message"].startswith("Training diverged")

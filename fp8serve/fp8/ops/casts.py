@@ -148,12 +148,12 @@ define(
 )
 
 
-def transpose_codes(q: Tensor) -> Tensor:
+def transpose_fp8(q: Tensor) -> Tensor:
     """Quantized q [M, K] as [K, M], contiguous."""
     return q.t().clone(memory_format=torch.contiguous_format)
 
 
-def _fake_transpose_codes(q: Tensor) -> Tensor:
+def _fake_transpose_fp8(q: Tensor) -> Tensor:
     return q.new_empty((q.shape[1], q.shape[0]))
 
 
@@ -167,10 +167,10 @@ def _turned_cases() -> list[Case]:
 
 
 define(
-    "transpose_codes(Tensor q) -> Tensor",
-    transpose_codes,
-    composition=transpose_codes,
-    fake=_fake_transpose_codes,
+    "transpose_fp8(Tensor q) -> Tensor",
+    transpose_fp8,
+    composition=transpose_fp8,
+    fake=_fake_transpose_fp8,
     cases=_turned_cases,
     kernels=("cuda",),
 )

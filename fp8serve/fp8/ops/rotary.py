@@ -1,4 +1,4 @@
-"""Rotary position: heads turned by where their token stands, alone and on the way into the cache."""
+"""Rotary position: heads rotated by the position of their token, alone and on the way into the cache."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""How much of an input a cast to E4M3 cut off: the op by which a served model watches what it was calibrated for."""
+"""How much of an input a cast to E4M3 cut off: a served model watches its calibrated ranges with it."""
 
 from functools import partial
 from itertools import product

@@ -1,4 +1,4 @@
-"""Runs fine-tune jobs, one at a time, each in its own process: `python -m fp8serve.train.worker JOB_DIR`.
+"""Runs fine-tune jobs, one at a time, each in its own process: `python -m fp8serve.train.job_process JOB_DIR`.
 
 The directory is the truth (`job.json` in, `events.jsonl` and `result.json` out, `worker.lock` held while a worker
 lives) and the job table is its index, so nothing is lost whichever process dies. A worker outlives a front that was
@@ -31,7 +31,7 @@ from fp8serve.server.tasks import cancel
 log = logging.getLogger("fp8serve.server")
 
 # -P: a file in the current directory must not become a module of the worker
-WORKER = (sys.executable, "-P", "-m", "fp8serve.train.worker")
+WORKER = (sys.executable, "-P", "-m", "fp8serve.train.job_process")
 CANCEL_SECONDS = 60.0
 ERROR_SECONDS = 5.0
 MAX_CRASHES = 3

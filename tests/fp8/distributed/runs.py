@@ -129,7 +129,8 @@ def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Losses and scales within 1e-5, counters exact.
 
     Adding four gradients in another order changes their last bit (2^-24), and AdamW's steps by as much. A few steps of
-    that stay far below 1e-5 as long as no value crosses the border between two FP8 codes, which these runs do not show.
+    that stay far below 1e-5 as long as no value crosses the border between two FP8 values, which does not happen in
+    these runs.
     """
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(wanted["losses"]), rtol=LOSSES, atol=0)
     assert found["state"].keys() == wanted["state"].keys()

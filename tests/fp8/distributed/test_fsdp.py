@@ -1,4 +1,4 @@
-"""FSDP2: the codes that are gathered, what they cost on the wire, and the run of one process."""
+"""FSDP2: the FP8 data that are gathered, what they cost on the wire, and the run of one process."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -74,12 +74,12 @@ def test_gathering_in_high_precision_serves_every_recipe(name: str) -> None:
         same(found[rank], wanted)
 
 
-def seen_codes(model: nn.Module, x: Tensor) -> dict[str, Any]:
-    """The codes and scale_inv of every weight as its layer sees them in a forward pass."""
+def seen_data(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    """The FP8 data and scale_inv of every weight as its layer sees them in a forward pass."""
     found: dict[str, Any] = {}
 
-    def keep(layer: str, codes: Tensor, scale_inv: Tensor) -> None:
-        found[layer] = [codes.view(torch.uint8).clone(), scale_inv.clone()]
+    def keep(layer: str, q: Tensor, scale_inv: Tensor) -> None:
+        found[layer] = [q.view(torch.uint8).clone(), scale_inv.clone()]
 
     def gathered(layer: str, weight: Tensor) -> None:  # cast elsewhere, so that its layer's observer sees nothing
         if isinstance(weight, GatheredWeight):
@@ -87,7 +87,9 @@ def seen_codes(model: nn.Module, x: Tensor) -> dict[str, Any]:
 
     hooks = []
     for name, layer in layers(model).items():
-        layer.observer = lambda tensor, values, *codes, name=name: keep(name, *codes) if tensor == "weight" else None
+        layer.observer = lambda tensor, values, *operand, name=name: (
+            keep(name, *operand) if tensor == "weight" else None
+        )
         hook = layer.register_forward_hook(lambda module, args, y, name=name: gathered(name, module.weight))
         hooks.append(hook)
     model(x)
@@ -97,18 +99,18 @@ def seen_codes(model: nn.Module, x: Tensor) -> dict[str, Any]:
     return found
 
 
-def codes_on_rank(rank: int, recipe: Recipe) -> Any:
+def data_on_rank(rank: int, recipe: Recipe) -> Any:
     model = shard(gather_in_fp8(network()))
-    return steps_with_codes(model, lambda: autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD))
+    return steps_with_data(model, lambda: autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD))
 
 
-def steps_with_codes(model: nn.Module, context: Callable[[], autocast]) -> list[Any]:
+def steps_with_data(model: nn.Module, context: Callable[[], autocast]) -> list[Any]:
     """Three steps on the same data everywhere; the weights grow from step to step."""
     found = []
     for i in range(3):
         with context():
             loss = loss_of(model, batch(i, 0))
-            found.append(seen_codes(model, batch(i, 0)))
+            found.append(seen_data(model, batch(i, 0)))
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -119,9 +121,9 @@ def steps_with_codes(model: nn.Module, context: Callable[[], autocast]) -> list[
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", PER_TENSOR)
-def test_the_codes_are_those_of_one_process(world: int, name: str) -> None:
-    wanted = steps_with_codes(network(), lambda: autocast(recipe=RECIPES[name]))
-    for found in on_ranks(world, codes_on_rank, RECIPES[name]):
+def test_the_data_are_those_of_one_process(world: int, name: str) -> None:
+    wanted = steps_with_data(network(), lambda: autocast(recipe=RECIPES[name]))
+    for found in on_ranks(world, data_on_rank, RECIPES[name]):
         for here, there in zip(found, wanted, strict=True):
             assert here.keys() == there.keys()
             for layer in there:

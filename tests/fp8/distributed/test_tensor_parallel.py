@@ -3,9 +3,10 @@
 Scales are equal bit for bit as long as what they are made from is: for a single layer always. Results are sums of the
 same FP32 products in another order (over the ranks, and by a BLAS that adds differently for other sizes): K terms move
 by at most K * 2^-24 of the largest, so `CLOSE` = 1e-5 bounds one layer. In a run of several steps such a difference can
-push a value over the border between two FP8 codes, which moves it by up to 1/16 of itself; averaged over a loss that is
-some 1e-3, our bound `RUN` = 5e-3 for losses and scales of a run. A scale for each row or block is found by each rank in
-its part, so there two quantizations are compared, each with the error of E5M2 gradients (about 7 %): `QUANTIZED`.
+push a value over the border between two FP8 values, which moves it by up to 1/16 of itself; averaged over a loss that
+is some 1e-3, our bound `RUN` = 5e-3 for losses and scales of a run. A scale for each row or block is found by each
+rank in its part, so there two quantizations are compared, each with the error of E5M2 gradients (about 7 %):
+`QUANTIZED`.
 """
 
 from typing import Any, Literal

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.engine.worker import Heart, Worker
+from fp8serve.engine.worker import Heartbeat, Worker
 from fp8serve.errors import RequestError
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
@@ -190,10 +190,10 @@ def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.Mon
                 enough.set()
 
     monkeypatch.setattr("fp8serve.engine.worker.HEARTBEAT_SECONDS", 0.15)
-    wire: Any = Line()
+    connection: Any = Line()
     engine: Any = Stuck()
-    worker, heart = Worker(wire, engine), Heart(wire)
-    heart.step_seconds = lambda: worker.step_seconds
+    worker, heartbeat = Worker(connection, engine), Heartbeat(connection)
+    heartbeat.step_seconds = lambda: worker.step_seconds
     runs = threading.Thread(target=worker.run)
     runs.start()
     try:
@@ -201,10 +201,10 @@ def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.Mon
         assert beats == sorted(beats)
         assert worker.step_seconds > 0
     finally:
-        wire.inbox.put({"op": "close"})
+        connection.inbox.put({"op": "close"})
         leave.set()
         runs.join()
-        heart.stop()
+        heartbeat.stop()
     assert worker.step_seconds == 0
 
 

@@ -281,9 +281,9 @@ float decode_one(uint8_t code) {
   return kE5M2 ? kDecode<E5M2>.value[code] : kDecode<E4M3>.value[code];
 }
 template <bool kE5M2>
-uint32_t decode_pair(uint16_t codes) {
+uint32_t decode_pair(uint16_t pair) {
   const auto half = [](int code) { return float_to_half(decode_one<kE5M2>(static_cast<uint8_t>(code))); };
-  return half(codes & 0xff) | static_cast<uint32_t>(half(codes >> 8)) << 16;
+  return half(pair & 0xff) | static_cast<uint32_t>(half(pair >> 8)) << 16;
 }
 
 inline bool either_nan(float a, float b) { return std::isnan(a) || std::isnan(b); }

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fp8serve.train import checkpoint, worker
-from fp8serve.train.worker import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, EventLog
+from fp8serve.train import checkpoint, job_process
+from fp8serve.train.job_process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, EventLog
 from tests.patience import PATIENCE
 
 from .conftest import Configure
@@ -39,7 +39,7 @@ def events(directory: Path) -> list[dict[str, Any]]:
 
 
 def start(directory: Path, *command: str) -> "subprocess.Popen[str]":
-    arguments = command or ("-m", "fp8serve.train.worker", str(directory))
+    arguments = command or ("-m", "fp8serve.train.job_process", str(directory))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *arguments],
@@ -61,7 +61,7 @@ def handlers() -> Any:
 
 
 def test_a_job_leaves_events_and_a_result(job: Path) -> None:
-    assert worker.main([str(job)]) == EXIT_DONE
+    assert job_process.main([str(job)]) == EXIT_DONE
     log = events(job)
     assert [e["id"] for e in log] == list(range(1, len(log) + 1))
     assert all({"type", "level", "message", "created_at"} <= e.keys() for e in log)
@@ -70,7 +70,7 @@ def test_a_job_leaves_events_and_a_result(job: Path) -> None:
     result = json.loads((job / "result.json").read_text())
     assert result["status"] == "succeeded"
     assert result["model"] == str(job / "out" / "model")
-    assert worker.main([str(job)]) == EXIT_DONE
+    assert job_process.main([str(job)]) == EXIT_DONE
     assert len(events(job)) == len(log)
 
 
@@ -88,7 +88,7 @@ def test_a_job_leaves_events_and_a_result(job: Path) -> None:
 )
 def test_bad_input_is_one_event_and_status_1(job: Path, change: dict[str, Any], says: str) -> None:
     (job / "job.json").write_text(json.dumps({**json.loads((job / "job.json").read_text()), **change}))
-    assert worker.main([str(job)]) == EXIT_FAILED
+    assert job_process.main([str(job)]) == EXIT_FAILED
     (error,) = [e for e in events(job) if e["level"] == "error"]
     assert says in error["message"]
     assert "\n" not in error["message"]
@@ -102,19 +102,19 @@ def test_a_fault_of_ours_is_one_sentence_too(job: Path, monkeypatch: pytest.Monk
         raise RuntimeError("first line\nsecond line")
 
     monkeypatch.setattr(trainer, "prepare", fail)
-    assert worker.main([str(job)]) == EXIT_FAILED
+    assert job_process.main([str(job)]) == EXIT_FAILED
     assert events(job)[-1]["message"] == "The trainer failed: RuntimeError: first line"
 
 
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert worker.main([]) == worker.main([str(tmp_path / "none")]) == EXIT_USAGE
+    assert job_process.main([]) == job_process.main([str(tmp_path / "none")]) == EXIT_USAGE
     assert "usage:" in capsys.readouterr().err
 
 
 def test_two_workers_never_run_one_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (job / "worker.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert worker.main([str(job)]) == EXIT_FAILED
+        assert job_process.main([str(job)]) == EXIT_FAILED
     assert "Another worker is running" in capsys.readouterr().err
     assert not (job / "events.jsonl").exists()
 
@@ -171,7 +171,7 @@ def test_killed_at_random_is_the_same_bits(tmp_path: Path, configure: Configure)
     long = {"max_steps": 12, "save_every": 2, "accumulate": 2, "keep_last": 2}
     whole = make_job(tmp_path / "whole", configure, **long)
     killed = make_job(tmp_path / "killed", configure, **long)
-    assert worker.main([str(whole)]) == EXIT_DONE
+    assert job_process.main([str(whole)]) == EXIT_DONE
     assert finish(killed, "random", "1") >= 2
     assert same_result(whole, killed)
     log = events(killed)
@@ -187,7 +187,7 @@ def test_killed_at_every_fsync_and_rename_is_the_same_bits(tmp_path: Path, confi
     """A quarter of the points each."""
     short = {"max_steps": 2, "save_every": 1}
     whole, job = (make_job(tmp_path / name, configure, **short) for name in ("whole", "job"))
-    assert worker.main([str(whole)]) == EXIT_DONE
+    assert job_process.main([str(whole)]) == EXIT_DONE
     points = finish(job, "points", str(first), "4")
     assert points >= 10
     assert all(same_result(whole, job.with_name(f"job-{first + 4 * i}")) for i in range(points))

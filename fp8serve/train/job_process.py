@@ -1,4 +1,4 @@
-"""The process a job runs in: `python -m fp8serve.train.worker JOB_DIR`.
+"""The process a job runs in: `python -m fp8serve.train.job_process JOB_DIR`.
 
     JOB_DIR/job.json      in   the TrainConfig
     JOB_DIR/events.jsonl  out  one event a line (`train.events`), `id` rising by one across restarts, and `created_at`
@@ -86,7 +86,7 @@ class _Stop:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        print("usage: python -m fp8serve.train.worker JOB_DIR (a directory that holds job.json)", file=sys.stderr)
+        print("usage: python -m fp8serve.train.job_process JOB_DIR (a directory that holds job.json)", file=sys.stderr)
         return EXIT_USAGE
     directory = Path(arguments[0])
     try:

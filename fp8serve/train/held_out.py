@@ -10,7 +10,7 @@ from fp8serve.train.forward import Forward, summed_loss
 
 
 @torch.no_grad()
-def evaluate(forward: Forward, rows: Sequence[Row], batch_size: int, device: str) -> dict[str, float]:
+def held_out_metrics(forward: Forward, rows: Sequence[Row], batch_size: int, device: str) -> dict[str, float]:
     """{"valid_loss" (nats per target), "valid_mean_token_accuracy"} over all targets of `rows`."""
     loss, hits, targets = 0.0, 0, 0
     for start in range(0, len(rows), batch_size):

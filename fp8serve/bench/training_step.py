@@ -15,7 +15,7 @@ from fp8serve.bench.training import Shape
 from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.recipe import from_name
 from fp8serve.model.decoder import Decoder
-from fp8serve.train.batch import Batch
+from fp8serve.train.batch import PackedBatch
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward, summed_loss
 from fp8serve.train.optimizer import Optimizer
@@ -64,7 +64,7 @@ def _forward(decoder: Decoder, name: str) -> Forward:
     return Forward(decoder, from_name(name))
 
 
-def _step(forward: Forward, batch: Batch, optimizer: Optimizer) -> float:
+def _step(forward: Forward, batch: PackedBatch, optimizer: Optimizer) -> float:
     """Seconds."""
     began = time.perf_counter()
     loss, _ = summed_loss(forward.logits(batch), batch.targets)
