@@ -23,10 +23,8 @@ from torch import Tensor
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.attendance import HEADER, WIDTH, Attendance
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
-from fp8serve.fp8.scaling import Direction, Scaled
+from fp8serve.fp8.scaling import Direction, Line, Scaled
 from fp8serve.fp8.torch_private import copy_each
-
-LINES = 2  # of places in a session: modules that were made, and copies
 
 
 def reduce_staged(
@@ -63,11 +61,11 @@ def reduce_staged(
 def _reduced(
     modules: Sequence[Scaled], places: int, direction: Direction, group: Any, said: list[list[float]]
 ) -> tuple[Tensor, Tensor]:
-    """The maxima over the ranks, FP32 [LINES * places, WIDTH], and of the headers, [HEADER, WIDTH].
+    """The maxima over the ranks, FP32 [lines * places, WIDTH], and of the headers, [HEADER, WIDTH].
 
     A module's row is zero where it staged nothing.
     """
-    staged = torch.zeros(LINES * places + HEADER, WIDTH, device=_device(modules, group))
+    staged = torch.zeros(len(Line) * places + HEADER, WIDTH, device=_device(modules, group))
     staged[-HEADER:] = torch.tensor(said)
     present = [m for m in _placed(modules, places) if m.scaling]
     if present:

@@ -19,7 +19,7 @@ class Handles(Generic[T]):
     def __init__(self) -> None:
         self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
         self._numbers = count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def add(self, thing: T) -> int:
         """A new number for an object."""

@@ -11,7 +11,8 @@ reduction over a process group. A state costs 4 N + 20 bytes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from enum import IntEnum
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,9 +20,6 @@ from torch import Tensor
 from fp8serve.fp8.amax_rules import RULES
 from fp8serve.fp8.ops.arithmetic import DTYPES, FP8_MAX
 from fp8serve.fp8.recipe import AmaxAlgo, DelayedScaling, Recipe
-
-if TYPE_CHECKING:
-    from fp8serve.fp8.session import Session
 
 Direction = Literal["forward", "backward"]
 FIELDS = ("scale", "amax_history", "nonfinite", "steps")
@@ -82,10 +80,17 @@ class ScalingState:
             setattr(self, name, getattr(self, name).to(device))
 
 
+class Line(IntEnum):
+    """The two orders of a session's places."""
+
+    MADE = 0
+    COPIED = 1
+
+
 class Place(NamedTuple):
     """Where a module stands in its session: on which line, and at which number."""
 
-    line: int
+    line: Line
     number: int
 
 
@@ -94,7 +99,7 @@ class Scaled(Protocol):
     """A module that owns delayed states, by tensor name, such as "input", "weight" and "grad_output" of a Linear."""
 
     key: int  # stands for the module in graphs (handles.py)
-    session: "Session"
+    session: Any  # the Session that it is in (session.py)
     place: Place
     tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
     scaling: dict[str, ScalingState]

@@ -19,7 +19,6 @@ A session holds its modules weakly, and they hold it: it goes with them.
 import threading
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -30,16 +29,9 @@ from fp8serve.fp8.attendance import Attendance
 from fp8serve.fp8.distributed import several
 from fp8serve.fp8.handles import Handles
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.fp8.scaling import Place, Scaled
+from fp8serve.fp8.scaling import Line, Place, Scaled
 
 REMEMBERED = 1024  # rules of a session that nobody needs at the moment
-
-
-class Line(IntEnum):
-    """The two orders of a session's places."""
-
-    MADE = 0
-    COPIED = 1
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class Session:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._modules: WeakValueDictionary[Place, Scaled] = WeakValueDictionary()
-        self._made = {Line.MADE: 0, Line.COPIED: 0}
+        self._made = dict.fromkeys(Line, 0)
         self._rules: WeakValueDictionary[int, Rule] = WeakValueDictionary()
         self._recent: deque[Rule] = deque(maxlen=REMEMBERED)  # so that a step's rule is the one of the step before
         self._lasting: dict[int, Rule] = {}  # those of compiled graphs
@@ -104,7 +96,7 @@ class Session:
     @staticmethod
     def of(model: nn.Module) -> "Session":
         """The session of a model's FP8 modules. RecipeError if it has none, or more than one."""
-        found = {id(m.session): m.session for m in model.modules() if isinstance(m, Scaled)}
+        found: dict[int, Session] = {id(m.session): m.session for m in model.modules() if isinstance(m, Scaled)}
         if len(found) != 1:
             raise RecipeError(f"This model's FP8 modules have {len(found)} sessions; make one: Session(model).")
         return next(iter(found.values()))
@@ -124,7 +116,7 @@ class Session:
             if place in self._modules:  # a shallow copy, which has its original's session
                 return self.enroll(module, Line.COPIED)
             self._modules[place] = module
-            self._made[Line(place.line)] = max(self._made[Line(place.line)], place.number + 1)
+            self._made[place.line] = max(self._made[place.line], place.number + 1)
         return place
 
     def leave(self, module: Scaled) -> None:

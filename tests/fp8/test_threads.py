@@ -100,6 +100,15 @@ def test_modules_made_in_threads_have_places_of_their_own(hasty: None) -> None:
     assert len({m.place for m in made}) == len({m.key for m in made}) == 800
 
 
+def test_rules_made_in_threads_do_not_meet(hasty: None) -> None:
+    def enter() -> None:
+        for _ in range(250):
+            with autocast(recipe=DelayedScaling(amax_compute_algo=lambda history: history.amax())):
+                pass
+
+    together(*[enter] * 4)
+
+
 def test_one_context_may_be_entered_by_several_threads() -> None:
     """A decorator is one object; each call of its function, in whatever thread, has its own rule and step."""
     inside = threading.Barrier(2)
