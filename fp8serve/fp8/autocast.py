@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fp8serve.errors import RecipeError
+from fp8serve.errors import RecipeError, shown
 from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.microbatch import checked
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
@@ -90,6 +90,8 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
             raise RecipeError(
                 f"recipe must be DelayedScaling, Float8CurrentScaling or Float8BlockScaling, found {recipe!r}."
             )
+        if not isinstance(self.session, Session):
+            raise RecipeError(f"session must be a Session, such as Session.of(model), found {shown(session)}.")
         if calibrating and delayed(self.recipe) is None:
             kind = type(self.recipe).__name__
             raise RecipeError(f"calibrating records amax histories, and {kind} has none; use DelayedScaling.")

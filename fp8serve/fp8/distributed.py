@@ -47,15 +47,20 @@ def reduce_staged(
         rows, heard = _reduced(modules, attendance.places, direction, group, said)
     attendance.note(heard)
     modules = _placed(modules, attendance.places)
-    strangers = [m for m in modules if not m.scaling]
-    if strangers:  # only these need a look at the values, which costs a synchronisation on a GPU
-        ran = rows[_rows(strangers, attendance.places)].any(1).tolist()
-        for module in (m for m, yes in zip(strangers, ran, strict=True) if yes):
-            module.prepare(recipe.amax_history_len)
+    _prepare_strangers(modules, rows, attendance.places, recipe)
     present = [m for m in modules if m.scaling]
     if present:
         copy_each(_slots(present, direction), rows[_cells(present, direction, attendance.places)].unbind())
     return present
+
+
+def _prepare_strangers(modules: Sequence[Scaled], rows: Tensor, places: int, recipe: DelayedScaling) -> None:
+    """Give states to the modules that have none and ran on another rank."""
+    strangers = [m for m in modules if not m.scaling]
+    if strangers:  # only these need a look at the values, which costs a synchronisation on a GPU
+        ran = rows[_rows(strangers, places)].any(1).tolist()
+        for module in (m for m, yes in zip(strangers, ran, strict=True) if yes):
+            module.prepare(recipe.amax_history_len)
 
 
 def _reduced(

@@ -77,6 +77,7 @@ class Session:
 
     model: its FP8 modules leave the session that they were in; their places are those in `model.modules()`. The model
     owns the session from then on, and a copy of the model (`copy.deepcopy`, pickle) owns a new one: `Session.of(copy)`.
+    RecipeError if the model has no FP8 modules.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -88,10 +89,16 @@ class Session:
         self._lock = threading.RLock()
         self.attendance: defaultdict[Any, Attendance] = defaultdict(Attendance)  # by process group
         self.reach = 0  # one more than the highest place, in either line, that ever staged an amax
-        for module in () if model is None else model.modules():
-            if isinstance(module, Scaled):
-                module.session.leave(module)
-                module.session, module.place = self, self.enroll(module)
+        if model is not None:
+            self._take_over(model)
+
+    def _take_over(self, model: nn.Module) -> None:
+        found = [m for m in model.modules() if isinstance(m, Scaled)]
+        if not found:
+            raise RecipeError(f"This {type(model).__name__} has no FP8 modules to make a session of; convert it first.")
+        for module in found:
+            module.session.leave(module)
+            module.session, module.place = self, self.enroll(module)
 
     @staticmethod
     def of(model: nn.Module) -> "Session":

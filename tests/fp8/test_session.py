@@ -66,6 +66,10 @@ def test_a_model_of_two_sessions_or_none_has_to_be_given_one() -> None:
         Session.of(mixed)
     with pytest.raises(RecipeError, match="have 0 sessions"):
         Session.of(nn.ReLU())
+    with pytest.raises(RecipeError, match="This ReLU has no FP8 modules to make a session of; convert it first"):
+        Session(nn.ReLU())
+    with pytest.raises(RecipeError, match="session must be a Session, such as Session"):
+        autocast(session=mixed)  # type: ignore[arg-type]
 
 
 def train_compiled(module: nn.Module, session: Session | None) -> None:
