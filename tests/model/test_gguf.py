@@ -72,7 +72,7 @@ def test_transformers_reads_the_same_tensors(kind: str, model_dir: ModelDir, tmp
 def test_llama3_frequencies_are_found_again(model_dir: ModelDir, tmp_path: Path) -> None:
     path = llama3(model_dir, tmp_path / "tiny.gguf")
     convert(path, tmp_path / "out")
-    assert read_config(tmp_path / "out").rope_scaling == read_config(model_dir("llama-rope-llama3")).rope_scaling
+    assert read_config(tmp_path / "out").layer_ropes == read_config(model_dir("llama-rope-llama3")).layer_ropes
 
 
 def test_other_frequencies_are_refused(model_dir: ModelDir, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fp8serve.model.config import parse_config
 from fp8serve.model.families import FAMILIES
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.tensors import dequantized
+from fp8serve.model.rope import Rope
 from fp8serve.model.rotary import inverse_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -55,7 +56,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     parsed = parse_config(config, where=str(file.path))
     _check_heads(file, arch, parsed.head_dim)
     # A key that is left out means one thing in GGUF and another in config.json: these are always written.
-    config |= {"head_dim": parsed.head_dim, "num_key_value_heads": parsed.num_kv_heads, "rope_theta": parsed.rope_theta}
+    config |= {"head_dim": parsed.head_dim, "num_key_value_heads": parsed.num_kv_heads}
+    config["rope_theta"] = _rope(config).theta
     if ROPE_FACTORS in file.tensors:
         config["rope_scaling"] = _llama3(file, config)
     return config
@@ -112,12 +114,19 @@ def _check_heads(file: GgufFile, arch: str, head_dim: int) -> None:
             raise ModelError(f"{file.path}: {arch}.{key} is {found}, but a head has {head_dim} elements.")
 
 
+def _rope(config: dict[str, Any]) -> Rope:
+    """That of every layer: no architecture here has two kinds, or layers without."""
+    rope = parse_config(config).layer_ropes[0]
+    assert rope is not None
+    return rope
+
+
 def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """The parameters that make the factors in the file, by which frequencies are divided."""
     factors = dequantized(file.tensors[ROPE_FACTORS], torch.float32)
-    plain = inverse_frequencies(parse_config(config))
+    plain = inverse_frequencies(config["head_dim"], _rope(config))
     for candidate in _llama3_candidates(float(factors.max())):
-        stretched = inverse_frequencies(parse_config(config | {"rope_scaling": candidate}))
+        stretched = inverse_frequencies(config["head_dim"], _rope(config | {"rope_scaling": candidate}))
         if factors.shape == plain.shape and torch.allclose(plain / factors, stretched, rtol=1e-5, atol=0):
             return candidate
     raise ModelError(f"{file.path}: {ROPE_FACTORS} holds factors that are not those of Llama 3.")
