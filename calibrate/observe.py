@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.autocast import autocast, fp8_max
+from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
-from fp8serve.fp8.scaling import Entry, ScalingState, update
+from fp8serve.fp8.scaling import Entry, ScalingState, fp8_max, update
 from fp8serve.model.decoder import Decoder
 
 from .data import Batch

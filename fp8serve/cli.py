@@ -19,6 +19,7 @@ from fp8serve.commands import (
     bench_speed,
     bench_step,
     calibrate,
+    convert,
     demo,
     doctor,
     evaluate,
@@ -42,6 +43,7 @@ app.command("serve")(serve.command)
 app.command("generate")(generate.command)
 app.command("finetune")(finetune.command)
 app.command("eval")(evaluate.command)
+app.command("convert")(convert.command)
 app.command("inspect")(inspect.command)
 app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)

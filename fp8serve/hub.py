@@ -1,4 +1,5 @@
-"""Where a model's name leads: a directory, or a name on the Hugging Face hub that is downloaded once.
+"""Where a model's name leads: a directory, a GGUF file that is converted once, SmolLM2 from a Python package, or a name
+on the Hugging Face hub that is downloaded once.
 
 A name on the hub is only tried when no such directory exists. HF_HUB_OFFLINE=1 is honoured by huggingface_hub itself:
 then only what was downloaded before is found.
@@ -8,6 +9,7 @@ import re
 from pathlib import Path
 
 from fp8serve.errors import ModelError
+from fp8serve.terminal import remark
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # never pickled weights, never code
@@ -19,12 +21,28 @@ def find_model(name: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError(f"{name} is a file; give the directory that holds config.json and the safetensors files.")
+        return _convert(path)
+    if name == "smollm2":
+        from fp8serve.model.gguf.smollm2 import smollm2
+
+        return smollm2(remark)
     if not _HUB_NAME.fullmatch(name):
         raise ModelError(
-            f"{name} is not a directory; give a Hugging Face-format model directory or a hub name such as org/name."
+            f"{name} is not a directory; give a model directory in Hugging Face format, a GGUF file, or a hub name "
+            "such as org/name."
         )
     return _download(name)
+
+
+def _convert(path: Path) -> Path:
+    from fp8serve.model.gguf.cache import cached
+    from fp8serve.model.gguf.reader import is_gguf
+
+    if not is_gguf(path):
+        raise ModelError(
+            f"{path} is a file and no GGUF; give the directory that holds config.json and the safetensors files."
+        )
+    return cached(path, remark)
 
 
 def _download(name: str) -> Path:

@@ -11,7 +11,10 @@ from fp8serve.terminal import AsJson, print_json, print_table
 
 def command(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Model directory, scales.safetensors, or Transformer Engine state.")
+        Path,
+        typer.Argument(
+            metavar="PATH", help="Model directory or GGUF file, scales.safetensors, or Transformer Engine state."
+        ),
     ],
     json: AsJson = False,
 ) -> None:
@@ -27,9 +30,11 @@ def command(
       fp8serve inspect ./llama-fp8/scales.safetensors --json
       fp8serve inspect te.safetensors                        # with _extra_state tensors of Transformer Engine
     """
+    from fp8serve.hub import find_model
     from fp8serve.inspection import inspect
+    from fp8serve.model.gguf.reader import is_gguf
 
-    report = inspect(path)
+    report = inspect(find_model(str(path)) if is_gguf(path) else path)
     print_json(report) if json else _print(report)
     wrong = [s for s in report["scales"] if s["problem"]]
     if wrong:

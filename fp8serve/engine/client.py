@@ -303,7 +303,10 @@ def _error(message: dict[str, Any]) -> Fp8ServeError:
 
 def _ending(status: int) -> str:
     if status == -signal.SIGKILL:
-        return "The engine process was killed, most likely because memory ran out; use a smaller cache or model."
+        return (
+            "The engine process was killed (SIGKILL): by the kernel, if memory ran out (then use a smaller cache or "
+            "model), or by somebody."
+        )
     if status < 0:
         return f"The engine process was ended by signal {signal.Signals(-status).name}."
     return "The engine process has ended." if status == 0 else f"The engine process failed with exit status {status}."

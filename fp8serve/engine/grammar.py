@@ -62,7 +62,10 @@ class Grammars:
         return Matcher(matcher.deep_copy())
 
     def _compile(self, json_schema: str | None, regex: str | None) -> llguidance.LLMatcher:
-        return llguidance.LLMatcher(self._llg(), _grammar(json_schema, regex), log_level=0)
+        """With the first step's tokens computed, so that a grammar too complex for that fails here."""
+        matcher = llguidance.LLMatcher(self._llg(), _grammar(json_schema, regex), log_level=0)
+        matcher.compute_bitmask()
+        return matcher
 
     def _llg(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
@@ -97,5 +100,5 @@ def _grammar(json_schema: str | None, regex: str | None) -> str:
 
 def _refusal(params: SamplingParams, complaint: str) -> RequestError:
     what = "regex" if params.json_schema is None else "JSON schema"
-    reason = " ".join(complaint.split())[:MAX_COMPLAINT].rstrip(".")
+    reason = " ".join(complaint.partition("<state>")[0].split())[:MAX_COMPLAINT].rstrip(".")
     return RequestError(f"The {what} cannot be used: {reason}.")

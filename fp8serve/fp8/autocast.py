@@ -1,169 +1,60 @@
 """The context that says which recipe is in force, and what is updated when it ends.
 
-    with autocast(recipe=DelayedScaling()):     # outermost: owns the session
-        model(x)                                # every Linear that records an amax registers with the session
+    with autocast(recipe=DelayedScaling()):     # outermost: begins a step
+        model(x)                                # every Linear that records an amax registers with the step
                                                 # exit: all registered forward states are updated in one op
 
-Contexts nest, the innermost wins, each thread has its own stack. Only the end of the *outermost* context updates, and
-only with gradients enabled; an exception inside, or in a backward pass, discards what was staged, so that a failed step
-leaves no trace. The backward pass runs outside of any context: what it needs, every forward call has written down, and
-the gradients' states are updated when the running backward pass ends. We ask the autograd engine for that moment
-(`queue_callback`) rather than attach it to the first module, because a first module that is frozen has no backward at
-all.
+Contexts nest, the innermost wins, each thread has its own stack. What holds from one entry to its exit is in a `Frame`,
+so one `autocast` object may be entered again, and by several threads at once, as a decorator is. Only the end of the
+*outermost* context updates, and only with gradients enabled; an exception inside, or in a backward pass, discards what
+was staged, so that a failed step leaves no trace. The backward pass runs outside of any context: what it needs, every
+forward call has written down, and the gradients' states are updated when the running backward pass ends. We ask the
+autograd engine for that moment (`queue_callback`) rather than attach it to the first module, because a first module
+that is frozen has no backward at all.
 
-Over a process group, the staged amaxes of *all* living modules are reduced with one MAX: a rank where some module did
-not run still takes part with zeros, so nothing hangs and all ranks hold equal scales. Because of a rank without a
-backward pass the others' gradients wait for the end of the next context (distributed.py). The group is the default one
-unless the caller names another or sets `reduce_amax=False`; it is looked up when a context is entered, because a
-decorator is often made before the processes have met.
+The process group is the default one unless the caller names another or sets `reduce_amax=False`; it is looked up when a
+context is entered, because a decorator is often made before the processes have met.
 """
 
 import threading
-import weakref
-from collections import deque
-from collections.abc import Iterable
 from contextlib import ContextDecorator
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
-from fp8serve.errors import RecipeError
-from fp8serve.fp8.distributed import Attendance, default_group, header, reduce_staged, several
-from fp8serve.fp8.loops import LoopWatch
+from fp8serve.errors import RecipeError, shown
+from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.microbatch import checked
-from fp8serve.fp8.ops import DTYPES, implement
-from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
-from fp8serve.fp8.scaling import Direction, Entry, Scaled, update
-from fp8serve.fp8.torch_private import backward_pass, constant_in_graphs, when_backward_ends
+from fp8serve.fp8.session import Rule, Session, common
+from fp8serve.fp8.steps import Step
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How a state is updated: the recipe that staged it and the process group to reduce over."""
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One entry into a context: what is in force until its exit."""
 
-    recipe: DelayedScaling
+    context: "autocast"
+    recipe: Recipe
+    enabled: bool
+    calibrating: bool
+    is_first_microbatch: bool | None
     group: Any = None
-    attendance: Attendance = field(default_factory=Attendance, compare=False)
-
-    @property
-    def shared(self) -> bool:
-        """Amaxes are reduced over a group."""
-        return self.recipe.reduce_amax and several(self.group)
-
-
-@dataclass
-class Session:
-    """What one outermost context, or one backward pass, has staged: per rule the modules by key."""
-
-    direction: Direction
-    ran: dict[Rule, dict[int, Scaled]] = field(default_factory=dict)
-    expecting: set[Rule] = field(default_factory=set)  # under which something ran that has a backward pass
-    watch: LoopWatch = field(default_factory=LoopWatch)
-
-    def open(self, rule: Rule) -> None:
-        """Take part in the rule's collective even if no module runs here."""
-        self.ran.setdefault(rule, {})
-
-    def add(self, module: Scaled, rule: Rule) -> None:
-        self.ran.setdefault(rule, {})[module.key] = module
-
-    def finish(self) -> None:
-        """Update every state that was staged; one op (and one collective) per rule, normally one in all."""
-        for rule, modules in self.ran.items():
-            if not rule.shared:
-                _update(modules.values(), self.direction, rule.recipe)
-            elif self.direction == "forward":
-                if rule.attendance.deferred():
-                    _update_together("backward", rule, expecting=False)
-                _update_together("forward", rule, rule in self.expecting)
-            elif not rule.attendance.deferred():
-                _update_together("backward", rule, expecting=False)
-        self.ran.clear()
-
-    def discard(self) -> None:
-        """Forget what was staged, as if the step had not happened."""
-        _discard(self.direction, self.ran)
-
-
-def _discard(direction: Direction, ran: dict[Rule, dict[int, Scaled]]) -> None:
-    for modules in ran.values():
-        for module in modules.values():
-            for name in module.tensors[direction]:
-                module.scaling[name].discard()
-
-
-def _update_together(direction: Direction, rule: Rule, expecting: bool) -> None:
-    """Reduce over the group what all living modules staged in one direction, and update them, here as everywhere."""
-    said = header(direction, expecting)
-    chosen, heard = reduce_staged(living(), _MADE.count, direction, rule.recipe, rule.group, said)
-    rule.attendance.note(heard)
-    _update(chosen, direction, rule.recipe)
-
-
-def _update(modules: Iterable[Scaled], direction: Direction, recipe: DelayedScaling) -> None:
-    named = [(name, m.scaling[name]) for m in modules for name in m.tensors[direction]]
-    update([Entry(state, fp8_max(recipe, name)) for name, state in named], recipe)
-
-
-def fp8_max(recipe: Recipe, name: str) -> float:
-    """The largest value of the format that the tensor of a role is cast to."""
-    return FP8_MAX[DTYPES[recipe.specs.element(name)]]
-
-
-@dataclass
-class _Made:
-    """How many modules were ever made, the discarded ones included."""
-
-    count: int = 0
+    rule: int | None = None  # how delayed states are updated, by number; None for recipes without state
+    held: Rule | None = None  # that rule itself, which exists as long as somebody holds it
 
 
 class _Local(threading.local):
-    """Per thread: the stack of open contexts and the session of the outermost."""
+    """Per thread: the stack of open contexts and the step of the outermost."""
 
     def __init__(self) -> None:
-        self.stack: list[autocast] = []
-        self.session = Session("forward")
+        self.stack: list[Frame] = []
+        self.step = Step("forward")
 
 
 _LOCAL = _Local()
-_RULES: WeakValueDictionary[int, Rule] = WeakValueDictionary()  # by id, so that a compiled graph can carry it
-_NUMBERS = count()
-_RECENT: deque[Rule] = deque(maxlen=1024)  # so that a step's rule has the number of the step before
-_LASTING: dict[int, Rule] = {}  # those of process groups, which remember attendance, and of compiled graphs
-_MADE = _Made()
-_MODULES: WeakValueDictionary[int, Scaled] = WeakValueDictionary()
-_BACKWARD: WeakValueDictionary[int, Session] = WeakValueDictionary()
-
-
-def known(rule: Rule) -> tuple[int, Rule]:
-    """The number that stands for an equal rule, and that rule; who needs it later (a graph, a context) holds it."""
-    for number, same in list(_RULES.items()):
-        if same == rule:
-            return number, same
-    number = next(_NUMBERS)
-    _RULES[number] = rule
-    _RECENT.append(rule)
-    if rule.shared:
-        _LASTING[number] = rule
-    return number, rule
-
-
-def enroll(module: Scaled) -> int:
-    """Give a module its place in the order of creation."""
-    key, _MADE.count = _MADE.count, _MADE.count + 1
-    _MODULES[key] = module
-    return key
-
-
-def living() -> list[Scaled]:
-    """All modules that exist, in order of creation."""
-    return [module for _, module in sorted(_MODULES.items())]
 
 
 class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
@@ -173,9 +64,10 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
     gradients, and the states are updated at the end; together with enabled=False the maths stays in high precision.
     `amax_reduction_group`: the process group over which delayed amaxes are reduced with MAX, in every context that ends
     with gradients enabled. None: the default group, if one is initialised. A recipe with `reduce_amax=False` reduces
-    over none. `is_first_microbatch`, for gradient accumulation: True keeps the quantized weights, False uses those
-    of the last True, None quantizes the weights (microbatch.py); the innermost context decides. Raises RecipeError if
-    calibrating is asked of a recipe that has no history.
+    over none. `session`: whose modules are reduced; None: those whose model owns no session (session.py).
+    `is_first_microbatch`, for gradient accumulation: True keeps the quantized weights, False uses those of the last
+    True, None quantizes the weights (microbatch.py); the innermost context decides. Raises RecipeError if calibrating
+    is asked of a recipe that has no history, and if contexts are not left in the reverse order of their entry.
     """
 
     def __init__(
@@ -185,119 +77,86 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         recipe: Recipe | None = None,
         calibrating: bool = False,
         amax_reduction_group: Any = None,
+        session: Session | None = None,
         is_first_microbatch: bool | None = None,
     ) -> None:
         self.enabled = enabled
         self.recipe: Recipe = DelayedScaling() if recipe is None else recipe
         self.calibrating = calibrating
-        self.named_group = amax_reduction_group
-        self.group: Any = None  # this one and the rule are set on entry
-        self.rule: int | None = None
-        self.held: Rule | None = None
+        self.amax_reduction_group = amax_reduction_group
+        self.session = common() if session is None else session
         self.is_first_microbatch = checked(is_first_microbatch)
         if not isinstance(self.recipe, Recipe):
             raise RecipeError(
                 f"recipe must be DelayedScaling, Float8CurrentScaling or Float8BlockScaling, found {recipe!r}."
             )
+        if not isinstance(self.session, Session):
+            raise RecipeError(f"session must be a Session, such as Session.of(model), found {shown(session)}.")
         if calibrating and delayed(self.recipe) is None:
             kind = type(self.recipe).__name__
             raise RecipeError(f"calibrating records amax histories, and {kind} has none; use DelayedScaling.")
 
     def __enter__(self) -> "autocast":
-        _LOCAL.stack.append(self)
-        if (rules := delayed(self.recipe)) is not None:
-            self.group = default_group() if self.named_group is None else self.named_group
-            self.rule, self.held = known(Rule(rules, self.group))
-            if self.held.shared and (self.enabled or self.calibrating):
-                _LOCAL.session.open(self.held)
+        frame = self._frame()
+        _LOCAL.stack.append(frame)
+        if frame.held is not None and frame.held.shared and (self.enabled or self.calibrating):
+            _LOCAL.step.open(frame.held)
         return self
+
+    def _frame(self) -> Frame:
+        settings = self, self.recipe, self.enabled, self.calibrating, self.is_first_microbatch
+        if (recipe := delayed(self.recipe)) is None:
+            return Frame(*settings)
+        group = default_group() if self.amax_reduction_group is None else self.amax_reduction_group
+        return Frame(*settings, group, *self.session.rule(recipe, group))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _LOCAL.stack.pop()
-        if _LOCAL.stack:
-            return
-        session, _LOCAL.session = _LOCAL.session, Session("forward")
-        session.watch.close()
-        if kind is not None:
-            session.discard()
-        elif torch.is_grad_enabled() or self.calibrating:
-            with torch.no_grad():
-                session.finish()
+        in_order = _leave(self)
+        if not in_order:
+            _LOCAL.step.discard()
+        if not _LOCAL.stack:
+            _end_step(failed=kind is not None, recording=torch.is_grad_enabled() or self.calibrating)
+        if not in_order:
+            raise RecipeError(
+                "This autocast was left before one that was entered after it, or was not entered in this thread; what "
+                "ran is not recorded. Leave contexts in the reverse order of their entry, best by `with`."
+            )
 
 
-def current() -> autocast | None:
+def _leave(context: autocast) -> bool:
+    """Take the innermost frame of a context off the stack; whether it was the innermost of all."""
+    stack = _LOCAL.stack
+    at = next((i for i in reversed(range(len(stack))) if stack[i].context is context), None)
+    if at is None:
+        return False
+    del stack[at]
+    return at == len(stack)
+
+
+def _end_step(failed: bool, recording: bool) -> None:
+    """Update what the outermost context staged, or forget it."""
+    ended, _LOCAL.step = _LOCAL.step, Step("forward")
+    ended.watch.close()
+    if failed:
+        ended.discard()
+    elif recording:
+        with torch.no_grad():
+            ended.finish()
+
+
+def entered() -> bool:
+    """Whether this thread is inside any context."""
+    return bool(_LOCAL.stack)
+
+
+def current() -> Frame | None:
     """The innermost context of this thread if it asks anything of a Linear, else None."""
-    context = _LOCAL.stack[-1] if _LOCAL.stack else None
-    return context if context is not None and (context.enabled or context.calibrating) else None
+    frame = _LOCAL.stack[-1] if _LOCAL.stack else None
+    return frame if frame is not None and (frame.enabled or frame.calibrating) else None
 
 
-def session() -> Session:
+def step() -> Step:
     """What the running outermost context has staged; another object in every step."""
-    return _LOCAL.session
-
-
-@constant_in_graphs
-def prepare(module: int, length: int) -> bool:
-    """Create or resize the states of a module (by key); torch.compile runs this while it traces, not in the graph."""
-    _MODULES[module].prepare(length)
-    return True
-
-
-def expect_backward(history: Tensor, rule: int) -> None:
-    """Note that gradients will be staged by the rule (by id): the other ranks ask. `history`: any that is updated."""
-    if torch.compiler.is_compiling():
-        torch.ops.fp8serve.expect_backward(history, rule)
-    else:
-        _expect_backward(history, rule)
-
-
-def _expect_backward(history: Tensor, rule: int) -> None:
-    _LOCAL.session.expecting.add(_RULES[rule])
-
-
-def _expect_backward_of_graph(history: Tensor, rule: int) -> None:
-    """A compiled graph carries the number of a rule to its backward pass, and nothing that would hold the rule."""
-    _LASTING[rule] = _RULES[rule]
-    _expect_backward(history, rule)
-
-
-def record(direction: Direction, history: Tensor, amax: Tensor, module: int, rule: int) -> None:
-    """Raise the staging slot of a history to `amax` and note that the module (by key) ran by the rule (by id).
-
-    Inside torch.compile it becomes a node of the graph, which does the same when the graph runs.
-    """
-    if torch.compiler.is_compiling():
-        torch.ops.fp8serve.record_amax(history, amax, module, rule, direction)
-    else:
-        _record(history, amax, module, rule, direction)
-
-
-def _record(history: Tensor, amax: Tensor, module: int, rule: int, direction: str) -> None:
-    slot = history[0]
-    slot.copy_(torch.maximum(slot, amax))
-    session = _LOCAL.session if direction == "forward" else _backward_session()
-    if direction == "forward" and _LOCAL.stack:
-        session.watch.staged()
-    owner = _MODULES.get(module)
-    if owner is not None:  # a module may be gone before its backward pass runs
-        session.add(owner, _RULES[rule])
-
-
-def _backward_session() -> Session:
-    """The session of the running backward pass; the engine finishes it when the pass ends."""
-    task = backward_pass()
-    assert task is not None, "gradients are staged in a backward pass"
-    session = _BACKWARD.get(task)
-    if session is None:
-        session = _BACKWARD[task] = Session("backward")
-        # The engine keeps the bound method, and with it the session, until this backward pass ends or fails: a session
-        # that goes without having finished has failed.
-        weakref.finalize(session, _discard, "backward", session.ran).atexit = False
-        when_backward_ends(session.finish)
-    return session
-
-
-implement("record_amax", _record)
-implement("expect_backward", _expect_backward_of_graph)
+    return _LOCAL.step

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.attention import causal_attention, causal_weights, check_lengths
-from fp8serve.fp8.autocast import current, expect_backward, prepare, record
+from fp8serve.fp8.autocast import current
 from fp8serve.fp8.casting import Operand, Quantized, cast_by_content, cast_delayed, has_infinity, unhidden
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, delayed
 from fp8serve.fp8.recompute import planned
+from fp8serve.fp8.recording import expect_backward, prepare, record
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.stateful import Stateful
 
@@ -161,8 +162,8 @@ class DotProductAttention(Stateful):
         if context is None or not attends_in_fp8(context.recipe):
             return None
         recipe, graph = context.recipe, torch.is_grad_enabled()
-        if (rules := delayed(recipe)) is not None:
-            prepare(self.key, rules.amax_history_len)
+        if (rules := delayed(recipe)) is not None and context.rule is not None:
+            prepare(self.key, context.rule, rules.amax_history_len)
         states = {} if rules is None else self.scaling
         if context.rule is not None and graph and differentiable:
             expect_backward(states["q"].amax_history, context.rule)

@@ -47,6 +47,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.microbatch import Kept
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.recipe import Recipe, delayed
+from fp8serve.fp8.steps import Step
 from fp8serve.fp8.torch_private import backward_pass, map_tensors, plain_torch_function, preserving_version, wrapper
 
 # What FSDP2, DTensor and `nn.Module` do to a parameter while they shard, move and load it: the result is a shard again.
@@ -57,10 +58,10 @@ _KEEP = {
 
 
 class WholeAmax(NamedTuple):
-    """The amax [] of a whole weight that no cast has used yet; found by the ranks in one step (its session)."""
+    """The amax [] of a whole weight that no cast has used yet; found by the ranks in one step."""
 
     value: Tensor
-    session: "weakref.ref[contexts.Session]"
+    step: "weakref.ref[Step]"
 
 
 class Peers:
@@ -86,14 +87,14 @@ class Peers:
 
         Each is handed out once. Gathers are collectives themselves, so all ranks find anew at the same time.
         """
-        session = contexts.session()
-        if shard.whole is None or shard.whole.session() is not session:
+        step = contexts.step()
+        if shard.whole is None or shard.whole.step() is not step:
             shards = self._shards(mesh)
             amaxes = torch.stack([arithmetic.amax(s.hp) for s in shards])
             for members in (group, *self._sharers()):
                 dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=members)
             for found, amax in zip(shards, amaxes.unbind(), strict=True):
-                found.whole = WholeAmax(amax, weakref.ref(session))
+                found.whole = WholeAmax(amax, weakref.ref(step))
         whole, shard.whole = cast(WholeAmax, shard.whole), None
         return whole.value
 
@@ -239,7 +240,7 @@ def _plain(value: Any) -> Any:
     return value.hp if isinstance(value, ShardedWeight) else value
 
 
-def _usable(mesh: DeviceMesh) -> contexts.autocast:
+def _usable(mesh: DeviceMesh) -> contexts.Frame:
     """The context in force, which must quantize weights with one scale a tensor that the ranks of `mesh` share."""
     context = contexts.current()
     if context is None or not context.enabled:

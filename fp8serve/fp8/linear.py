@@ -27,12 +27,13 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import fast_paths
 from fp8serve.fp8.announce import announcements, skipped
-from fp8serve.fp8.autocast import autocast, current, expect_backward, prepare, record
+from fp8serve.fp8.autocast import Frame, current
 from fp8serve.fp8.casting import Operand, Quantized, cast_current, cast_delayed, from_quantized, has_infinity, unhidden
 from fp8serve.fp8.microbatch import Kept, checked
 from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.recipe import Precisions, Recipe, delayed
 from fp8serve.fp8.recompute import planned, refuse_reentrant
+from fp8serve.fp8.recording import expect_backward, prepare, record
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.stateful import Stateful
 
@@ -285,11 +286,11 @@ class Linear(Stateful, nn.Linear):
     def _differentiable(self, x: Tensor) -> bool:
         return x.requires_grad or self.weight.requires_grad
 
-    def _call(self, context: autocast) -> LinearCall:
+    def _call(self, context: Frame) -> LinearCall:
         recipe = context.recipe
         rules = delayed(recipe)
-        if rules is not None:
-            prepare(self.key, rules.amax_history_len)
+        if rules is not None and context.rule is not None:
+            prepare(self.key, context.rule, rules.amax_history_len)
         return LinearCall(
             module=self.key,
             recipe=recipe,
@@ -341,8 +342,3 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
         Linear.adopt(linear)
     fast_paths.leave(module, found)
     return module
-
-
-def scaling_state(linear: Linear) -> dict[str, ScalingState]:
-    """The delayed states of a Linear by name ("input", "weight", "grad_output"); empty before its first delayed run."""
-    return dict(linear.scaling)

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 
 class LoopWatch:
@@ -23,29 +22,41 @@ class LoopWatch:
     def __init__(self) -> None:
         self._staged = 0
         self._staged_at_step: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._thread = 0
-        self._hook: RemovableHandle | None = None
 
     def staged(self) -> None:
         """Note that a forward pass staged an amax."""
         self._staged += 1
-        if self._hook is None:
-            self._thread = threading.get_ident()
-            self._hook = register_optimizer_step_post_hook(self._stepped)
+        _LOCAL.watch = self
 
     def close(self) -> None:
         """Stop watching."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if _LOCAL.watch is self:
+            _LOCAL.watch = None
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if threading.get_ident() != self._thread:
-            return
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Warn if this is the optimizer's second step, with something staged in between."""
         if self._staged_at_step.get(optimizer, self._staged) < self._staged:
             warnings.warn(
                 f"{type(optimizer).__name__} stepped twice inside one autocast, which updates delayed scales only when "
                 "the outermost context ends; open the context anew for every step, around the forward pass.",
-                stacklevel=4,
+                stacklevel=5,
             )
         self._staged_at_step[optimizer] = self._staged
+
+
+class _Local(threading.local):
+    """Per thread: what watches its outermost context."""
+
+    watch: LoopWatch | None = None
+
+
+_LOCAL = _Local()
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    if _LOCAL.watch is not None:
+        _LOCAL.watch.stepped(optimizer)
+
+
+# Once for the process: torch walks its hooks while other threads would come and go.
+register_optimizer_step_post_hook(_stepped)

@@ -11,13 +11,15 @@ reduction over a process group. A state costs 4 N + 20 bytes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from enum import IntEnum
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fp8serve.fp8.amax_rules import RULES
-from fp8serve.fp8.recipe import AmaxAlgo, DelayedScaling
+from fp8serve.fp8.ops.arithmetic import DTYPES, FP8_MAX
+from fp8serve.fp8.recipe import AmaxAlgo, DelayedScaling, Recipe
 
 Direction = Literal["forward", "backward"]
 FIELDS = ("scale", "amax_history", "nonfinite", "steps")
@@ -78,16 +80,38 @@ class ScalingState:
             setattr(self, name, getattr(self, name).to(device))
 
 
+class Line(IntEnum):
+    """The two orders of a session's places."""
+
+    MADE = 0
+    COPIED = 1
+
+
+class Place(NamedTuple):
+    """Where a module stands in its session: on which line, and at which number."""
+
+    line: Line
+    number: int
+
+
+@runtime_checkable
 class Scaled(Protocol):
     """A module that owns delayed states, by tensor name, such as "input", "weight" and "grad_output" of a Linear."""
 
-    key: int
+    key: int  # stands for the module in graphs (handles.py)
+    session: Any  # the Session that it is in (session.py)
+    place: Place
     tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
     scaling: dict[str, ScalingState]
 
     def prepare(self, length: int) -> None:
         """Create the states, or resize them to this history length."""
         ...
+
+
+def fp8_max(recipe: Recipe, name: str) -> float:
+    """The largest value of the format that the tensor of a role is cast to."""
+    return FP8_MAX[DTYPES[recipe.specs.element(name)]]
 
 
 @dataclass(frozen=True)

@@ -13,25 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.autocast import enroll
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.fp8.scaling import FIELDS, Direction, ScalingState
+from fp8serve.fp8.scaling import FIELDS, Direction, Place, ScalingState
+from fp8serve.fp8.session import MODULES, Session, common
 
 
 class Stateful(nn.Module):
     """A module with one delayed state per name in `tensors`, created when a delayed recipe first runs it."""
 
     tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
-    key: int
+    key: int  # its number in this process, for graphs
+    session: Session
+    place: Place  # in the session
     scaling: dict[str, ScalingState]
 
     def _begin(self) -> None:
-        self.key = enroll(self)
+        self.key = MODULES.add(self)
+        self.session = common()
+        self.place = self.session.enroll(self)
         self.scaling = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is a module of its own: own place, own states
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.key = enroll(self)
+        self.key = MODULES.add(self)
+        self.place = self.session.copied(self)
 
     def state_device(self) -> torch.device:
         """Where the states have to be."""
@@ -44,8 +49,8 @@ class Stateful(nn.Module):
     def prepare(self, length: int) -> None:
         """Create the delayed states, or resize them to this history length (the newest rows stay)."""
         for name in self.state_names():
-            if name not in self.scaling:
-                self.scaling[name] = ScalingState.create(length, self.state_device())
+            if name not in self.scaling:  # two threads may run the module for the first time at once
+                self.scaling.setdefault(name, ScalingState.create(length, self.state_device()))
             self.scaling[name].resize(length)
 
     def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
@@ -71,6 +76,19 @@ class Stateful(nn.Module):
         for name, fields in found.items():  # after the parameters, which assign=True may bring to another device
             if any(value is not None for value in fields.values()):
                 self.scaling[name] = restored(fields, f"{prefix}{name}", self.state_device())
+
+
+def scaling_state(module: nn.Module) -> dict[str, ScalingState]:
+    """The delayed states of an FP8 layer by name, such as "input", "weight", "grad_output" of a Linear.
+
+    Empty before its first delayed run. TypeError for a module that keeps none, such as a whole model.
+    """
+    if not isinstance(module, Stateful):
+        raise TypeError(
+            f"A {type(module).__name__} has no scaling state of its own; ask an fp8serve.Linear or DotProductAttention "
+            "inside of it, after `convert`."
+        )
+    return dict(module.scaling)
 
 
 def state_key(name: str) -> tuple[str, str] | None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.autocast import Frame
 from fp8serve.fp8.casting import Operand, Quantized
 from fp8serve.fp8.distributed import one_per_tensor, one_scale
 from fp8serve.fp8.linear import Fused, Linear, LinearCall, LinearPlan, mm
@@ -68,7 +68,7 @@ class ParallelLinear(Linear):
         rows = self.weight.detach().movedim(self.cut, 0)
         return gather(rows, self.group).movedim(0, self.cut).contiguous()
 
-    def _call(self, context: autocast) -> LinearCall:
+    def _call(self, context: Frame) -> LinearCall:
         if self.sequence_parallel and one_per_tensor(context.recipe):
             one_scale(context.recipe, context.group, self.group, "Sequence parallelism")
         return replace(super()._call(context), sharers=self.group)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
 from fp8serve.fp8.amax_rules import RULES
-from fp8serve.fp8.autocast import fp8_max
 from fp8serve.fp8.recipe import Recipe, delayed, from_json, to_json
+from fp8serve.fp8.scaling import fp8_max
 from fp8serve.model.config import read_config
 from fp8serve.model.files import fsync, no_duplicates, save_tensors
 from fp8serve.model.shards import Shards, open_shards, read_header

@@ -107,6 +107,13 @@ class Tokenizer:
         """The text of `ids`; ids outside the vocabulary have none."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def decode_known(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """As `decode`; RequestError names the first id that the tokenizer does not have."""
+        for token_id in ids:
+            if self._backend.id_to_token(token_id) is None:
+                raise RequestError(f"The tokenizer has no token with the id {token_id}.")
+        return self.decode(ids, skip_special_tokens)
+
     def token_text(self, token_id: int) -> str:
         """One token on its own, specials included, as shown beside log-probabilities."""
         return self.decode([token_id], skip_special_tokens=False)

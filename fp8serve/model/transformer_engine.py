@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
-from fp8serve.fp8.autocast import fp8_max
 from fp8serve.fp8.recipe import DelayedScaling, Format, delayed
+from fp8serve.fp8.scaling import fp8_max
 from fp8serve.model.pickle_data import Call, Global, read_pickle
 from fp8serve.model.scales import ScalingCheckpoint, TensorScale, check, fingerprint
 from fp8serve.model.shards import Shards, read_header

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 
 from fp8serve.engine.engine import Engine
@@ -102,3 +103,21 @@ def test_a_bomb_is_refused_or_harmless(engine: Engine) -> None:
     except RequestError:
         return
     assert done.finish_reason == "length"
+
+
+def test_a_form_too_complex_for_its_first_step_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the request is queued, whatever the limits are; here they are tiny."""
+    limits = llguidance.LLParserLimits(max_lexer_states=3)
+    original = llguidance.LLMatcher
+
+    class Limited:
+        validate_grammar = original.validate_grammar
+        grammar_from_regex = original.grammar_from_regex
+
+        def __new__(cls, *arguments: Any, **options: Any) -> Any:
+            return original(*arguments, **options, limits=limits)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Limited)
+    with pytest.raises(RequestError, match=r"The regex cannot be used: .*too many states") as caught:
+        engine.generate([[1]], regex="[a-z]*q")
+    assert "<state>" not in str(caught.value)

@@ -12,6 +12,7 @@ from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, L
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.session import REMEMBERED, RULES
 
 SHORT = DelayedScaling(amax_history_len=4)
 
@@ -307,14 +308,12 @@ def test_a_backward_pass_after_any_number_of_newer_rules() -> None:
 
 def test_rules_go_with_what_needs_them() -> None:
     """A recipe with a function of its own in every step is no leak."""
-    from fp8serve.fp8 import autocast as contexts
-
-    before = len(contexts._RULES)
+    before = len(RULES)
     for _ in range(1100):
         with autocast(recipe=DelayedScaling(amax_compute_algo=lambda history: history.amax())):
             pass
     gc.collect()
-    assert len(contexts._RULES) <= before + 1024
+    assert len(RULES) <= before + REMEMBERED
 
 
 def test_several_models_are_independent() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast, convert
+from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Session, autocast, convert
 from fp8serve.fp8.recipe import Recipe
 
 # torch's own tracer instantiates the Function class that it deprecates
@@ -33,13 +33,15 @@ def model() -> nn.Module:
     return convert(nn.Sequential(nn.Linear(40, 50), nn.ReLU(), nn.Linear(50, 30)))
 
 
-def train(module: nn.Module, original: nn.Module, recipe: Recipe, steps: int = 4) -> list[Tensor]:
+def train(
+    module: nn.Module, original: nn.Module, recipe: Recipe, steps: int = 4, session: Session | None = None
+) -> list[Tensor]:
     """Everything a training run shows: outputs, input and weight gradients, states."""
     seen: list[Tensor] = []
     for step in range(steps):
         original.zero_grad()
         x = torch.linspace(-1 - step, 2, 280).view(7, 40).requires_grad_()
-        with autocast(recipe=recipe):
+        with autocast(recipe=recipe, session=session):
             y = module(x)
         y.square().mean().backward()
         assert x.grad is not None
@@ -63,6 +65,16 @@ def test_new_scales_do_not_recompile() -> None:
     frames = counter.frame_count
     train(compiled, original, SHORT, steps=4)
     assert counter.frame_count == frames
+
+
+def test_many_rules_and_a_session_of_the_model_compile_too() -> None:
+    eager = model()
+    twin = copy.deepcopy(eager)
+    compiled, session = torch.compile(twin, fullgraph=True, backend="aot_eager"), Session(twin)
+    for margin in (0, 1, 2, 3, 0):
+        recipe = DelayedScaling(amax_history_len=4, margin=margin)
+        wanted, found = train(eager, eager, recipe), train(compiled, twin, recipe, session=session)
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
 def test_no_grad_and_high_precision_compile_too() -> None:

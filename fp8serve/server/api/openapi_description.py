@@ -50,6 +50,7 @@ JOBS = "/v1/fine_tuning/jobs"
 
 TAKES_BODY = (
     Code.INVALID_JSON, Code.INVALID_PARAMETER, Code.UNKNOWN_PARAMETER, Code.UNSUPPORTED_PARAMETER, Code.QUEUE_FULL,
+    Code.UNSUPPORTED_MEDIA_TYPE,
 )  # fmt: skip
 
 ROUTES: dict[tuple[str, str], Route] = {

@@ -1,7 +1,7 @@
 """The middleware that reads a request's body before its handler runs, within a size (413) and a time (408).
 
 So no handler ever holds a half-sent request. Uploads are streamed by their own handler and only timed there. All long
-bodies together are bounded as well (429); a short one is always taken.
+bodies together are bounded as well (429); a short one is always taken. A compressed one is refused (415).
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from fp8serve.server.http.scope import header, refuse, replay
 
 STREAMED_UPLOADS = frozenset({"/v1/files"})
 SHORT_BODY = 64 << 10
+TAKE_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
 class BodyLimits:
@@ -26,6 +27,9 @@ class BodyLimits:
         self.seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _encoded(scope):
+            await refuse(_compressed(), scope, receive, send, close=True)
+            return
         if scope["type"] != "http" or (scope["path"] in STREAMED_UPLOADS and scope["method"] == "POST"):
             await self.app(scope, receive, send)
             return
@@ -92,6 +96,20 @@ class _Holding:
     def give_back(self) -> None:
         self._limits.take(-self._bytes)
         self._bytes = 0
+
+
+def _encoded(scope: Scope) -> bool:
+    """Whether a body comes that is compressed, or says so."""
+    encoding = header(scope, b"content-encoding") or b"identity"
+    return scope["method"] in TAKE_BODY and encoding.strip().lower() != b"identity"
+
+
+def _compressed() -> Fault:
+    return Fault(
+        Code.UNSUPPORTED_MEDIA_TYPE,
+        "Content-Encoding is not supported: a request body must not be compressed.",
+        hint="Send it as it is, without that header.",
+    )
 
 
 def _too_large(limit: int) -> Fault:

@@ -97,7 +97,7 @@ def _tokenize(head: Head, body: bytes) -> Answer:
 
 
 def _detokenize(head: Head, body: bytes) -> Answer:
-    text = _tokenizer(head["directory"]).decode(json.loads(body), head["skip"])
+    text = _tokenizer(head["directory"]).decode_known(json.loads(body), head["skip"])
     return {}, json.dumps({"prompt": text}, separators=(",", ":")).encode()
 
 

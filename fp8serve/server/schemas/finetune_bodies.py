@@ -90,7 +90,14 @@ HYPER_PARAMETERS = (
 class ActivateBody(Body):
     """`POST /models/{name}/activate`: a finished job's id, or "base" for the model the server was started with."""
 
-    source: Annotated[str, Field(min_length=1, max_length=128)]
+    source: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=128,
+            description='What to serve: the id of a fine-tune job that succeeded, or "base". GET /models lists them.',
+        ),
+    ]
 
 
 class ActivateJobBody(Body):

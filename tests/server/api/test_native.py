@@ -125,6 +125,13 @@ async def test_an_engine_that_dies_is_a_503_and_is_started_again(start: Start) -
         assert (await server.client.post("/generate", json={"inputs": "x"})).status_code == 200
 
 
+async def test_detokenize_names_an_id_that_the_tokenizer_lacks(start: Start) -> None:
+    async with start() as server:
+        answer = await server.client.post("/detokenize", json={"tokens": [104, 99999, 105]})
+        assert answer.status_code == 422
+        assert "99999" in answer.json()["error"]
+
+
 async def test_tokenize_and_back(start: Start) -> None:
     async with start() as server:
         said = (await server.client.post("/tokenize", json={"prompt": "héy", "return_token_strs": True})).json()

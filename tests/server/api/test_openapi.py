@@ -110,3 +110,9 @@ async def test_examples_are_taken_as_they_are(start: Start, path: str) -> None:
     async with start() as server:
         answer = await server.client.post(path.replace("{name}", "tiny"), json=EXAMPLES[path])
         assert answer.status_code in (200, 202), answer.text
+
+
+async def test_the_source_of_an_activation_is_described(start: Start) -> None:
+    async with start() as server:
+        schemas = (await server.client.get("/openapi.json")).json()["components"]["schemas"]
+        assert '"base"' in schemas["ActivateBody"]["properties"]["source"]["description"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gzip
 import itertools
 import logging
 import os
@@ -231,3 +232,14 @@ async def test_two_requests_may_carry_the_same_id(start: Start) -> None:
         assert all('"error"' not in answer.text for answer in answers)
         assert {answer.headers["x-request-id"] for answer in answers} == {"again"}
         assert len({answer.json()["id"] for answer in answers[-3:]}) == 3
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/files"])
+async def test_a_compressed_body_is_refused_as_such(start: Start, path: str) -> None:
+    async with start() as server:
+        body = gzip.compress(b'{"inputs": "x"}')
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        answer = await server.client.post(path, content=body, headers=headers)
+        assert (answer.status_code, "Content-Encoding" in answer.text) == (415, True)
+        plain = {"content-encoding": "identity"}
+        assert (await server.client.post("/generate", json={"inputs": "x"}, headers=plain)).status_code == 200

@@ -1,0 +1,69 @@
+"""What layers tell the running step: that they run, what they staged, and that a backward pass will stage more.
+
+Inside torch.compile each becomes a node of the graph, which carries the numbers of the module and the rule (handles.py)
+and does the same when the graph runs.
+"""
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.autocast import entered, step
+from fp8serve.fp8.ops import implement
+from fp8serve.fp8.scaling import Direction
+from fp8serve.fp8.session import MODULES, RULES
+from fp8serve.fp8.steps import backward_step
+from fp8serve.fp8.torch_private import constant_in_graphs
+
+
+@constant_in_graphs
+def prepare(module: int, rule: int, length: int) -> bool:
+    """Create or resize the states of a module (by key) that is to run by a rule (by number).
+
+    torch.compile runs this while it traces, not in the graph. RecipeError: the rule reduces another session.
+    """
+    owner = MODULES[module]
+    RULES[rule].check(owner)
+    owner.prepare(length)
+    return True
+
+
+def expect_backward(history: Tensor, rule: int) -> None:
+    """Note that gradients will be staged by the rule: the other ranks ask. `history`: any that is updated."""
+    if torch.compiler.is_compiling():
+        torch.ops.fp8serve.expect_backward(history, rule)
+    else:
+        _expect_backward(history, rule)
+
+
+def _expect_backward(history: Tensor, rule: int) -> None:
+    step().expecting.add(RULES[rule])
+
+
+def _expect_backward_of_graph(history: Tensor, rule: int) -> None:
+    """A compiled graph carries the number of a rule to its backward pass, and nothing that would hold the rule."""
+    held = RULES[rule]
+    held.session.keep(rule, held)
+    _expect_backward(history, rule)
+
+
+def record(direction: Direction, history: Tensor, amax: Tensor, module: int, rule: int) -> None:
+    """Raise the staging slot of a history to `amax` and note that the module ran by the rule."""
+    if torch.compiler.is_compiling():
+        torch.ops.fp8serve.record_amax(history, amax, module, rule, direction)
+    else:
+        _record(history, amax, module, rule, direction)
+
+
+def _record(history: Tensor, amax: Tensor, module: int, rule: int, direction: str) -> None:
+    slot = history[0]
+    slot.copy_(torch.maximum(slot, amax))
+    running = step() if direction == "forward" else backward_step()
+    if direction == "forward" and entered():
+        running.watch.staged()
+    owner, by = MODULES.get(module), RULES.get(rule)
+    if owner is not None and by is not None:  # either may be gone, with the model, before its backward pass runs
+        running.add(owner, by)
+
+
+implement("record_amax", _record)
+implement("expect_backward", _expect_backward_of_graph)

@@ -1,0 +1,181 @@
+"""Session: which modules are scaled together, in which order, and by which rules.
+
+    model = convert(model)                                # nothing to do: these modules share the common session
+    own = Session(model)                                  # or the model owns one
+    with autocast(recipe=recipe, session=own):            # whose modules alone are reduced over the process group
+
+Without a process group a session decides nothing: a step updates the modules that ran in it. Over a group the ranks
+must agree whose amax stands where in the one vector that they reduce, even a rank on which nothing ran and whose
+context names no model. So the common session has to be one per process, and its modules stand in their order of
+creation. It has a second line for copies, because a copy is often made by one rank alone, for evaluation, say: such
+copies move no other module's place. What cannot be told without a name is which copies of different ranks belong
+together if the ranks have made different numbers of them; a session that the model owns tells it. There a module's
+place is its place in the model. A copy of such a model has a session of its own, which no other model's collective
+knows of.
+
+A session holds its modules weakly, and they hold it: it goes with them.
+"""
+
+import threading
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+from fp8serve.errors import RecipeError
+from fp8serve.fp8.attendance import Attendance
+from fp8serve.fp8.distributed import several
+from fp8serve.fp8.handles import Handles
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.scaling import Line, Place, Scaled
+
+REMEMBERED = 1024  # rules of a session that nobody needs at the moment
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a state is updated: the recipe that staged it, and the process group and session to reduce over."""
+
+    recipe: DelayedScaling
+    group: Any = None
+    session: "Session" = field(compare=False, kw_only=True, repr=False)
+
+    @property
+    def shared(self) -> bool:
+        """Amaxes are reduced over a group."""
+        return self.recipe.reduce_amax and several(self.group)
+
+    @property
+    def attendance(self) -> Attendance:
+        """What the ranks of the group have told."""
+        return self.session.attendance[self.group]
+
+    def check(self, module: Scaled) -> None:
+        """RecipeError if the module would be left out of the collective."""
+        if self.shared and module.session is not self.session:
+            raise RecipeError(
+                "This layer's amaxes belong to another session than the autocast reduces over the process group; "
+                "name the session of its model: autocast(session=...)."
+            )
+
+
+MODULES: Handles[Scaled] = Handles()
+RULES: Handles[Rule] = Handles()
+
+
+class Numbered(NamedTuple):
+    """A rule and the number that stands for it in graphs."""
+
+    number: int
+    rule: Rule
+
+
+class Session:
+    """The scaled modules of one model, whose amaxes are reduced together over a process group.
+
+    model: its FP8 modules leave the session that they were in; their places are those in `model.modules()`. The model
+    owns the session from then on, and a copy of the model (`copy.deepcopy`, pickle) owns a new one: `Session.of(copy)`.
+    RecipeError if the model has no FP8 modules.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._modules: WeakValueDictionary[Place, Scaled] = WeakValueDictionary()
+        self._made = dict.fromkeys(Line, 0)
+        self._rules: WeakValueDictionary[int, Rule] = WeakValueDictionary()
+        self._recent: deque[Rule] = deque(maxlen=REMEMBERED)  # so that a step's rule is the one of the step before
+        self._lasting: dict[int, Rule] = {}  # those of compiled graphs
+        self._lock = threading.RLock()
+        self.attendance: defaultdict[Any, Attendance] = defaultdict(Attendance)  # by process group
+        self.reach = 0  # one more than the highest place, in either line, that ever staged an amax
+        if model is not None:
+            self._take_over(model)
+
+    def _take_over(self, model: nn.Module) -> None:
+        found = [m for m in model.modules() if isinstance(m, Scaled)]
+        if not found:
+            raise RecipeError(f"This {type(model).__name__} has no FP8 modules to make a session of; convert it first.")
+        for module in found:
+            module.session.leave(module)
+            module.session, module.place = self, self.enroll(module)
+
+    @staticmethod
+    def of(model: nn.Module) -> "Session":
+        """The session of a model's FP8 modules. RecipeError if it has none, or more than one."""
+        found: dict[int, Session] = {id(m.session): m.session for m in model.modules() if isinstance(m, Scaled)}
+        if len(found) != 1:
+            raise RecipeError(f"This model's FP8 modules have {len(found)} sessions; make one: Session(model).")
+        return next(iter(found.values()))
+
+    def enroll(self, module: Scaled, line: Line = Line.MADE) -> Place:
+        """Give a module the next place of a line."""
+        with self._lock:
+            place = Place(line, self._made[line])
+            self._made[line] += 1
+            self._modules[place] = module
+        return place
+
+    def copied(self, module: Scaled) -> Place:
+        """Take in a copied module: at the place that it had in the original of this session, if it is free."""
+        place = module.place
+        with self._lock:
+            if place in self._modules:  # a shallow copy, which has its original's session
+                return self.enroll(module, Line.COPIED)
+            self._modules[place] = module
+            self._made[place.line] = max(self._made[place.line], place.number + 1)
+        return place
+
+    def leave(self, module: Scaled) -> None:
+        """Forget a module; its place stays empty."""
+        with self._lock:
+            self._modules.pop(module.place, None)
+
+    def living(self) -> list[Scaled]:
+        """All modules that exist, by place."""
+        with self._lock:
+            return [module for _, module in sorted(self._modules.items(), key=lambda item: item[0])]
+
+    def staged(self, module: Scaled) -> None:
+        """Note that a module has staged an amax."""
+        if module.place.number >= self.reach:
+            with self._lock:
+                self.reach = max(self.reach, module.place.number + 1)
+
+    def rule(self, recipe: DelayedScaling, group: Any) -> Numbered:
+        """The rule of a recipe and a group, an equal one if there is any; who needs it later holds it."""
+        wanted = Rule(recipe, group, session=self)
+        with self._lock:
+            for number, same in list(self._rules.items()):
+                if same == wanted:
+                    return Numbered(number, same)
+            number = RULES.add(wanted)
+            self._rules[number] = wanted
+            self._recent.append(wanted)
+        return Numbered(number, wanted)
+
+    def keep(self, number: int, rule: Rule) -> None:
+        """Hold a rule as long as the session exists."""
+        self._lasting[number] = rule
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Session, ()  # a copy takes in the copies of its modules one by one
+
+
+class _Common(Session):
+    """The session of all modules whose model owns none."""
+
+    def copied(self, module: Scaled) -> Place:
+        """Copies have a line of their own."""
+        return self.enroll(module, Line.COPIED)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return common, ()
+
+
+_COMMON = _Common()
+
+
+def common() -> Session:
+    """The session of all modules whose model owns none."""
+    return _COMMON

@@ -1,0 +1,41 @@
+"""Converted GGUF files in the cache of the Hugging Face hub, by the hash of their content: each is converted once."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from fp8serve.errors import ModelError
+from fp8serve.model.gguf.conversion import convert
+
+_WRITER = "gguf-1"  # counts up when a conversion of the same file would come out different
+
+
+def cached(path: Path, say: Callable[[str], None], sha256: str | None = None) -> Path:
+    """The directory of the model in `path`, which is converted when it never was; `say` is told so.
+
+    sha256: what the file's hash must be. ModelError: it is another, or the file cannot be converted.
+    """
+    from huggingface_hub import constants
+
+    found = file_hash(path)
+    if sha256 not in (None, found):
+        raise ModelError(f"{path} has the SHA-256 {found}, not {sha256}; install the package that it came in again.")
+    out = Path(constants.HF_HOME) / "fp8serve" / _WRITER / f"{path.stem}-{found[:16]}"
+    if not (out / "config.json").exists():
+        say(f"Converting {path} into {out}, once...")
+        _convert_or_find(path, out)
+    return out
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of the content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _convert_or_find(path: Path, out: Path) -> None:
+    try:
+        convert(path, out)
+    except ModelError:
+        if not (out / "config.json").exists():  # it does where another process converted the same file meanwhile
+            raise

@@ -1,0 +1,24 @@
+"""A GGUF file becomes a Hugging Face directory in BF16: whole or not at all, one tensor in memory at a time."""
+
+from pathlib import Path
+
+from fp8serve.model.export import write_hf_directory
+from fp8serve.model.files import check_absent
+from fp8serve.model.gguf.config import ROPE_FACTORS, hf_config
+from fp8serve.model.gguf.reader import GgufFile
+from fp8serve.model.gguf.tensors import Weights
+from fp8serve.model.gguf.tokenizer import tokenizer_files
+
+
+def convert(path: Path | str, out: Path | str) -> None:
+    """Write the model in the GGUF file `path` to the directory `out`: weights in BF16, tokenizer, chat template.
+
+    ModelError: `out` is taken; the file is damaged, or holds an architecture, a type or a tokenizer that is not read.
+    """
+    out = Path(out)
+    check_absent(out)
+    file = GgufFile(Path(path))
+    config = hf_config(file)
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    weights = Weights(file, heads if config["model_type"] == "llama" else None, frozenset({ROPE_FACTORS}))
+    write_hf_directory(out, config, weights, extra_files=tokenizer_files(file))

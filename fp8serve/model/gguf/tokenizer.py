@@ -1,0 +1,200 @@
+"""tokenizer.json and what goes with it, from the vocabulary that a GGUF file carries.
+
+Two kinds are read: byte-level BPE ("gpt2", with merges), and SentencePiece's BPE ("llama", with scores). SentencePiece
+joins the pair whose piece has the highest score: that is BPE with the pairs of every piece as merges, by falling score.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+from tokenizers.models import BPE
+
+from fp8serve.errors import ModelError, one_line, shown
+from fp8serve.model.gguf.pretokenizers import FAMILIES
+from fp8serve.model.gguf.reader import GgufFile
+
+_SPACE = "▁"  # SentencePiece writes a space so
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's word -> Hugging Face's
+_ENDS = ("eos", "eot", "eom")  # a chat model ends its turn with the second, a call of a tool with the third
+
+
+class Kind(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens by id with their kinds, and the ids with a role: "bos" -> 1."""
+
+    tokens: list[str]
+    kinds: list[int]
+    roles: dict[str, int]
+
+    def ids(self, *but: Kind) -> dict[str, int]:
+        """Token -> id, without the kinds in `but`."""
+        return {token: i for i, token in enumerate(self.tokens) if self.kinds[i] not in but}
+
+
+def tokenizer_files(file: GgufFile) -> dict[str, str]:
+    """Name -> content of tokenizer.json, tokenizer_config.json and generation_config.json.
+
+    ModelError: a kind of tokenizer or of pre-tokenizer that is not known here, or a vocabulary that contradicts itself.
+    """
+    vocabulary = _vocabulary(file)
+    try:
+        tokenizer = _tokenizer(file, vocabulary)
+    except Exception as e:  # the library raises plain Exception
+        if isinstance(e, ModelError):
+            raise
+        raise ModelError(f"{file.path} holds a vocabulary that makes no tokenizer: {one_line(e)}.") from None
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=False),
+        "tokenizer_config.json": _json(_tokenizer_config(file, vocabulary)),
+        "generation_config.json": _json(_generation_config(file, vocabulary)),
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _vocabulary(file: GgufFile) -> Vocabulary:
+    tokens = file.list_of("tokenizer.ggml.tokens", str)
+    kinds = file.list_of("tokenizer.ggml.token_type", int) or [int(Kind.NORMAL)] * len(tokens)
+    if len(kinds) != len(tokens) or not tokens:
+        raise ModelError(f"{file.path} has {len(tokens)} tokens, and the types of {len(kinds)}.")
+    if len(set(tokens)) != len(tokens):
+        twice = Counter(tokens).most_common(1)[0][0]
+        raise ModelError(f"{file.path} has the token {shown(twice)} twice.")
+    return Vocabulary(tokens, kinds, _token_roles(file, len(tokens)))
+
+
+def _token_roles(file: GgufFile, num_tokens: int) -> dict[str, int]:
+    found = {role: file.get(f"tokenizer.ggml.{role}_token_id", int) for role in (*_ROLES, *_ENDS)}
+    roles = {role: i for role, i in found.items() if i is not None}
+    for role, i in roles.items():
+        if not 0 <= i < num_tokens:
+            raise ModelError(f"{file.path}: the {role} token is {i}, but there are {num_tokens} tokens.")
+    return roles
+
+
+def _tokenizer(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
+    model = file.require("tokenizer.ggml.model", str)
+    if model == "gpt2":
+        return _byte_level(file, vocabulary)
+    if model == "llama":
+        return _sentencepiece(file, vocabulary)
+    raise ModelError(f"{file.path}: the tokenizer {shown(model)} is not supported; supported are gpt2 and llama.")
+
+
+def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
+    name = file.get("tokenizer.ggml.pre", str) or "default"
+    if name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ModelError(f"{file.path}: the pre-tokenizer {shown(name)} is not known here; known are {known}.")
+    family = FAMILIES[name]
+    ids = vocabulary.ids(Kind.UNUSED)
+    tokenizer = Tokenizer(BPE(ids, list(_merges(file)), ignore_merges=family.whole_words))
+    if family.nfc:
+        tokenizer.normalizer = family.normalizer()
+    tokenizer.pre_tokenizer = family.pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, vocabulary)
+    steps = [processors.ByteLevel(trim_offsets=False), _ends(file, vocabulary, family.adds_bos)]
+    tokenizer.post_processor = processors.Sequence(steps)
+    return tokenizer
+
+
+def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
+    for merge in file.list_of("tokenizer.ggml.merges", str):
+        left, _, right = merge.partition(" ")
+        if not left or not right or " " in right:
+            raise ModelError(f"{file.path}: the merge {shown(merge)} is not two tokens with a space between.")
+        yield left, right
+
+
+def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
+    if file.get("tokenizer.ggml.remove_extra_whitespaces", bool) or file.value("tokenizer.ggml.precompiled_charsmap"):
+        raise ModelError(
+            f"{file.path}: a tokenizer that rewrites its text (remove_extra_whitespaces) is not supported."
+        )
+    ids = vocabulary.ids(Kind.UNUSED)
+    unknown = vocabulary.tokens[vocabulary.roles["unknown"]] if "unknown" in vocabulary.roles else None
+    fallback = all(token in ids for token in _BYTES)
+    model = BPE(ids, _merges_by_score(file, vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=fallback)
+    tokenizer = Tokenizer(model)
+    prefix = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
+    spaces = [normalizers.Replace(" ", _SPACE)]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if prefix else spaces)
+    undone = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*undone, decoders.Strip(" ", 1, 0)] if prefix else undone)
+    _add_tokens(tokenizer, vocabulary)
+    tokenizer.post_processor = _ends(file, vocabulary, adds_bos=True)
+    return tokenizer
+
+
+def _merges_by_score(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Of every piece, its divisions into two others: the pieces by falling score, divisions by the parts' ids."""
+    scores = file.list_of("tokenizer.ggml.scores", float)
+    if len(scores) != len(vocabulary.tokens):
+        raise ModelError(f"{file.path} has {len(vocabulary.tokens)} tokens, and the scores of {len(scores)}.")
+    pieces = vocabulary.ids(Kind.UNUSED, Kind.UNKNOWN, Kind.CONTROL, Kind.BYTE)
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(pieces, key=lambda p: -scores[pieces[p]]):
+        parts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        found = [pair for pair in parts if pair[0] in pieces and pair[1] in pieces]
+        merges += sorted(found, key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
+    return merges
+
+
+def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    """Tokens that are found in a text before it is cut: control tokens are special, user-defined ones are text."""
+    special = (Kind.CONTROL, Kind.UNKNOWN)
+    added = [
+        AddedToken(token, normalized=False, special=kind in special)
+        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+        if kind in (*special, Kind.USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+
+
+def _ends(file: GgufFile, vocabulary: Vocabulary, adds_bos: bool) -> processors.TemplateProcessing:
+    """Adds the beginning and the end of a text, where the file or else its family says so."""
+    says = {role: file.get(f"tokenizer.ggml.add_{role}_token", bool) for role in ("bos", "eos")}
+    wanted = {"bos": adds_bos if says["bos"] is None else says["bos"], "eos": bool(says["eos"])}
+    ids = {role: vocabulary.roles[role] for role, added in wanted.items() if added and role in vocabulary.roles}
+    names = {role: vocabulary.tokens[i] for role, i in ids.items()}
+    single = [*([names["bos"]] if "bos" in names else []), "$A", *([names["eos"]] if "eos" in names else [])]
+    return processors.TemplateProcessing(single=single, special_tokens=[(names[role], ids[role]) for role in ids])
+
+
+def _tokenizer_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for role, name in _ROLES.items():
+        if role in vocabulary.roles:
+            config[f"{name}_token"] = vocabulary.tokens[vocabulary.roles[role]]
+    template = file.get("tokenizer.chat_template", str)
+    return config | ({"chat_template": template} if template else {})
+
+
+def _generation_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
+    ends = list(dict.fromkeys(vocabulary.roles[role] for role in _ENDS if role in vocabulary.roles))
+    ids = {
+        "bos_token_id": vocabulary.roles.get("bos"),
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "pad_token_id": vocabulary.roles.get("padding"),
+    }
+    return {key: value for key, value in ids.items() if value is not None}
