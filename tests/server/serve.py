@@ -7,14 +7,14 @@ from typing import Any
 
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.launch import adopt, run
-from fp8serve.server.settings import Limits, Settings
+from fp8serve.server.settings import ServerLimits, Settings
 from tests.server.fakes import FakeEngine, Launcher
 
 
 def main(options: dict[str, Any]) -> int:
     fake, delay = options.pop("fake", False), options.pop("delay", 0.0)
     paths = {name: Path(options[name]) for name in ("model", "data_dir")}
-    limits = Limits(**options.pop("limits", {}))
+    limits = ServerLimits(**options.pop("limits", {}))
     listener = adopt(options.pop("fd")) if "fd" in options else None
     engines = Launcher(lambda: FakeEngine(delay=delay)) if fake else None
     try:

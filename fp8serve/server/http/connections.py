@@ -11,12 +11,12 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fp8serve.server.settings import Limits
+from fp8serve.server.settings import ServerLimits
 
 TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def timed_protocol(limits: Limits) -> type[H11Protocol]:
+def timed_protocol(limits: ServerLimits) -> type[H11Protocol]:
     """The protocol class for a server with these limits; uvicorn makes one for each connection."""
 
     class Timed(TimedProtocol):

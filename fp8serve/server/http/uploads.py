@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import ClientGoneError
-from fp8serve.server.settings import Limits
+from fp8serve.server.settings import ServerLimits
 
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 16
@@ -44,7 +44,7 @@ class RowBounds:
     large.
     """
 
-    def __init__(self, limits: Limits, text: bool) -> None:
+    def __init__(self, limits: ServerLimits, text: bool) -> None:
         self.limits, self.text = limits, text
         self.rows = 0
         self._size = 0  # of the row so far
@@ -77,7 +77,7 @@ class RowBounds:
 class _Parts:
     """The parser's callbacks: the part named `file` goes to `sink`, the others into `fields`."""
 
-    def __init__(self, upload: Upload, sink: IO[bytes], limits: Limits) -> None:
+    def __init__(self, upload: Upload, sink: IO[bytes], limits: ServerLimits) -> None:
         self.upload, self.sink, self.limits = upload, sink, limits
         self.bounds = RowBounds(limits, text=False)
         self.digest = hashlib.sha256()
@@ -151,7 +151,7 @@ def is_text(filename: str) -> bool:
     return filename.lower().endswith((".txt", ".md"))
 
 
-async def receive_upload(request: Request, path: Path, limits: Limits) -> Upload:
+async def receive_upload(request: Request, path: Path, limits: ServerLimits) -> Upload:
     """Streams the request's body to `path`. Raises Fault or ClientGoneError, and then leaves nothing behind."""
     boundary = _boundary(request)
     _check_room(path.parent, request.headers.get("content-length"), limits.upload_bytes)

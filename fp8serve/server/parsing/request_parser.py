@@ -18,7 +18,7 @@ from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
 from fp8serve.server.schemas.bodies import Message
 from fp8serve.server.serving.served import Served
-from fp8serve.server.settings import Limits
+from fp8serve.server.settings import ServerLimits
 
 Ids = tuple[int, ...]
 Prompt = str | list[int]
@@ -27,7 +27,7 @@ Prompt = str | list[int]
 class RequestParser:
     """Reads prompts and bodies within the limits of one server."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.pool = ParserPool(limits.reading_bytes)
         self.limits = limits
         self.allowance = Allowance(limits.reading_seconds, limits.reading_memory)

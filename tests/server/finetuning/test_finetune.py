@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
 from fp8serve.server.http.uploads import RowBounds
-from fp8serve.server.settings import Limits
+from fp8serve.server.settings import ServerLimits
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
@@ -408,7 +408,7 @@ async def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
     ],
 )
 async def test_uploads_that_are_refused_leave_nothing(start: Start, form: dict[str, Any], status: int) -> None:
-    async with start(limits=Limits(upload_bytes=2_000_000)) as server:
+    async with start(limits=ServerLimits(upload_bytes=2_000_000)) as server:
         answer = await server.client.post("/v1/files", **form)
         assert answer.status_code == status, answer.text
         assert list((server.state.data_dir / "files").iterdir()) == []
@@ -469,7 +469,7 @@ ROW = b'{"text": "x"}\n'
     ],
 )
 async def test_the_bounds_of_rows_hold_for_uploads(start: Start, name: str, content: bytes, status: int) -> None:
-    async with start(limits=Limits(rows=5, row_bytes=100)) as server:
+    async with start(limits=ServerLimits(rows=5, row_bytes=100)) as server:
         form = {"data": {"purpose": "fine-tune"}, "files": {"file": (name, content)}}
         answer = await server.client.post("/v1/files", **form)
         assert answer.status_code == status, answer.text
@@ -481,7 +481,7 @@ async def test_the_bounds_of_rows_hold_for_uploads(start: Start, name: str, cont
 @hypothesis.given(st.binary(max_size=60).map(lambda data: data.replace(b"\x00", b"\n")), st.integers(1, 7))
 def test_rows_are_counted_alike_however_they_arrive(data: bytes, piece: int) -> None:
     for text in (False, True):
-        whole, parts = RowBounds(Limits(), text), RowBounds(Limits(), text)
+        whole, parts = RowBounds(ServerLimits(), text), RowBounds(ServerLimits(), text)
         whole.take(data)
         for i in range(0, len(data), piece):
             parts.take(data[i : i + piece])
