@@ -1,4 +1,15 @@
-"""`fp8serve calibrate`: sample data in, an FP8 directory with its scales out."""
+"""Write MODEL in FP8, with scales from sample data.
+
+Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html.
+All of --data makes scales, whatever the order of files and lines; quality is measured on other text: --holdout,
+or passages that ship with fp8serve.
+
+\b
+Examples:
+  fp8serve calibrate ./llama --out ./llama-fp8
+  fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --holdout test.jsonl --kv-cache
+  fp8serve calibrate ./llama --out ./scales --scales-only --json
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,18 +29,6 @@ def command(
     options: Chosen[CalibrationOptions],
     json: AsJson = False,
 ) -> None:
-    """Write MODEL in FP8, with scales from sample data.
-
-    Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html.
-    All of --data makes scales, whatever the order of files and lines; quality is measured on other text: --holdout,
-    or passages that ship with fp8serve.
-
-    \b
-    Examples:
-      fp8serve calibrate ./llama --out ./llama-fp8
-      fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --holdout test.jsonl --kv-cache
-      fp8serve calibrate ./llama --out ./scales --scales-only --json
-    """
     from fp8serve.hub import find_model
 
     directory, recipe = find_model(model), scaling().recipe

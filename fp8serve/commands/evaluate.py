@@ -1,4 +1,12 @@
-"""`fp8serve eval`: what a model's FP8 costs in quality, in figures."""
+"""Measure what FP8 costs in quality.
+
+Perplexity; with --against also KL divergence, top-1 agreement and the noise of each layer.
+
+\b
+Examples:
+  fp8serve eval ./llama-fp8 --data held-out.jsonl
+  fp8serve eval ./llama-fp8 --data held-out.jsonl --against ./llama
+"""
 
 from typing import Annotated
 
@@ -16,15 +24,6 @@ def command(
     against: Annotated[str | None, typer.Option(help="Reference model, run in high precision.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Measure what FP8 costs in quality.
-
-    Perplexity; with --against also KL divergence, top-1 agreement and the noise of each layer.
-
-    \b
-    Examples:
-      fp8serve eval ./llama-fp8 --data held-out.jsonl
-      fp8serve eval ./llama-fp8 --data held-out.jsonl --against ./llama
-    """
     from fp8serve.hub import find_model
 
     directory, reference = find_model(model), find_model(against) if against else None

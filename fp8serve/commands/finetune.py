@@ -1,4 +1,16 @@
-"""`fp8serve finetune`: the trainer of the endpoint, in the foreground."""
+"""Fine-tune MODEL in FP8 on your own data.
+
+The result carries the scales that training kept: no calibration is needed before serving it. Interrupted
+(ctrl-C, SIGTERM), it writes a checkpoint first; the same command again goes on from there, with more --max-steps
+or --epochs beyond its end. Killed, it loses what came after its last checkpoint.
+
+\b
+Examples:
+  fp8serve finetune ./llama --data chats.jsonl --out ./run
+  fp8serve finetune ./llama-fp8 --data chats.jsonl --out ./run --epochs 3 --lr 1e-5
+  fp8serve finetune ./llama --data chats.jsonl --out ./run --recipe-option fp8_dpa=true --recipe-option margin=1
+  fp8serve serve ./run/model
+"""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -14,19 +26,6 @@ from fp8serve.train.config import TrainConfig
 
 @with_options()
 def command(model: Model, options: Chosen[TrainConfig], json: AsJson = False) -> None:
-    """Fine-tune MODEL in FP8 on your own data.
-
-    The result carries the scales that training kept: no calibration is needed before serving it. Interrupted
-    (ctrl-C, SIGTERM), it writes a checkpoint first; the same command again goes on from there, with more --max-steps
-    or --epochs beyond its end. Killed, it loses what came after its last checkpoint.
-
-    \b
-    Examples:
-      fp8serve finetune ./llama --data chats.jsonl --out ./run
-      fp8serve finetune ./llama-fp8 --data chats.jsonl --out ./run --epochs 3 --lr 1e-5
-      fp8serve finetune ./llama --data chats.jsonl --out ./run --recipe-option fp8_dpa=true --recipe-option margin=1
-      fp8serve serve ./run/model
-    """
     from fp8serve.hub import find_model
 
     config = options(model=str(find_model(model)))

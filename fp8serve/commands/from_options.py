@@ -78,7 +78,7 @@ def _parameter(option: Option, default: Any) -> inspect.Parameter:
     described = typer.Option(
         *_flags(option, plain),
         help=option.about.text.removesuffix(".") + ("; repeat for several." if several else "."),
-        show_default=(option.about.unset or False) if default in (None, (), {}) else True,
+        show_default=_shown(option, default),
         metavar=option.about.metavar,
         **_range(option, plain),
     )
@@ -87,6 +87,13 @@ def _parameter(option: Option, default: Any) -> inspect.Parameter:
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=kept, annotation=Annotated[kind, described]
     )
+
+
+def _shown(option: Option, default: Any) -> str | bool:
+    """The default as help shows it; True: typer's own way."""
+    if default in (None, (), {}):
+        return option.about.unset or False
+    return ", ".join(map(str, default)) if isinstance(default, tuple) else True
 
 
 def _typed(option: Option) -> tuple[Any, bool]:

@@ -1,4 +1,11 @@
-"""`fp8serve generate`: prompts in, text out, in this process and without a server."""
+"""Complete one or more prompts.
+
+\b
+Examples:
+  fp8serve generate ./llama-fp8 "Once upon a time"
+  fp8serve generate ./llama-fp8 --temperature 0.8 --seed 1 --json "One" "Two"
+  echo "Once upon a time" | fp8serve generate ./llama-fp8 --recipe bf16
+"""
 
 import sys
 from typing import Annotated, Any
@@ -22,14 +29,6 @@ def command(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Complete one or more prompts.
-
-    \b
-    Examples:
-      fp8serve generate ./llama-fp8 "Once upon a time"
-      fp8serve generate ./llama-fp8 --temperature 0.8 --seed 1 --json "One" "Two"
-      echo "Once upon a time" | fp8serve generate ./llama-fp8 --recipe bf16
-    """
     from fp8serve.hub import find_model
 
     directory, asked = find_model(model), prompts or [_from_stdin()]

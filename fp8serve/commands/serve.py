@@ -1,4 +1,14 @@
-"""`fp8serve serve`: the HTTP server, in the foreground until a signal ends it."""
+"""Serve MODEL over HTTP until a signal ends it.
+
+Routes: /generate, the OpenAI ones, /finetune, /health, /metrics, /docs, and a console at /.
+
+\b
+Examples:
+  fp8serve serve ./llama-fp8
+  fp8serve serve ./llama-fp8 --host 0.0.0.0 --api-key-file key.txt
+  fp8serve serve ./llama-fp8 --train-on share
+  fp8serve serve ./llama --recipe current --port 8080
+"""
 
 import os
 from pathlib import Path
@@ -26,17 +36,6 @@ def command(
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, and nothing else.")] = None,
 ) -> None:
-    """Serve MODEL over HTTP until a signal ends it.
-
-    Routes: /generate, the OpenAI ones, /finetune, /health, /metrics, /docs, and a console at /.
-
-    \b
-    Examples:
-      fp8serve serve ./llama-fp8
-      fp8serve serve ./llama-fp8 --host 0.0.0.0 --api-key-file key.txt
-      fp8serve serve ./llama-fp8 --train-on share
-      fp8serve serve ./llama --recipe current --port 8080
-    """
     from fp8serve.hub import find_model
 
     secret = find_key(settings.values.get("api_key"), api_key_file)
