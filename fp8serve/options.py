@@ -5,7 +5,7 @@
 The bounds are those of `annotated_types`, which pydantic checks when the dataclass is made (`check`). The default, the
 bounds and the text stand here and nowhere else: the command line (`commands/from_options.py`), the bodies of HTTP
 (`server/schemas/derived.py`) and the page docs/options.md are made from `options_of`. Nothing here imports pydantic
-before a value is checked, so that `fp8serve --help` does not wait for it.
+before a value is checked, so that `import fp8serve` does not wait for it.
 """
 
 from collections.abc import Mapping
@@ -51,8 +51,8 @@ class Option:
 
     def bound(self, *marks: type) -> float | None:
         """The bound of one of the kinds `marks`, such as Ge."""
-        found = [m for m in get_args(self.kind)[1:] if isinstance(m, marks)]
-        return next(iter(vars_of(found[0]).values())) if found else None
+        found = (m for m in get_args(self.kind)[1:] if isinstance(m, marks))
+        return next((value for mark in found for value in vars_of(mark).values()), None)
 
     @property
     def least(self) -> float | None:

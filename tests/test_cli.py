@@ -14,7 +14,7 @@ from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
 
 COMMANDS = ("calibrate", "serve", "generate", "finetune", "eval", "inspect", "doctor", "demo")
-HEAVY = {"torch", "pydantic", "numpy", "fastapi", "starlette", "uvicorn", "safetensors", "tokenizers", "jinja2", "rich"}
+HEAVY = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "safetensors", "tokenizers", "jinja2", "rich"}
 
 
 def sentence(capsys: pytest.CaptureFixture[str]) -> str:
