@@ -11,7 +11,10 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face-format directory, or a name on the hub.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Hugging Face-format directory, GGUF file, smollm2, or a name on the hub."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
