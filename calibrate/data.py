@@ -74,11 +74,6 @@ def source_names(files: list[Path] | None) -> tuple[str, ...]:
     return ("the passages shipped with fp8serve",) if files is None else tuple(str(f) for f in files)
 
 
-def at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise DataError(f"{name} must be at least {least}, not {value}.")
-
-
 def load_samples(
     data: Sequence[Path | str] | None, tokenizer: Tokenizer, vocab_size: int, *, count: int, seq_len: int, seed: int
 ) -> list[Sample]:
@@ -87,8 +82,6 @@ def load_samples(
     DataError: a file cannot be read as examples, or no example has two tokens. ModelError: the tokenizer gives an id
     that a model of `vocab_size` tokens does not have.
     """
-    at_least("samples", count, 1)
-    at_least("seq_len", seq_len, 2)
     source = _Source(data, seed)
     samples = source.samples(source.keys, tokenizer, vocab_size, count, seq_len)[0]
     random.Random(seed).shuffle(samples)  # a long example that gave many windows must not fill the front alone
@@ -139,7 +132,6 @@ def _check_vocabulary(samples: Sequence[Sample], vocab_size: int) -> None:
 
 def make_batches(samples: Sequence[Sample], batch_size: int, device: str = "cpu") -> list[Batch]:
     """Groups of `batch_size` samples in order; the last may be smaller."""
-    at_least("batch_size", batch_size, 1)
     groups = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
     return [_batch(group, device) for group in groups]
 
@@ -178,8 +170,6 @@ def calibration_batches(
     holdout: files to measure on, None for the shipped passages. All that a file holds is kept from calibration, but of
     the passages, and of files that are `data` as well, what is measured. DataError: as `load_samples`; nothing is left.
     """
-    at_least("samples", samples, 1)
-    at_least("seq_len", seq_len, 2)
     wanted = max(1, min(16, samples // 8))
     source, measured = _Source(data, seed), _Source(holdout, seed)
     held, read = measured.samples(measured.keys, tokenizer, vocab_size, wanted, seq_len)

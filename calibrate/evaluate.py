@@ -7,7 +7,7 @@ the same name, on the input that it really gets.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from .data import Batch, data_files, load_samples, make_batches, source_names
 from .device import check_device
 from .lengths import fitting
 from .measure import LayerTally, TokenTally, add_logits
+from .options import SampleOptions
 from .passes import against as compared
 from .passes import forward
 from .progress import Progress, Stages
@@ -37,35 +38,37 @@ def evaluate(
     *,
     recipe: Literal["stored", "bf16"] | Recipe = "stored",
     scales: Path | str | None = None,
-    samples: int = 128,
-    seq_len: int = 512,
-    batch_size: int = 4,
-    seed: int = 0,
-    device: str = "cpu",
     progress: Progress | None = None,
+    **options: Any,
 ) -> EvalReport:
     """Perplexity of `model_dir` under `recipe` ("stored": the FP8 that lies in it), and its distance from `against`.
 
-    data: files as for `calibrate`, None for the shipped passages. `against`: a directory run in BF16, with the same
+    options: the fields of SampleOptions. `against`: a directory run in BF16, with the same
     vocabulary; it adds its perplexity, KL(against || model), agreement on the likeliest token, and the SQNR of every
     FP8 linear against the linear of the same name there.
     ModelError, DataError, ScalesError: an input cannot be used, or the two models do not fit each other.
     """
-    check_device(device)
+    asked = SampleOptions.of({"data": data, **options})
+    check_device(asked.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
-        model = load_servable(source, recipe, scales=scales, device=device)
-        reference = None if against is None else load_servable(against, "bf16", device=device)
+        model = load_servable(source, recipe, scales=scales, device=asked.device)
+        reference = None if against is None else load_servable(against, "bf16", device=asked.device)
         if reference is not None:
             _check_comparable(model, reference, source, Path(str(against)))
-        limit, notes = fitting(seq_len, *(m.config for m in (model, reference) if m is not None))
-        files = data_files(data)
+        limit, notes = fitting(asked.seq_len, *(m.config for m in (model, reference) if m is not None))
+        files = data_files(asked.data)
         found = load_samples(
-            files, Tokenizer.from_dir(source), model.config.vocab_size, count=samples, seq_len=limit, seed=seed
-        )
+            files,
+            Tokenizer.from_dir(source),
+            model.config.vocab_size,
+            count=asked.samples,
+            seq_len=limit,
+            seed=asked.seed,
+        )  # fmt: skip
     linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
     tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
-    batches = make_batches(found, batch_size, device)
+    batches = make_batches(found, asked.batch_size, asked.device)
     for batch in stages.steps("evaluate", batches):
         with compared(linears, dict((reference or model).named_modules()), layers):
             hidden = forward(model, batch)

@@ -18,10 +18,10 @@ report, and the directory gets FP8 weights and, if asked for, scales of the KV c
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 
@@ -54,6 +54,7 @@ from .data import Batches, calibration_batches, data_files, source_names
 from .device import check_device
 from .lengths import fitting
 from .observe import Observer, observe, settle
+from .options import CalibrationOptions
 from .progress import Progress, Stages
 from .report import html_report
 from .result import CalibrationReport, DataReport, TensorReport
@@ -61,8 +62,6 @@ from .rounding import round_weights
 from .sensitivity import kl_shares
 
 DELAYED = DelayedScaling()
-OutputFormat = Literal["compressed-tensors", "fp8", "modelopt"]
-RoundingName = Literal["nearest", "gptq"]
 
 
 def calibrate(
@@ -70,74 +69,47 @@ def calibrate(
     *,
     out: Path | str,
     recipe: Recipe = DELAYED,
-    data: Path | str | Sequence[Path | str] | None = None,
-    holdout: Path | str | Sequence[Path | str] | None = None,
-    samples: int = 128,
-    seq_len: int = 512,
-    batch_size: int = 4,
-    format: OutputFormat = "compressed-tensors",
-    rounding: RoundingName = "nearest",
-    seed: int = 0,
-    device: str = "cpu",
-    kv_cache: bool = False,
-    gradients: bool = False,
-    scales_only: bool = False,
     progress: Progress | None = None,
+    **options: Any,
 ) -> CalibrationReport:
     """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (docs/formats.md).
 
-    data: .txt, .md or .jsonl files; None for the passages that ship with fp8serve. `samples` sequences of at most
-    `seq_len` tokens (and of the model's context) are observed. holdout: files to measure quality on, an eighth as many
-    sequences; None for the shipped passages. What is held out is never observed, also where `data` repeats it.
-    rounding: of weights; "gptq" chooses them so that the errors of a layer's outputs on these samples become small.
-    kv_cache: also a scale for the keys and one for the values of every layer. gradients: also E5M2 scales of the
-    gradients, by a forward and a backward pass per batch. scales_only: write `out`/scales.safetensors and nothing else.
+    options: the fields of CalibrationOptions. Sequences are as long as the model's context at most; quality is measured
+    on an eighth as many. What is held out is never observed, also where `data` repeats it. kv_cache: a scale for the
+    keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
+    rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small.
     progress(stage, done, total) is called after every batch.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
     finite, was never observed or is always zero. In every such case nothing is written.
     """
-    out, source = Path(out), Path(model_dir)
-    _check_settings(out, recipe, format, device, kv_cache=kv_cache, gradients=gradients, scales_only=scales_only)
-    _check_rounding(rounding, scales_only)
+    out, source, asked = Path(out), Path(model_dir), CalibrationOptions.of(options)
+    _check_settings(out, recipe, asked)
     stages = Stages(progress)
     with stages.stage("load"):
-        decoder, linears = load(source, device)
-        seq_len, notes = fitting(seq_len, decoder.config)
-        tokenizer, vocab_size, files = Tokenizer.from_dir(source), decoder.config.vocab_size, data_files(data)
-        measured_on = data_files(holdout)
-        batches = calibration_batches(
-            files,
-            tokenizer,
-            vocab_size,
-            samples=samples,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            holdout=measured_on,
-        )
+        decoder, linears = load(source, asked.device)
+        seq_len, notes = fitting(asked.seq_len, decoder.config)
+        asked = replace(asked, seq_len=seq_len)
+        batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
     observer = observe(
-        decoder, linears, batches.calibration, recipe, kv_cache=kv_cache, gradients=gradients, stages=stages
+        decoder, linears, batches.calibration, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients, stages=stages
     )
     states = settle(observer)
-    rounded = None
-    if rounding == "gptq":
-        rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages)
+    gptq = asked.rounding == "gptq"
+    rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages) if gptq else None
     quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages, rounded)
     freeze = freezer(recipe, states, rounded)
     shares = kl_shares(
         decoder, linears, batches.held_out, lambda name, linear, x: freeze(name, linears[name])(x), stages=stages
     )
     kept = stored_states(states, recipe)
-    checkpoint = _checkpoint(source, recipe, observer, kept, batches)
     draft = CalibrationReport(
         model=str(source),
         out=str(out),
         recipe=json.loads(to_json(recipe)),
-        format=format,
-        device=device,
-        data=_data_report(files, measured_on, batches, seq_len, seed),
+        format=asked.format,
+        device=asked.device,
+        data=_data_report(asked, batches),
         quality=quality,
         layers=tuple(tally.report(name, shares.get(name)) for name, tally in layers.items()),
         tensors=_tensor_reports(observer, kept),
@@ -147,38 +119,39 @@ def calibrate(
         versions=versions(),
         notes=notes,
     )
-    return _write(source, out, checkpoint, draft, scales_only, stages, rounded)
+    checkpoint = _checkpoint(source, recipe, observer, kept, batches)
+    return _write(source, out, checkpoint, draft, asked.scales_only, stages, rounded)
 
 
-def _check_settings(
-    out: Path, recipe: Recipe | None, format_: str, device: str, *, kv_cache: bool, gradients: bool, scales_only: bool
-) -> None:
+def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -> Batches:
+    return calibration_batches(
+        data_files(asked.data), tokenizer, vocab_size, samples=asked.samples, seq_len=asked.seq_len,
+        batch_size=asked.batch_size, seed=asked.seed, device=asked.device, holdout=data_files(asked.holdout),
+    )  # fmt: skip
+
+
+def _check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions) -> None:
     """Everything that can be refused before a weight is read."""
     check_absent(out)
+    if asked.scales_only and asked.rounding != "nearest":
+        raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
     if recipe is None:
         raise RecipeError(
             "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
         )
     to_json(recipe)  # RecipeError when it holds a function, which no file can carry
-    quantization_files(format_, recipe, kv_cache)  # ModelError when the format cannot say it
+    quantization_files(asked.format, recipe, asked.kv_cache)  # ModelError when the format cannot say it
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
-    if gradients and delayed(recipe) is None:
+    if asked.gradients and delayed(recipe) is None:
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration."
         )
-    if scales_only and not (kv_cache or delayed(recipe) is not None):
+    if asked.scales_only and not (asked.kv_cache or delayed(recipe) is not None):
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
         )
-    check_device(device)
-
-
-def _check_rounding(rounding: str, scales_only: bool) -> None:
-    if rounding not in (known := get_args(RoundingName)):
-        raise RecipeError(f"There is no rounding {rounding!r}; choose {' or '.join(known)}.")
-    if scales_only and rounding != "nearest":
-        raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
+    check_device(asked.device)
 
 
 def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
@@ -190,20 +163,18 @@ def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
     return decoder, {name: cast(Linear, modules[name]) for name in linear_names(decoder)}
 
 
-def _data_report(
-    files: list[Path] | None, measured_on: list[Path] | None, batches: Batches, seq_len: int, seed: int
-) -> DataReport:
+def _data_report(asked: CalibrationOptions, batches: Batches) -> DataReport:
     return DataReport(
-        source=source_names(files),
+        source=source_names(data_files(asked.data)),
         samples=sum(len(b.lengths) for b in batches.calibration),
-        seq_len=seq_len,
+        seq_len=asked.seq_len,
         batches=len(batches.calibration),
         tokens=sum(b.tokens for b in batches.calibration),
         held_out_samples=sum(len(b.lengths) for b in batches.held_out),
         held_out_tokens=sum(b.tokens for b in batches.held_out),
-        held_out_source=source_names(measured_on),
+        held_out_source=source_names(data_files(asked.holdout)),
         excluded=batches.excluded,
-        seed=seed,
+        seed=asked.seed,
     )
 
 

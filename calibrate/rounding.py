@@ -1,10 +1,10 @@
 """Weights rounded layer by layer, each for the inputs that it will get: those of layers that are in FP8 already.
 
-    for every layer:   run it on what the layers before gave, and add up x^T x of what each linear reads, as it casts it
+    for every layer:   run it on what the layers before gave, and add up what gptq.py asks of the inputs of each linear
                        round its weights (gptq.py)
                        run it again in FP8: what the next layer reads
 
-In memory are the hidden states of all batches, x^T x of one layer's inputs, and the FP8 weights.
+In memory are the hidden states of all batches, the moments of one layer's inputs, and the FP8 weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from fp8serve.model.decoder import INPUTS, Decoder
 
 from .compare import freezer
 from .data import Batch
-from .gptq import compensated
+from .gptq import Moments, compensated
 from .passes import Linears, attending, hooks
 from .progress import Stages
 
@@ -54,27 +54,26 @@ def round_weights(
 def _round_layer(index: int, streams: Sequence["_Stream"], linears: Linears, frozen: FrozenLinears) -> None:
     """Give the `frozen` linears of a layer compensated weights."""
     groups = [[f"model.layers.{index}.{name}" for name in group] for group in INPUTS]
-    hessians = {names[0]: _Hessian(frozen[names[0]]) for names in groups}
-    with hooks({name: linears[name] for name in hessians}, lambda name: hessians[name].add):
+    moments = {names[0]: Moments.zeros(frozen[names[0]].in_features, _device(frozen[names[0]])) for names in groups}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+            x = args[0].reshape(-1, args[0].shape[-1])
+            moments[name].add(x, dequantize(*frozen[name].cast(x)))
+
+        return hook
+
+    with hooks({name: linears[name] for name in moments}, watch):
         for stream in streams:
             stream.run(index)
     for names in groups:
         for name in names:
-            layer, hessian = frozen[name], hessians[names[0]].sum
-            layer.weight_q = compensated(linears[name].weight, hessian, layer.weight_scale_inv)
+            layer = frozen[name]
+            layer.weight_q = compensated(linears[name].weight, moments[names[0]], layer.weight_scale_inv)
 
 
-class _Hessian:
-    """The sum of x^T x, FP32 [K, K], over the inputs of a linear, as `frozen` casts them."""
-
-    def __init__(self, frozen: FrozenLinear) -> None:
-        self._frozen = frozen
-        self.sum = torch.zeros(frozen.in_features, frozen.in_features, device=frozen.weight_q.device)
-
-    def add(self, linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-        """A forward hook."""
-        x = dequantize(*self._frozen.cast(args[0].reshape(-1, args[0].shape[-1])))
-        self.sum.addmm_(x.t(), x)
+def _device(layer: FrozenLinear) -> torch.device:
+    return layer.weight_q.device
 
 
 class _Stream:

@@ -1,4 +1,4 @@
-"""The command line: one module per command in `commands/`, and here what they share.
+"""The command line: one module per command in `commands/`, its docstring the help; and here what they share.
 
 Exit status 0 done, 1 failed, 2 wrong usage, 130 interrupted. A failure is one sentence on standard error; a traceback
 appears only with --debug. Results go to standard output (as JSON with --json), everything else to standard error.
@@ -9,15 +9,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fp8serve import __version__
 from fp8serve.commands import (
-    bench,
-    bench_speed,
-    bench_step,
     calibrate,
     convert,
     demo,
@@ -27,6 +24,7 @@ from fp8serve.commands import (
     generate,
     inspect,
     serve,
+    studies,
 )  # fmt: skip
 from fp8serve.errors import Fp8ServeError
 
@@ -38,21 +36,13 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: it comes sooner, and pipes and pagers show it unchanged
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command("calibrate")(calibrate.command)
-app.command("serve")(serve.command)
-app.command("generate")(generate.command)
-app.command("finetune")(finetune.command)
-app.command("eval")(evaluate.command)
-app.command("convert")(convert.command)
-app.command("inspect")(inspect.command)
-app.command("doctor")(doctor.command)
-app.command("demo")(demo.command)
-bench.app.command("ops")(bench_speed.ops)
-bench.app.command("engine")(bench_speed.engine)
-bench.app.command("serve")(bench_speed.serve)
-bench.app.command("step")(bench_step.step)
-bench.app.command("monitor")(bench_step.monitor)
-app.add_typer(bench.app, name="bench")
+COMMANDS: dict[str, Any] = {
+    "calibrate": calibrate, "serve": serve, "generate": generate, "finetune": finetune, "eval": evaluate,
+    "convert": convert, "inspect": inspect, "doctor": doctor, "demo": demo,
+}  # fmt: skip
+for name, module in COMMANDS.items():
+    app.command(name, help=module.__doc__)(module.command)
+app.add_typer(studies.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

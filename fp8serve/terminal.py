@@ -5,12 +5,16 @@ A progress bar appears only when standard error is a terminal; with --json stand
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Protocol
 
 import typer
 
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Hugging Face-format directory, GGUF file, smollm2, or a name on the hub."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
@@ -72,6 +76,20 @@ def progress(what: str) -> Iterator[Advance]:
             bar.update(task, completed=done, total=total, description=what)
 
         yield advance
+
+
+@contextmanager
+def stages(what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that calibration moves: (stage, done, in all)."""
+    with progress(what) as advance:
+        yield lambda stage, done, total: advance(done, total, stage)
+
+
+def print_report(report: Any, table: Callable[[Any], Any], as_json: bool) -> None:
+    """The figures of a `report` as JSON or as a `table`; its notes are remarks."""
+    for note in report.notes:
+        remark(note)
+    print(report.to_json()) if as_json else print_rich(table(report))
 
 
 def _nowhere(done: int, total: int, what: str | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-from fp8serve.bench.training import Shape
+from fp8serve.bench.options import Shape
 from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.monitor import Monitor
 from fp8serve.fp8.recipe import DelayedScaling

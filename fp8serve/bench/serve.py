@@ -20,19 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fp8serve.bench.clock import latencies
+from fp8serve.bench.options import Load
 from fp8serve.errors import MachineError
-
-
-@dataclass(frozen=True)
-class Load:
-    """What clients ask for."""
-
-    requests: int = 32
-    concurrency: int = 8
-    prompt: int = 256  # tokens
-    new: int = 64  # tokens
-    vocab: int = 1000  # prompts use ids below this
-    api_key: str | None = None
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fp8serve.bench.corpus import corpus, digest
+from fp8serve.bench.options import StudyPlan
 from fp8serve.errors import JobError
-from fp8serve.fp8.recipe import NAMES
 from fp8serve.train import checkpoint, state
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.held_out import held_out_metrics
@@ -31,58 +31,6 @@ from fp8serve.train.trainer import Trainer
 
 Tell = Callable[[str, int, int], None]  # (recipe, step, steps)
 FINAL_ROWS = 1024  # of the training data, on which final weights are compared
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama with tied embeddings; the default has 10.2 million parameters."""
-
-    hidden_size: int = 384
-    layers: int = 6
-    heads: int = 6
-    kv_heads: int = 2
-    intermediate_size: int = 1024
-    vocab_size: int = 2048
-
-    @classmethod
-    def of(cls, hidden_size: int, layers: int) -> "Shape":
-        """The same proportions in another size: heads of 64, a feed-forward layer of 8/3 of the width."""
-        if hidden_size % 64:
-            raise JobError(f"hidden_size must be a multiple of 64, found {hidden_size}.")
-        heads = hidden_size // 64
-        wide = 128 * math.ceil(hidden_size * 8 / (3 * 128))
-        return cls(hidden_size, layers, heads, 2 if heads % 2 == 0 else 1, wide)
-
-
-@dataclass(frozen=True)
-class StudyPlan:
-    """What is trained, and for how long. A step reads `batch_size` rows of at most `seq_len` tokens, packed.
-
-    lr: the peak, reached after `warmup_steps` (None: 3 % of all) and falling along a cosine to `final_lr` of it. Steps
-    of so few tokens are no better with more than the default: at 1e-3 BF16 itself ends 7 % higher (docs/studies.md).
-    """
-
-    recipes: tuple[str, ...] = ("bf16", "delayed", "current", "rowwise", "block")
-    resumed: str = "delayed"
-    steps: int = 1000
-    batch_size: int = 4
-    seq_len: int = 128
-    lr: float = 3e-4
-    warmup_steps: int | None = None
-    final_lr: float = 0.1
-    seed: int = 0
-    shape: Shape = field(default_factory=Shape)
-
-    def __post_init__(self) -> None:
-        if unknown := [r for r in self.recipes if r not in NAMES]:
-            raise JobError(f"There is no recipe {unknown[0]!r}; choose from {', '.join(NAMES)}.")
-        if self.steps < 4 or self.steps % 2:
-            raise JobError(f"steps must be an even number of at least 4, found {self.steps}.")
-
-    @property
-    def averaged(self) -> int:
-        """Steps at the end whose mean is the final training loss."""
-        return max(1, self.steps // 20)
 
 
 @dataclass(frozen=True)

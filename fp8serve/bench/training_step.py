@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from fp8serve.bench.training import Shape
+from fp8serve.bench.options import Shape
 from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.recipe import from_name
 from fp8serve.model.decoder import Decoder

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import torch
 
-from fp8serve.bench.training import Shape
+from fp8serve.bench.options import Shape
 from fp8serve.fp8.linear import convert
 from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder

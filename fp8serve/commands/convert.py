@@ -1,4 +1,12 @@
-"""`fp8serve convert`: a GGUF file into a Hugging Face directory."""
+"""Convert a GGUF file into a Hugging Face-format directory: weights in BF16, tokenizer and chat template.
+
+The other commands take a GGUF file themselves; they convert it once, into the hub's cache.
+
+\b
+Examples:
+  fp8serve convert ./llama-Q4_K_M.gguf --out ./llama
+  fp8serve calibrate ./llama-Q4_K_M.gguf --out ./llama-fp8
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,15 +21,6 @@ def command(
     out: Annotated[Path, typer.Option(help="Directory to write; it must not exist, or be empty.")],
     json: AsJson = False,
 ) -> None:
-    """Convert a GGUF file into a Hugging Face-format directory: weights in BF16, tokenizer and chat template.
-
-    The other commands take a GGUF file themselves; they convert it once, into the hub's cache.
-
-    \b
-    Examples:
-      fp8serve convert ./llama-Q4_K_M.gguf --out ./llama
-      fp8serve calibrate ./llama-Q4_K_M.gguf --out ./llama-fp8
-    """
     from fp8serve.model.gguf.conversion import convert
     from fp8serve.terminal import size
 

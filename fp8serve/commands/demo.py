@@ -1,4 +1,14 @@
-"""`fp8serve demo`: the whole main job on a small model, offline."""
+"""Do the whole job on a small model, offline.
+
+Trains it in FP8, calibrates, serves, generates over HTTP, fine-tunes over HTTP, and generates again. Needs no
+network and no GPU: the text is the language reference that every Python installation carries. About two minutes
+on two CPU cores.
+
+\b
+Examples:
+  fp8serve demo
+  fp8serve demo --keep ./demo && fp8serve serve ./demo/calibrated
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,17 +24,6 @@ def command(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Do the whole job on a small model, offline.
-
-    Trains it in FP8, calibrates, serves, generates over HTTP, fine-tunes over HTTP, and generates again. Needs no
-    network and no GPU: the text is the language reference that every Python installation carries. About two minutes
-    on two CPU cores.
-
-    \b
-    Examples:
-      fp8serve demo
-      fp8serve demo --keep ./demo && fp8serve serve ./demo/calibrated
-    """
     from fp8serve.demo import Demo
 
     result = (Demo(keep, say=remark) if json else Demo(keep)).run()

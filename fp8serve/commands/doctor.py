@@ -1,4 +1,13 @@
-"""`fp8serve doctor`: what this machine has, and which kernel serves each operation."""
+"""Say what this machine has and how fp8serve runs on it.
+
+Device, instruction set, which kernel serves each operation, and which recipes run natively. Status 1 when
+something is in the way.
+
+\b
+Examples:
+  fp8serve doctor
+  fp8serve doctor --json
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,16 +24,6 @@ def command(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Say what this machine has and how fp8serve runs on it.
-
-    Device, instruction set, which kernel serves each operation, and which recipes run natively. Status 1 when
-    something is in the way.
-
-    \b
-    Examples:
-      fp8serve doctor
-      fp8serve doctor --json
-    """
     from fp8serve.doctor import examine
 
     report = examine(data_dir)

@@ -1,4 +1,15 @@
-"""`fp8serve inspect`: every scale that lies in a checkpoint."""
+"""Show every scale in a checkpoint.
+
+What it scales, in which direction, its shape and values, where it came from, and its amax history as a row of bars.
+A scale that cannot be served is marked with "!" and the reason, and the exit status is 1; so it is for a model that
+cannot be loaded, whose scales are shown all the same.
+
+\b
+Examples:
+  fp8serve inspect ./llama-fp8
+  fp8serve inspect ./llama-fp8/scales.safetensors --json
+  fp8serve inspect te.safetensors                        # with _extra_state tensors of Transformer Engine
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,18 +29,6 @@ def command(
     ],
     json: AsJson = False,
 ) -> None:
-    """Show every scale in a checkpoint.
-
-    What it scales, in which direction, its shape and values, where it came from, and its amax history as a row of bars.
-    A scale that cannot be served is marked with "!" and the reason, and the exit status is 1; so it is for a model that
-    cannot be loaded, whose scales are shown all the same.
-
-    \b
-    Examples:
-      fp8serve inspect ./llama-fp8
-      fp8serve inspect ./llama-fp8/scales.safetensors --json
-      fp8serve inspect te.safetensors                        # with _extra_state tensors of Transformer Engine
-    """
     from fp8serve.hub import find_model
     from fp8serve.inspection import inspect
     from fp8serve.model.gguf.reader import is_gguf

@@ -45,7 +45,7 @@ def largest_step(model: Decoder, options: EngineOptions) -> Tensor:
     Attention is left out: it takes a fixed sum (memory.ATTENTION_PARTS) and its output, which the query stands for.
     """
     device = model.lm_head.weight.device
-    tokens = torch.zeros(options.max_batch_tokens, dtype=torch.long, device=device)
+    tokens = torch.zeros(options.step_tokens, dtype=torch.long, device=device)
     last = tokens[: options.max_num_seqs]
     logits = model.logits(model(tokens, tokens, _no_attention, last))
     ranked, chosen = torch.log_softmax(logits, -1), logits.clone()

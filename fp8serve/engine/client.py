@@ -26,7 +26,7 @@ from typing import Any
 from fp8serve import errors
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import Limits, Request, RequestOutput
+from fp8serve.engine.request import EngineLimits, Request, RequestOutput
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
 
 MAX_LINE = 2**26  # bytes; a prompt of a million tokens is about 8 million
@@ -47,7 +47,7 @@ class _Stream:
 class EngineClient:
     """One engine process. Made by `start`; all methods belong to the event loop that made it."""
 
-    limits: Limits
+    limits: EngineLimits
     info: dict[str, Any]
 
     def __init__(self, process: Process, connection: Connection) -> None:
@@ -215,7 +215,7 @@ class EngineClient:
                 if not waiting.done():
                     waiting.set_result(message["value"])
             case "ready":
-                self.info, self.limits = message["info"], Limits(**message["limits"])
+                self.info, self.limits = message["info"], EngineLimits(**message["limits"])
                 self._ready.set_result(None)
             case "failed":
                 self._ready.set_exception(_error(message))

@@ -19,13 +19,13 @@ from typing import Any
 from fp8serve.engine import loading
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
-from fp8serve.engine.options import EngineOptions, KvDtype
+from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Completion, FinishReason, Request, RequestOutput, SamplingParams, Sequence
 from fp8serve.engine.sampler import Sampled, sample
 from fp8serve.engine.scheduler import Scheduler, Work
 from fp8serve.engine.text import TextStream
 from fp8serve.errors import RequestError
-from fp8serve.fp8.recipe import Recipe, to_json
+from fp8serve.options import known_fields
 
 
 class Engine:
@@ -35,45 +35,15 @@ class Engine:
     have and MachineError for a cache that does not fit.
     """
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        recipe: str | Recipe = "stored",
-        scales: str | Path | None = None,
-        device: str = "cpu",
-        kv_cache_dtype: KvDtype = "bf16",
-        max_num_seqs: int = 16,
-        max_model_len: int | None = None,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        max_batch_tokens: int = 512,
-        max_prefill_tokens: int = 128,
-        gpu_memory: float | None = None,
-        cuda_graphs: bool | None = None,
-    ) -> None:
+    def __init__(self, model_dir: str | Path, **options: Any) -> None:
+        """`options`: the fields of EngineOptions; `recipe` may be a Recipe, too, and `scales` a Path."""
         started = time.monotonic()
-        self.options = EngineOptions(
-            recipe if isinstance(recipe, str) else to_json(recipe),
-            None if scales is None else str(scales),
-            device,
-            kv_cache_dtype,
-            max_num_seqs,
-            max_model_len,
-            block_size,
-            num_blocks,
-            max_batch_tokens,
-            max_prefill_tokens,
-            gpu_memory,
-            cuda_graphs,
-        )
+        self.options = EngineOptions.of(options)
         self.loaded = loading.load(Path(model_dir), self.options)
         self.tokenizer = self.loaded.tokenizer
         self.eos_ids = self.loaded.config.eos_token_ids
         self.limits = self.loaded.limits()
-        self.scheduler = Scheduler(
-            BlockPool(self.limits.num_blocks, block_size), max_num_seqs, max_batch_tokens, max_prefill_tokens
-        )
+        self.scheduler = _scheduler(self.options, self.limits.num_blocks)
         self._live: dict[str, tuple[Sequence, TextStream]] = {}
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
@@ -190,15 +160,13 @@ class Engine:
         return prompts
 
     def _request(self, prompt: str | Items[int], sampling: dict[str, Any]) -> Request:
-        unknown = set(sampling) - set(SamplingParams.__dataclass_fields__)
-        if unknown:
-            names = ", ".join(SamplingParams.__dataclass_fields__)
-            raise RequestError(f"There is no sampling option {min(unknown)!r}; there are {names}.")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("The model directory has no tokenizer: give the prompt as a list of token ids.")
             prompt = self.tokenizer.encode(prompt)
-        return Request(f"generate-{next(self._ids)}", tuple(prompt), SamplingParams(**sampling))
+        return Request(
+            f"generate-{next(self._ids)}", tuple(prompt), SamplingParams(**known_fields(SamplingParams, sampling))
+        )
 
     def _postprocess(self, work: list[Work], seqs: list[Sequence], tokens: list[Sampled]) -> list[RequestOutput]:
         self.scheduler.advance(work)
@@ -270,6 +238,11 @@ class Engine:
             stop_reason,
             error,
         )
+
+
+def _scheduler(options: EngineOptions, num_blocks: int) -> Scheduler:
+    pool = BlockPool(num_blocks, options.block_size)
+    return Scheduler(pool, options.max_num_seqs, options.step_tokens, options.max_prefill_tokens)
 
 
 def _completion(outputs: list[RequestOutput]) -> Completion:

@@ -24,7 +24,7 @@ from fp8serve.engine.invariant import make_row_independent, own_products, use_ow
 from fp8serve.engine.memory import CachePlan, check_length, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
-from fp8serve.engine.request import Limits
+from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import KvScale, Runner
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import ops, recipe
@@ -69,7 +69,7 @@ class Loaded:
             "kv_cache_dtype": options.kv_cache_dtype,
             "max_model_len": self.plan.max_model_len,
             "max_num_seqs": options.max_num_seqs,
-            "max_batch_tokens": options.max_batch_tokens,
+            "max_batch_tokens": options.step_tokens,
             "block_size": options.block_size,
             "num_blocks": self.plan.num_blocks,
             "kv_cache_bytes": self.plan.num_blocks * self.plan.block_bytes,
@@ -81,12 +81,12 @@ class Loaded:
             "tiled_layers": sorted(name for name, heights in self.tiles.items() if heights),
         }
 
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         """What requests are checked against."""
         plan, config = self.plan, self.config
         has_tokenizer = self.tokenizer is not None
         size = self.options.block_size
-        return Limits(plan.max_model_len, plan.num_blocks, size, config.vocab_size, has_tokenizer)
+        return EngineLimits(plan.max_model_len, plan.num_blocks, size, config.vocab_size, has_tokenizer)
 
     def scales(self, tokens: int, sampled: int) -> list[dict[str, Any]]:
         """See `Engine.scales`; `tokens` is how many were computed, `sampled` of how many there were logits."""
@@ -156,7 +156,7 @@ def _measured_rows(
         name: module for name, module in model.model.named_modules(prefix="model") if isinstance(module, nn.Linear)
     }
     dtype = model.lm_head.weight.dtype
-    tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.max_batch_tokens)
+    tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.step_tokens)
     tiles |= make_row_independent(model, {"lm_head": model.lm_head}, dtype, options.max_num_seqs)
     return tiles
 

@@ -3,67 +3,84 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from fp8serve.engine.request import known_fields
+from annotated_types import Ge, Gt, Le, Len
+
 from fp8serve.errors import RequestError
+from fp8serve.fp8.recipe import RecipeChoice, to_json
+from fp8serve.options import About, check, known_fields
 
 KvDtype = Literal["bf16", "fp8"]
+STEP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options of `Engine`; None means chosen from the model and the machine, and shown by `info()`."""
+    """Options of `Engine`; None means chosen from the model and the machine, and shown by `info()`.
 
-    recipe: str = "stored"  # "stored", "bf16", a recipe's name, or a recipe as JSON
-    scales: str | None = None  # path of a scales.safetensors to use instead of the directory's own
-    device: str = "cpu"
-    kv_cache_dtype: KvDtype = "bf16"
-    max_num_seqs: int = 16  # sequences that run at the same time
-    max_model_len: int | None = None  # tokens of prompt and answer
-    block_size: int = 16  # tokens in a cache block
-    num_blocks: int | None = None
-    max_batch_tokens: int = 512  # tokens computed in one step
-    max_prefill_tokens: int = 128  # of these, prompt tokens while other requests are decoding
-    gpu_memory: float | None = None  # share of a GPU's memory that this process may use; None: 0.9
-    cuda_graphs: bool | None = None  # replay decoding steps; None: on a GPU, where it can be done
+    `recipe` may also be a recipe as JSON.
+    """
+
+    recipe: Annotated[
+        str,
+        Len(1),
+        About("'stored': the scales in the directory; the others are made on the fly.", narrowed=RecipeChoice),
+    ] = "stored"
+    scales: Annotated[
+        str | None, About("scales.safetensors to use.", unset="the directory's own", metavar="PATH", private=True)
+    ] = None
+    device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+    kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = "bf16"
+    max_num_seqs: Annotated[int, Ge(1), About("Sequences that run at the same time.")] = 16
+    max_model_len: Annotated[int | None, Ge(2), About("Tokens of prompt and answer.", unset="the model's")] = None
+    block_size: Annotated[int, Ge(1), About("Tokens in a block of the cache.")] = 16
+    num_blocks: Annotated[int | None, Ge(1), About("Blocks of the cache.", unset="what fits")] = None
+    max_batch_tokens: Annotated[
+        int | None,
+        Ge(1),
+        About("Tokens computed in one step.", unset=f"{STEP_TOKENS}, or max_num_seqs where that is more"),
+    ] = None
+    max_prefill_tokens: Annotated[
+        int, Ge(1), About("Of these, tokens of prompts while other requests are decoding.")
+    ] = 128
+    gpu_memory: Annotated[
+        float | None, Gt(0), Le(1), About("Share of a GPU's memory that may be used.", unset="0.9")
+    ] = None
+    cuda_graphs: Annotated[
+        bool | None, About("Replay decoding steps.", unset="on a GPU", flag="--cuda-graphs/--no-cuda-graphs")
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.kv_cache_dtype not in ("bf16", "fp8"):
-            raise RequestError(f"kv_cache_dtype must be bf16 or fp8, not {self.kv_cache_dtype!r}.")
-        for name in (
-            "max_num_seqs",
-            "max_model_len",
-            "block_size",
-            "num_blocks",
-            "max_batch_tokens",
-            "max_prefill_tokens",
-        ):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise RequestError(f"{name} must be a positive integer, not {value!r}.")
-        if self.max_batch_tokens < self.max_num_seqs:
+        check(self, RequestError)
+        if self.step_tokens < self.max_num_seqs:
             raise RequestError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), "
                 "or a step could not give every running request a token."
             )
-
-        self._check_gpu()
-
-    def _check_gpu(self) -> None:
-        share = self.gpu_memory
-        if share is not None and not (type(share) in (int, float) and 0 < share <= 1):
-            raise RequestError(f"gpu_memory must be a share of the GPU's memory, above 0 and at most 1, not {share!r}.")
-        if self.cuda_graphs not in (None, True, False):
-            raise RequestError(f"cuda_graphs must be true, false or left out, not {self.cuda_graphs!r}.")
-        if not self.device.startswith("cuda") and (share is not None or self.cuda_graphs):
-            name = "gpu_memory" if share is not None else "cuda_graphs"
+        if not self.device.startswith("cuda") and (self.gpu_memory is not None or self.cuda_graphs):
+            name = "cuda_graphs" if self.gpu_memory is None else "gpu_memory"
             raise RequestError(f"{name} is for a GPU, and the device is {self.device!r}; leave it out or use a GPU.")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "EngineOptions":
+        """From keyword arguments, of which `recipe` may be a Recipe and `scales` a Path. RequestError."""
+        values = known_fields(cls, options)
+        if not isinstance(values.get("recipe", ""), str):
+            values["recipe"] = to_json(values["recipe"])
+        if isinstance(values.get("scales"), Path):
+            values["scales"] = str(values["scales"])
+        return cls(**values)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens computed in one step."""
+        return self.max_batch_tokens or max(STEP_TOKENS, self.max_num_seqs)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "EngineOptions":
-        data: Any = json.loads(text)
-        return cls(**known_fields(cls, data if isinstance(data, Mapping) else {}))
+        return cls(**known_fields(cls, json.loads(text)))

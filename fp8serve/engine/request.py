@@ -1,21 +1,24 @@
 """What travels between a caller and the engine: a request in, its outputs out; plain data, no torch, JSON both ways.
 
 `SamplingParams` and `Request` are frozen and refuse nonsense when they are made, so nothing behind them checks again.
-`Limits` are the numbers of a running engine; `Limits.check` is called before a request is queued (by the client too, so
-a server can answer 4xx before it sends a header). `Sequence` is the engine's own record of a request in flight.
+`EngineLimits` are the numbers of a running engine; `EngineLimits.check` is called before a request is queued (by the
+client too, so a server can answer 4xx before it sends a header). `Sequence` is the engine's own record of a request in
+flight.
 
 Not here: `n` completions of one prompt are `n` requests, made by the caller; they share their prompt's blocks.
 """
 
 import json
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+from annotated_types import Ge, Gt, Le, Len
 
 from fp8serve.errors import RequestError
+from fp8serve.options import About, check, known_fields
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
@@ -28,20 +31,11 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_FORM_LENGTH = 65536
 
 
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    """Refuses what is not a finite number in [low, high], or in (low, high] when `above`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, not {value!r}.")
-    if not low <= value <= high or (above and value == low):
-        bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
-        raise RequestError(f"{name} must be {bounds}, not {value!r}.")
-
-
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, not {value!r}.")
-    if not low <= value <= high:
-        raise RequestError(f"{name} must be between {low} and {high}, not {value}.")
+INT32 = 2**31 - 1
+TokenId = Annotated[int, Ge(0), Le(INT32)]
+Tokens = Annotated[int, Ge(1), Le(INT32)]
+StopString = Annotated[str, Len(1, MAX_STOP_LENGTH)]
+Form = Annotated[str | None, Len(1, MAX_FORM_LENGTH)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,63 +48,68 @@ class SamplingParams:
     they are the model's own log-probabilities, before penalties and temperature.
     """
 
-    max_new_tokens: int = 16
-    temperature: float = 1.0  # below GREEDY_TEMPERATURE the most probable token is taken
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None  # None: a fresh one for every request
-    stop: tuple[str, ...] = ()  # the text ends before the first of these to be completed
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0  # until then neither end-of-text, stop tokens nor stop strings end the text
-    logprobs: int | None = None
-    json_schema: str | None = None  # the answer is JSON of this schema; "{}" is any JSON
-    regex: str | None = None  # the answer matches all of this expression
+    max_new_tokens: Annotated[Tokens, About("Longest answer, in tokens.")] = 16
+    temperature: Annotated[float, Ge(0), Le(100), About("0 takes the likeliest token every time.")] = 1.0
+    top_p: Annotated[float, Gt(0), Le(1), About("Sample from the likeliest tokens of this total probability.")] = 1.0
+    top_k: Annotated[int, Ge(0), Le(INT32), About("Sample from this many likeliest tokens; 0: all.")] = 0
+    min_p: Annotated[
+        float, Ge(0), Le(1), About("Leave out tokens less likely than this share of the likeliest one's probability.")
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Ge(-2), Le(2), About("Taken from the logit of a token that was generated already.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Ge(-2), Le(2), About("Taken from a token's logit for each time it was generated.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, Gt(0), Le(100), About("Divides the logit of a token of the prompt or the answer; 1: no penalty.")
+    ] = 1.0
+    seed: Annotated[
+        int | None,
+        Ge(-(2**63)),
+        Le(2**64 - 1),
+        About("Seed of the sampling; the same seed gives the same text.", unset="a fresh one for every request"),
+    ] = None
+    stop: Annotated[
+        tuple[StopString, ...],
+        Len(0, MAX_STOP_STRINGS),
+        About("End before this text.", unset="none"),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[TokenId, ...],
+        Len(0, MAX_STOP_TOKEN_IDS),
+        About("End after this token.", unset="none"),
+    ] = ()
+    ignore_eos: Annotated[bool, About("Go on after the end-of-text token.")] = False
+    min_tokens: Annotated[
+        int,
+        Ge(0),
+        Le(INT32),
+        About("Until then neither end-of-text, stop tokens nor stop strings end the text."),
+    ] = 0
+    logprobs: Annotated[
+        int | None,
+        Ge(0),
+        Le(MAX_LOGPROBS),
+        About("Alternatives to report with each token's log-probability; 0: the token's alone.", "none", flag=""),
+    ] = None
+    json_schema: Annotated[Form, About('The answer is JSON of this schema; "{}" is any JSON.', unset="free text")] = (
+        None
+    )
+    regex: Annotated[Form, About("The answer matches all of this expression.", unset="free text")] = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        self._check_numbers()
-        self._check_stops()
-        self._check_form()
-
-    def _check_numbers(self) -> None:
-        _integer("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, self.max_new_tokens)
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
-        _number("temperature", self.temperature, 0, 100)
-        _number("top_p", self.top_p, 0, 1, above=True)
-        _number("min_p", self.min_p, 0, 1)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-
-    def _check_stops(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"stop may hold at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}.")
-        if any(not 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop):
-            raise RequestError(f"Every stop string must have 1 to {MAX_STOP_LENGTH} characters.")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        check(self, RequestError)
+        if self.min_tokens > self.max_new_tokens:
             raise RequestError(
-                f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(self.stop_token_ids)}."
+                f"min_tokens ({self.min_tokens}) must be at most max_new_tokens ({self.max_new_tokens})."
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
+        self._check_form()
 
     def _check_form(self) -> None:
         """The grammar itself is compiled later, by `grammar.py`."""
-        for name in ("json_schema", "regex"):
-            text = getattr(self, name)
-            if text is not None and not (isinstance(text, str) and 0 < len(text) <= MAX_FORM_LENGTH):
-                raise RequestError(f"{name} must be a text of 1 to {MAX_FORM_LENGTH} characters.")
         if self.json_schema is not None:
             _check_json_object(self.json_schema)
         if self.json_schema is not None and self.regex is not None:
@@ -139,21 +138,6 @@ def _check_json_object(text: str) -> None:
         raise RequestError('json_schema must be a JSON object, such as {"type": "object"}.')
 
 
-def _strings(name: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise RequestError(f"{name} must be a string or a list of strings.")
-    return tuple(value)
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    plain = isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value)
-    if not plain:
-        raise RequestError(f"{name} must be a list of token ids (integers from 0).")
-    return tuple(value)  # type: ignore[arg-type]  # checked above
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and how to continue it. `tenant` separates callers: no shared cached blocks, and a fair share each.
@@ -162,18 +146,14 @@ class Request:
     means that the request stands alone.
     """
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
+    request_id: Annotated[str, Len(1)]
+    prompt_token_ids: tuple[TokenId, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
     group: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.request_id, str) or not self.request_id:
-            raise RequestError("request_id must be a string that is not empty.")
-        if not isinstance(self.tenant, str) or not isinstance(self.group, str):
-            raise RequestError("tenant and group must be strings.")
-        object.__setattr__(self, "prompt_token_ids", _token_ids("prompt_token_ids", self.prompt_token_ids))
+        check(self, RequestError)
         if not self.prompt_token_ids:
             raise RequestError("The prompt is empty: give at least one token.")
 
@@ -188,18 +168,8 @@ class Request:
         return cls(**{**known_fields(cls, data), "params": SamplingParams(**params)})
 
 
-def known_fields(cls: type, data: object) -> dict[str, Any]:
-    """`data` as keyword arguments of dataclass `cls`; an unknown name is refused, never dropped."""
-    if not isinstance(data, Mapping):
-        raise RequestError(f"{cls.__name__} must be an object, not {type(data).__name__}.")
-    names = [f.name for f in fields(cls)]
-    if unknown := sorted(set(data) - set(names)):
-        raise RequestError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}.")
-    return dict(data)
-
-
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What a running engine can hold; every number of a refusal comes from here."""
 
     max_model_len: int  # tokens of prompt and answer together

@@ -9,7 +9,7 @@ One step is one batch over all running sequences (continuous batching):
 
 A sequence that needs a block when none is free takes it from the sequence admitted last, which loses all its blocks
 and waits, first in line, to be computed again (its published blocks are usually still there). The oldest always
-proceeds, so every request ends; one that could not run even alone is refused before it gets here (`Limits.check`).
+proceeds, so every request ends; one that could not run even alone is refused before (`EngineLimits.check`).
 
 Admission is in turn over tenants, in turn over a tenant's groups (the parts of one request), and first come, first
 served within one. A newcomer whose tenant, or whose group, has less than its share need not wait until a sequence ends:

@@ -26,6 +26,7 @@ ScaleAlgo = Callable[[Any, Any, float, Any], Any]
 Precisions = tuple[bool, bool, bool]
 Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # the recipes, as a command line names them
 RecipeName = Literal[Fp8Name, "bf16"]
+RecipeChoice = Literal["stored", RecipeName]  # to serve with; "stored": what lies in the directory
 
 MAX_MARGIN = 8  # beyond it fp8_max / 2^margin / amax leaves FP32's range for the largest amax
 

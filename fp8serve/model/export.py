@@ -24,6 +24,7 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
 from fp8serve.model.config import parse_config
 from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.file_formats import FORMATS
 from fp8serve.model.files import (
     MAX_CARRIED_BYTES,
     check_absent,
@@ -34,7 +35,7 @@ from fp8serve.model.files import (
     write_json,
 )
 from fp8serve.model.interop import dequantizing_scale
-from fp8serve.model.quantization_config import FORMATS, quantization_files
+from fp8serve.model.quantization_config import quantization_files
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
 from fp8serve.model.shards import DTYPES, SINGLE, inside, write_index
 from fp8serve.model.stored import open_checkpoint

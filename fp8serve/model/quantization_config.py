@@ -9,9 +9,9 @@ from typing import Any
 from fp8serve.errors import ModelError
 from fp8serve.fp8.recipe import Recipe, name_of
 from fp8serve.fp8.spec import QuantSpec
+from fp8serve.model.file_formats import FORMATS
 from fp8serve.model.interop import CT_INPUTS, CT_WEIGHTS, MODELOPT
 
-FORMATS = ("compressed-tensors", "fp8", "modelopt")
 IGNORED = ["lm_head"]
 
 

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import SamplingParams
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.faults import Code, Fault
@@ -159,7 +158,7 @@ class ServerState:
 
     def source(self, key: str) -> Source:
         """The weights behind "base" or a finished job. Fault 404 or 409 when there are none. Reads the job table."""
-        options = self._options()
+        options = self.settings.engine
         if key == BASE:
             return Source(BASE, self.models.name, self.settings.model, options)
         job = self.jobs.get(key)
@@ -167,20 +166,6 @@ class ServerState:
         if job.status != "succeeded" or not directory.is_dir():
             raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
         return Source(job.id, job.model_id(self.models.name), directory, replace(options, recipe="stored", scales=None))
-
-    def _options(self) -> EngineOptions:
-        s = self.settings
-        return EngineOptions(
-            recipe=s.recipe,
-            scales=None if s.scales is None else str(s.scales),
-            device=s.device,
-            kv_cache_dtype=s.kv_cache_dtype,
-            max_num_seqs=s.max_num_seqs,
-            max_model_len=s.max_model_len,
-            max_batch_tokens=max(512, s.max_num_seqs),
-            gpu_memory=s.gpu_memory,
-            cuda_graphs=s.cuda_graphs,
-        )
 
     async def activate(self, key: str) -> Served:
         """Swaps the served weights and remembers the choice for the next start."""

@@ -8,13 +8,20 @@ import fcntl
 import hashlib
 import ipaddress
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Le
+
+from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.options import About, check, options_of
 
 TrainOn = Literal["refuse", "share", "pause"]
+Count = Annotated[int, Ge(1)]
+Seconds = Annotated[float, Gt(0)]
+KEY_VARIABLE = "FP8SERVE_API_KEY"
 
 
 def data_home() -> Path:
@@ -30,96 +37,109 @@ def default_data_dir(model: Path) -> Path:
 
 
 @dataclass(frozen=True)
+class ServerLimits:
+    """Bounds on what one request, or all of them together, may ask for."""
+
+    body_bytes: Annotated[Count, About("Of one request's body.")] = 8 << 20
+    held_bytes: Annotated[Count, About("Of all request bodies together.")] = 256 << 20
+    header_bytes: Annotated[Count, About("Of one request's headers.")] = 64 << 10
+    upload_bytes: Annotated[Count, About("Of an uploaded file.")] = 1 << 30
+    body_seconds: Annotated[Seconds, About("For a body to arrive.")] = 30.0
+    header_seconds: Annotated[Seconds, About("For the headers to arrive.")] = 10.0
+    send_seconds: Annotated[Seconds, About("For a client to take a piece of its answer.")] = 60.0
+    queue: Annotated[Count, About("Answers that wait for a place among those that run.")] = 256
+    queue_tokens: Annotated[Count, About("Tokens of the prompts that wait.")] = 1 << 20
+    n: Annotated[Count, About("Answers to one prompt.")] = 16
+    prompts: Annotated[Count, About("Prompts of one request.")] = 64
+    chat_messages: Annotated[Count, About("Messages of one conversation.")] = 1024
+    streams: Annotated[Count, About("Streams that are open.")] = 512
+    keep_alive_seconds: Annotated[Seconds, About("Between two signs of life in a stream.")] = 15.0
+    jobs_queued: Annotated[Count, About("Fine-tune jobs that wait.")] = 32
+    row_bytes: Annotated[Count, About("Of one row of training data.")] = 1 << 20
+    rows: Annotated[Count, About("Rows of one fine-tune.")] = 1_000_000
+    reading_seconds: Annotated[Seconds, About("Of processor time to check, render and tokenize one request.")] = 30.0
+    reading_memory: Annotated[Count, About("Bytes of memory for the same.")] = 1 << 30
+    reading_bytes: Annotated[Count, About("Of requests that wait for that.")] = 64 << 20
+    template_seconds: Annotated[Seconds, About("Of reading_seconds, to render a chat template.")] = 2.0
+    validation_seconds: Annotated[Seconds, About("Of processor time to check the rows of a fine-tune.")] = 600.0
+    validation_memory: Annotated[Count, About("Bytes of memory for the same.")] = 8 << 30
+
+    def __post_init__(self) -> None:
+        check(self, RequestError)
+
+
+@dataclass(frozen=True)
 class Deadlines:
     """Seconds: for a heartbeat to come, for a step to end, for weights to load and give a first token."""
 
-    heartbeat: float = 30.0
-    step: float = 600.0
-    load: float = 1800.0
+    heartbeat: float
+    step: float
+    load: float
 
 
-@dataclass(frozen=True)
-class ServerLimits:
-    """Bounds on what one request, or all of them together, may ask for.
+@dataclass(frozen=True, kw_only=True)
+class Settings(EngineOptions):
+    """One server: which model, how its engine runs, where it listens, who may use it.
 
-    `held_bytes`: of all request bodies together. `reading_*`: processor seconds and memory to check, render and
-    tokenize one request, and bytes of requests that wait for that; `template_seconds`: of these, to render.
-    `validation_*`: the same for the rows of a fine-tune.
-    """
-
-    body_bytes: int = 8 << 20
-    held_bytes: int = 256 << 20
-    header_bytes: int = 64 << 10
-    upload_bytes: int = 1 << 30
-    body_seconds: float = 30.0
-    header_seconds: float = 10.0
-    send_seconds: float = 60.0
-    queue: int = 256
-    queue_tokens: int = 1 << 20
-    n: int = 16
-    prompts: int = 64
-    chat_messages: int = 1024
-    streams: int = 512
-    keep_alive_seconds: float = 15.0
-    jobs_queued: int = 32
-    row_bytes: int = 1 << 20
-    rows: int = 1_000_000
-    reading_seconds: float = 30.0
-    reading_memory: int = 1 << 30
-    reading_bytes: int = 64 << 20
-    template_seconds: float = 2.0
-    validation_seconds: float = 600.0
-    validation_memory: int = 8 << 30
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value <= 0:
-                raise RequestError(f"The limit {name} must be positive, not {value}.")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One server: which model, how it runs, where it listens, who may use it.
-
-    `recipe` is "stored" (the scales that lie in the directory), "bf16", or a recipe name. `train_on` decides what a
-    fine-tune job may do to the device that serves: "refuse" it, "share" the device, or "pause" serving while the job
-    runs; a `train_device` other than `device` needs no such choice. `allowed_hosts`: further names by which requests
-    may ask for this server (hosts.py says when that is checked). An engine that gives no heartbeat for
-    `heartbeat_seconds`, or is in one step for `step_seconds`, is started again; weights that are not ready within
-    `load_seconds` are given up, and so is an answer after `request_seconds` (None: never). Raises RequestError or
-    MachineError on an impossible value.
+    `train_on` decides what a fine-tune job may do to the device that serves: "refuse" it, "share" the device, or
+    "pause" serving while the job runs; a `train_device` other than `device` needs no such choice. hosts.py says when
+    `allowed_hosts` are checked. An engine that breaks a deadline is started again; weights that are not ready in time
+    are given up, and so is an answer. Raises RequestError or MachineError on an impossible value.
     """
 
     model: Path
-    recipe: str = "stored"
-    scales: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = field(default=None, repr=False)
-    allow_unauthenticated: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    served_model_name: str | None = None
-    device: str = "cpu"
-    kv_cache_dtype: Literal["bf16", "fp8"] = "bf16"
-    max_num_seqs: int = 16
-    max_model_len: int | None = None
-    gpu_memory: float | None = None
-    cuda_graphs: bool | None = None
-    data_dir: Path | None = None
-    train_on: TrainOn = "refuse"
-    train_device: str | None = None
-    drain_seconds: float = 30.0
-    heartbeat_seconds: float = 30.0
-    step_seconds: float = 600.0
-    load_seconds: float = 1800.0
-    request_seconds: float | None = None
-    vllm_metrics: bool = False
+    host: Annotated[str, About("Address to listen on; others than this machine's own need a key.", private=True)] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Ge(0), Le(65535), About("Port; 0 takes a free one.", private=True)] = 8000
+    api_key: Annotated[
+        str | None,
+        About(
+            "Key that every request but health must carry. Other programs of this machine can read it here; "
+            f"{KEY_VARIABLE} in the environment and --api-key-file hide it.",
+            unset="none",
+            private=True,
+        ),
+    ] = field(default=None, repr=False)
+    allow_unauthenticated: Annotated[bool, About("Listen beyond this machine without a key.")] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        About(
+            "Further name by which requests may ask for this server.",
+            unset="this machine's own names, where there is no key",
+            flag="--allowed-host",
+            private=True,
+        ),
+    ] = ()
+    served_model_name: Annotated[str | None, About("Name that requests use.", unset="the directory's")] = None
+    data_dir: Annotated[
+        Path | None, About("Where jobs, uploads and checkpoints are kept.", unset="one for each model", private=True)
+    ] = None
+    train_on: Annotated[TrainOn, About("What a fine-tune may do to the device that serves.")] = "refuse"
+    train_device: Annotated[str | None, About("Device of fine-tune jobs.", unset="the one that serves")] = None
+    drain_seconds: Annotated[float, Ge(0), About("How long requests may finish after SIGTERM.")] = 30.0
+    heartbeat_seconds: Annotated[Seconds, About("Silence after which the engine is started again.")] = 30.0
+    step_seconds: Annotated[Seconds, About("Time of one step after which the engine is started again.")] = 600.0
+    load_seconds: Annotated[Seconds, About("How long weights may take to load.")] = 1800.0
+    request_seconds: Annotated[float | None, Gt(0), About("How long an answer may take.", unset="no limit")] = None
+    vllm_metrics: Annotated[bool, About("Also publish metrics under vllm:* names.")] = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        _check_names(self)
+        EngineOptions.__post_init__(self)
+        if self.api_key is not None and not self.api_key.strip():
+            raise RequestError("The API key is empty; give a key or leave the option out.")
         _check_exposure(self)
+
+    @property
+    def engine(self) -> EngineOptions:
+        """What the engine's process is told."""
+        return EngineOptions(**{f.name: getattr(self, f.name) for f in fields(EngineOptions)})
+
+    @property
+    def public(self) -> dict[str, Any]:
+        """The options in force, without secrets and places."""
+        return {o.name: getattr(self, o.name) for o in options_of(Settings) if not o.about.private}
 
     @property
     def model_name(self) -> str:
@@ -138,30 +158,6 @@ class Settings:
     @property
     def trains_on_serving_device(self) -> bool:
         return self.training_device == self.device
-
-
-def _check_numbers(settings: Settings) -> None:
-    if not 0 <= settings.port <= 65535:
-        raise RequestError(f"The port must lie in 0..65535, not {settings.port}.")
-    if settings.max_num_seqs < 1:
-        raise RequestError(f"max_num_seqs must be at least 1, not {settings.max_num_seqs}.")
-    if settings.max_model_len is not None and settings.max_model_len < 2:
-        raise RequestError(f"max_model_len must be at least 2, not {settings.max_model_len}.")
-    if settings.drain_seconds < 0:
-        raise RequestError(f"drain_seconds must not be negative, as {settings.drain_seconds} is.")
-    for name in ("heartbeat_seconds", "step_seconds", "load_seconds", "request_seconds"):
-        value = getattr(settings, name)
-        if value is not None and not value > 0:
-            raise RequestError(f"{name} must be positive, not {value}.")
-
-
-def _check_names(settings: Settings) -> None:
-    if settings.train_on not in ("refuse", "share", "pause"):
-        raise RequestError(f"train_on must be refuse, share or pause, not {settings.train_on!r}.")
-    if settings.kv_cache_dtype not in ("bf16", "fp8"):
-        raise RequestError(f"kv_cache_dtype must be bf16 or fp8, not {settings.kv_cache_dtype!r}.")
-    if settings.api_key is not None and not settings.api_key.strip():
-        raise RequestError("The API key is empty; give a key or leave the option out.")
 
 
 def _check_exposure(settings: Settings) -> None:

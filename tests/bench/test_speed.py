@@ -13,6 +13,7 @@ import torch
 
 from fp8serve.bench import clock, engine, monitor, ops, serve, training_step
 from fp8serve.bench.entries import MAKERS, BenchCase, others
+from fp8serve.bench.options import Load
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
 from fp8serve.fp8.ops import OPS
@@ -198,7 +199,7 @@ def fake() -> Iterator[str]:
 
 
 def test_figures_of_a_server(fake: str) -> None:
-    result = serve.measure(fake, serve.Load(requests=5, concurrency=2, prompt=7, new=3), ignore)
+    result = serve.measure(fake, Load(requests=5, concurrency=2, prompt=7, new=3), ignore)
     assert result["served_model"] == "fake"
     assert len(Fake.seen) == 6  # the first is not counted
     assert {len(body["prompt"]) for body in Fake.seen} == {7}
@@ -209,9 +210,9 @@ def test_figures_of_a_server(fake: str) -> None:
 
 def test_a_server_that_refuses_is_an_error(fake: str) -> None:
     with pytest.raises(MachineError, match="answered 429"):
-        serve.measure(fake, serve.Load(requests=2, new=13), ignore)
+        serve.measure(fake, Load(requests=2, new=13), ignore)
 
 
 def test_no_server_is_an_error() -> None:
     with pytest.raises(MachineError, match="no server at"):
-        serve.measure("http://127.0.0.1:9", serve.Load(), ignore)
+        serve.measure("http://127.0.0.1:9", Load(), ignore)

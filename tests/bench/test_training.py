@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from fp8serve.bench import corpus, training
+from fp8serve.bench.options import Shape, StudyPlan
 from fp8serve.bench.provenance import commit
 from fp8serve.cli import main
 from fp8serve.errors import JobError
 
 TEXTS = [f"The number {i} is followed by the number {i + 1}, and that by {i + 2}." for i in range(60)]
-SHAPE = training.Shape(hidden_size=64, layers=1, heads=1, kv_heads=1, intermediate_size=128, vocab_size=300)
-PLAN = training.StudyPlan(recipes=("bf16", "delayed"), steps=4, batch_size=2, seq_len=16, shape=SHAPE)
+SHAPE = Shape(hidden_size=64, layers=1, heads=1, kv_heads=1, intermediate_size=128, vocab_size=300)
+PLAN = StudyPlan(recipes=("bf16", "delayed"), steps=4, batch_size=2, seq_len=16, shape=SHAPE)
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +57,10 @@ def test_a_directory_of_another_study_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_that_knows_fewer_settings_is_the_plan_with_their_defaults(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"steps": 4, "seed": 1}))
-    training._same_plan(tmp_path / "plan.json", training.StudyPlan(steps=4, seed=1))
+    training._same_plan(tmp_path / "plan.json", StudyPlan(steps=4, seed=1))
     with pytest.raises(JobError, match="other settings"):
-        training._same_plan(tmp_path / "plan.json", training.StudyPlan(steps=4, seed=1, final_lr=0.0))
-    config = training._config(tmp_path, training.StudyPlan(steps=4, final_lr=0.0, warmup_steps=2), "bf16", "bf16")
+        training._same_plan(tmp_path / "plan.json", StudyPlan(steps=4, seed=1, final_lr=0.0))
+    config = training._config(tmp_path, StudyPlan(steps=4, final_lr=0.0, warmup_steps=2), "bf16", "bf16")
     assert (config.min_lr_ratio, config.warmup_steps) == (0.0, 2)
 
 
@@ -105,9 +106,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_width_that_makes_no_heads_is_refused() -> None:
-    assert training.Shape.of(384, 6) == training.Shape()
+    assert Shape.of(384, 6) == Shape()
     with pytest.raises(JobError, match="multiple of 64"):
-        training.Shape.of(100, 1)
+        Shape.of(100, 1)
 
 
 @pytest.mark.parametrize("name", ["numerics", "training"])

@@ -12,6 +12,7 @@ from fp8serve.calibration.data import (
     load_samples,
     make_batches,
 )
+from fp8serve.calibration.options import SampleOptions
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -114,18 +115,18 @@ def test_data_that_are_all_held_out_are_refused(tokenizer: Tokenizer, tmp_path: 
             )
 
 
-def test_unusable_data_and_settings_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_unusable_data_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     for data in (tmp_path / "missing.txt", empty):
         with pytest.raises(DataError, match=data.name):
             load_samples([data], tokenizer, VOCAB, count=4, seq_len=64, seed=0)
-    with pytest.raises(DataError, match="seq_len must be at least 2, not 1"):
-        load_samples(None, tokenizer, VOCAB, count=4, seq_len=1, seed=0)
-    with pytest.raises(DataError, match="samples must be at least 1, not 0"):
-        load_samples(None, tokenizer, VOCAB, count=0, seq_len=8, seed=0)
-    with pytest.raises(DataError, match="batch_size must be at least 1, not 0"):
-        make_batches([], 0)
+
+
+@pytest.mark.parametrize(("name", "least"), [("seq_len", 2), ("samples", 1), ("batch_size", 1)])
+def test_settings_that_read_nothing_are_refused(name: str, least: int) -> None:
+    with pytest.raises(DataError, match=f"{name} must be greater than or equal to {least}, not {least - 1}"):
+        SampleOptions.of({name: least - 1})
 
 
 def test_a_broken_line_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:

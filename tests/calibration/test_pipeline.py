@@ -233,7 +233,7 @@ def test_progress_tells_every_stage_and_batch(model_dir: Path, tmp_path: Path) -
         ({"recipe": from_name("rowwise"), "gradients": True}, RecipeError, "gradient calibration"),
         ({"recipe": from_name("rowwise"), "scales_only": True}, RecipeError, "nothing to write"),
         ({"recipe": from_name("bf16")}, RecipeError, "bf16"),
-        ({"format": "gguf"}, ModelError, "gguf"),
+        ({"format": "gguf"}, DataError, "gguf"),
         ({"samples": 0}, DataError, "samples"),
         ({"device": "tpu9"}, MachineError, "tpu9"),
         ({"device": "cuda:99"}, MachineError, "cuda:99"),

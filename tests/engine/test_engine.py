@@ -114,7 +114,7 @@ def test_logprobs_are_given_when_asked_for(engine: Engine) -> None:
         ([[999]], {}, r"999 is outside the vocabulary of 260"),
         ("Hello", {}, r"list of prompts"),
         ([1, 2], {}, r"list of prompts"),
-        ([[1]], {"temprature": 1}, r"no sampling option 'temprature'"),
+        ([[1]], {"temprature": 1}, r"no field 'temprature'"),
         ([[1], [2]], {"top_p": 2}, r"top_p"),
     ],
 )

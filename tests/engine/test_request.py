@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from fp8serve.engine.request import Limits, Request, RequestOutput, SamplingParams, TokenLogprob
+from fp8serve.engine.request import EngineLimits, Request, RequestOutput, SamplingParams, TokenLogprob
 from fp8serve.errors import RequestError
 
-LIMITS = Limits(max_model_len=32, num_blocks=4, block_size=4, vocab_size=100)
+LIMITS = EngineLimits(max_model_len=32, num_blocks=4, block_size=4, vocab_size=100)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from fp8serve.engine.request import FinishReason, Limits, Request, RequestOutput, TokenLogprob
+from fp8serve.engine.request import EngineLimits, FinishReason, Request, RequestOutput, TokenLogprob
 from fp8serve.errors import MachineError, ModelError, RequestError
 from fp8serve.model.chat import ChatTemplate
 from fp8serve.model.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class FakeEngine:
     """See the module."""
 
     def __init__(self, delay: float = 0.0, fail: str | None = None, max_model_len: int = 512) -> None:
-        self.limits = Limits(max_model_len=max_model_len, num_blocks=10_000, block_size=16, vocab_size=257)
+        self.limits = EngineLimits(max_model_len=max_model_len, num_blocks=10_000, block_size=16, vocab_size=257)
         self.info: dict[str, Any] = {
             "device": "cpu",
             "kernels": {"quantize": "fake kernel", "scaled_mm": "fake kernel"},

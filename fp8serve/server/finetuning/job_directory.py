@@ -27,7 +27,7 @@ from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
 
-SEQ_LEN = 256
+SEQ_LEN = TrainConfig.seq_len
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-MAX_STOPS = 4
-MAX_STOP_CHARS = 256
-
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class Strict(BaseModel):

@@ -8,10 +8,16 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from fp8serve.engine.request import SamplingParams, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import Grammar
-from fp8serve.server.schemas.bodies import MAX_STOPS, Body, Message, Seed, StopString, Strict, TokenId
+from fp8serve.server.schemas.bodies import Body, Message, Strict
+from fp8serve.server.schemas.derived import fields_of
+
+SPELT_OTHERWISE = ("logprobs", "json_schema", "regex")
+"""Of SamplingParams: `top_n_tokens` or `details`, and `grammar` here."""
 
 
+@fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
 class GenerateParameters(Strict):
     """Sampling, as text-generation-inference spells it. Greedy unless `do_sample` or a sampling parameter is given."""
 
@@ -23,24 +29,11 @@ class GenerateParameters(Strict):
         "watermark": (False, None),
     }
 
-    max_new_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     do_sample: bool = False
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Seed | None = None
-    stop: list[StopString] = Field(default=[], max_length=MAX_STOPS)
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
-    ignore_eos: bool = False
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    truncate: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    truncate: Tokens | None = None
     return_full_text: bool | None = None
     details: bool = False
-    top_n_tokens: Annotated[int, Field(ge=0, le=5)] | None = None
+    top_n_tokens: Annotated[int, Field(ge=0, le=5)] | None = None  # text-generation-inference takes 5
     adapter_id: str | None = None
     best_of: int | None = None
     decoder_input_details: bool | None = None

@@ -8,33 +8,23 @@ for nothing (`REFUSED`). Any other name is refused.
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from annotated_types import Ge, Le
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.request import INT32, MAX_LOGPROBS, SamplingParams, StopString, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import ResponseFormat
-from fp8serve.server.schemas.bodies import MAX_STOPS, Body, Message, Seed, StopString, Strict, TokenId
+from fp8serve.server.schemas.bodies import Body, Message, Strict
+from fp8serve.server.schemas.derived import fields_of, given
 
-Probability = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
+MAX_STOPS = 4  # as OpenAI documents it; /generate takes as many as the engine
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
-SAME_NAMES = (
-    "temperature",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "seed",
-)
-"""Fields whose name and meaning here are those of SamplingParams."""
+SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "json_schema", "regex")
+"""Of SamplingParams: `max_tokens`, `logprobs` and `response_format` here, which each route reads in its way."""
 
 
 class StreamOptions(Strict):
@@ -42,25 +32,18 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+@fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
 class SampledBody(Body):
-    """What both routes share."""
+    """What both routes share. `temperature`, `top_p` and `stop` have the bounds that OpenAI documents."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Probability | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | Seed | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    top_k: Annotated[int, Ge(-1), Le(INT32)] | None = None  # vLLM's -1 means all
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
@@ -83,13 +66,12 @@ class SampledBody(Body):
 
     def sampling_values(self) -> dict[str, Any]:
         """Keyword arguments of SamplingParams, but for the number of tokens and the log-probabilities."""
-        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        given = {name: getattr(self, name) for name in SAME_NAMES} | {"top_p": self.top_p or None}
-        top_k = {} if self.top_k is None else {"top_k": max(self.top_k, 0)}  # vLLM's -1 means all
-        # top_p 0 keeps the likeliest token alone, which is what greedy does
-        greedy = {"temperature": 0.0} if self.top_p == 0 else {}
-        form = {} if self.response_format is None else self.response_format.params()
-        return {k: v for k, v in given.items() if v is not None} | {"stop": stop} | top_k | greedy | form
+        asked = given(self, SamplingParams, SPELT_OTHERWISE)
+        if self.top_k is not None:
+            asked["top_k"] = max(self.top_k, 0)
+        if self.top_p == 0:  # keeps the likeliest token alone, which is what greedy does
+            asked |= {"temperature": 0.0, "top_p": 1.0}
+        return asked | ({} if self.response_format is None else self.response_format.params())
 
 
 class CompletionBody(SampledBody):
@@ -103,7 +85,7 @@ class CompletionBody(SampledBody):
 
     prompt: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     max_tokens: Tokens | None = None
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None  # as OpenAI documents it
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -140,7 +122,7 @@ class ChatBody(SampledBody):
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     functions: list[Any] | None = None

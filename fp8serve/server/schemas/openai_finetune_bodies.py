@@ -1,7 +1,7 @@
 """The body of `POST /v1/fine_tuning/jobs`.
 
 `method` must be supervised; anything else is refused, never replaced by it. `"auto"` means the default of the native
-route. OpenAI's `learning_rate_multiplier` multiplies that default, 2e-5.
+route. OpenAI's `learning_rate_multiplier` multiplies that default.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,8 +10,9 @@ from pydantic import Field
 
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
 from fp8serve.server.schemas.finetune_bodies import FileId, FinetuneBody, Suffix
+from fp8serve.train.config import TrainConfig
 
-LEARNING_RATE = 2e-5
+LEARNING_RATE = TrainConfig.lr
 
 
 class HyperParameters(Strict):

@@ -74,6 +74,7 @@ class Info(ResponseShape):
     docker_label: None
     served: ServedView
     engine: JsonObject
+    options: JsonObject
     train_on: Literal["refuse", "share", "pause"]
     training_device: str
     limits: dict[str, float]

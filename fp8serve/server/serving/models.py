@@ -35,9 +35,9 @@ MAX_FAILED_RESTARTS = 3
 class ServedModels:
     """The alias `name` and what it points at."""
 
-    def __init__(self, name: str, start_engine: Launch, metrics: Metrics, deadlines: Deadlines | None = None) -> None:
+    def __init__(self, name: str, start_engine: Launch, metrics: Metrics, deadlines: Deadlines) -> None:
         self.name = name
-        self.deadlines = deadlines or Deadlines()
+        self.deadlines = deadlines
         self.failed_restarts = 0
         self.current: Served | None = None
         self.state = "loading"

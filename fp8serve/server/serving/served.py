@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import Limits, Request, RequestOutput
+from fp8serve.engine.request import EngineLimits, Request, RequestOutput
 from fp8serve.model.config import read_config
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
@@ -21,7 +21,7 @@ SAMPLE_BYTES = 1 << 16
 class EngineHandle(Protocol):
     """What we use of `fp8serve.engine.client.EngineClient`."""
 
-    limits: Limits
+    limits: EngineLimits
     info: dict[str, Any]
 
     @property

@@ -4,6 +4,7 @@ elsewhere.
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -103,6 +104,15 @@ async def test_info_shows_limits_and_no_place_on_our_disk(start: Start) -> None:
         assert info["limits"]["n"] == 16
         assert info["max_total_tokens"] == 512
         assert "/secret" not in json.dumps(info)
+
+
+async def test_info_shows_the_options_in_force_and_no_secret(start: Start, tmp_path: Path) -> None:
+    private = {"api_key": "k", "scales": str(tmp_path), "allowed_hosts": ("inside",)}
+    async with start(max_num_seqs=3, request_seconds=7.0, **private) as server:
+        info = (await server.client.get("/info", headers={"authorization": "Bearer k"})).json()
+        assert (info["options"]["max_num_seqs"], info["options"]["request_seconds"]) == (3, 7.0)
+        assert info["options"]["drain_seconds"] == server.state.settings.drain_seconds
+        assert not {*private, "data_dir", "host", "port"} & info["options"].keys()
 
 
 async def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(

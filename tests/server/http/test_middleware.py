@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from fp8serve.commands.serve import KEY_VARIABLE, find_key
+from fp8serve.commands.serve import find_key
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.server.api.page_routes import PAGES
 from fp8serve.server.http.access_control import presented_key
 from fp8serve.server.http.scope import OPEN_PATHS
-from fp8serve.server.settings import Settings
+from fp8serve.server.settings import KEY_VARIABLE, Settings
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 

@@ -4,6 +4,7 @@ one that is certain to pass.
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 from fp8serve.server.serving.models import MAX_FAILED_RESTARTS
 from fp8serve.server.serving.served import Source
-from fp8serve.server.settings import Deadlines, Settings
+from fp8serve.server.settings import Settings
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
@@ -77,7 +78,7 @@ async def test_a_silent_engine_is_not_ready_until_it_is_replaced(start: Start) -
 async def test_a_load_that_hangs_is_given_up(start: Start) -> None:
     launcher = Hanging()
     async with start(launcher) as server:
-        server.state.models.deadlines = Deadlines(load=0.5)
+        server.state.models.deadlines = replace(server.state.models.deadlines, load=0.5)
         launcher.hang = True
         answer = await activate(server)
         assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
@@ -85,7 +86,7 @@ async def test_a_load_that_hangs_is_given_up(start: Start) -> None:
         assert launcher.given_up == 1
         assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
         launcher.hang = False
-        server.state.models.deadlines = Deadlines()
+        server.state.models.deadlines = server.state.settings.deadlines
         assert (await activate(server)).status_code == 200
 
 
@@ -121,7 +122,7 @@ async def test_a_swap_wins_over_a_restart(start: Start) -> None:
 async def test_a_canary_that_gives_no_token_is_a_failed_load(start: Start) -> None:
     launcher = Launcher()
     async with start(launcher) as server:
-        server.state.models.deadlines = Deadlines(load=0.5)
+        server.state.models.deadlines = replace(server.state.models.deadlines, load=0.5)
         launcher.make = lambda: FakeEngine(delay=1e6)
         answer = await activate(server)
         assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
@@ -212,5 +213,5 @@ def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.Mon
 def test_a_deadline_is_positive(settings: Settings, name: str) -> None:
     from dataclasses import replace
 
-    with pytest.raises(RequestError, match=f"{name} must be positive"):
+    with pytest.raises(RequestError, match=f"{name} must be greater than 0"):
         replace(settings, **{name: 0.0})

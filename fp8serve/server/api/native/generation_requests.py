@@ -4,9 +4,10 @@ import secrets
 
 from fp8serve.engine.request import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
-from fp8serve.server.schemas.generation_bodies import GenerateBody, GenerateParameters
+from fp8serve.server.schemas.derived import given
+from fp8serve.server.schemas.generation_bodies import SPELT_OTHERWISE, GenerateBody, GenerateParameters
 
-DEFAULT_NEW_TOKENS = 16
+ONLY_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p"})
 
 
 def parse(body: GenerateBody) -> ParsedRequest:
@@ -20,24 +21,10 @@ def sampling(p: GenerateParameters) -> SamplingParams:
     """Greedy unless sampling is asked for, by `do_sample` or by a parameter that only sampling uses. RequestError
     for a contradiction.
     """
-    sampled = p.do_sample or any(value is not None for value in (p.temperature, p.top_p, p.top_k, p.min_p))
-    temperature = (1.0 if p.temperature is None else p.temperature) if sampled else 0.0
-    seed = p.seed if p.seed is not None else secrets.randbits(53)
-    wanted = p.top_n_tokens or (0 if p.details else None)
-    return SamplingParams(
-        max_new_tokens=p.max_new_tokens or DEFAULT_NEW_TOKENS,
-        temperature=temperature,
-        top_p=1.0 if p.top_p is None else p.top_p,
-        top_k=p.top_k or 0,
-        min_p=p.min_p or 0.0,
-        presence_penalty=p.presence_penalty or 0.0,
-        frequency_penalty=p.frequency_penalty or 0.0,
-        repetition_penalty=p.repetition_penalty or 1.0,
-        seed=seed if temperature > 0 else None,
-        stop=tuple(p.stop),
-        stop_token_ids=tuple(p.stop_token_ids),
-        ignore_eos=p.ignore_eos,
-        min_tokens=p.min_tokens,
-        logprobs=wanted,
-        **({} if p.grammar is None else p.grammar.params()),
-    )
+    asked = given(p, SamplingParams, SPELT_OTHERWISE)
+    if not (p.do_sample or ONLY_SAMPLING & asked.keys()):
+        asked["temperature"] = 0.0
+    drawn = asked.get("temperature") != 0
+    asked["seed"] = asked.get("seed", secrets.randbits(53)) if drawn else None
+    asked["logprobs"] = p.top_n_tokens or (0 if p.details else None)
+    return SamplingParams(**asked | ({} if p.grammar is None else p.grammar.params()))

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 import fp8serve
+from fp8serve.engine.request import MAX_STOP_STRINGS
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.activation_routes import served_view
@@ -58,7 +59,7 @@ async def info(state: StateDep) -> dict[str, Any]:
         "model_pipeline_tag": "text-generation",
         "max_concurrent_requests": state.admission.capacity,
         "max_best_of": 1,
-        "max_stop_sequences": 4,
+        "max_stop_sequences": MAX_STOP_STRINGS,
         "max_input_tokens": longest - 1,
         "max_total_tokens": longest,
         "max_client_batch_size": limits.prompts,
@@ -68,6 +69,7 @@ async def info(state: StateDep) -> dict[str, Any]:
         "docker_label": None,
         "served": served_view(served),
         "engine": public_facts(served.engine.info),
+        "options": settings.public,
         "train_on": settings.train_on,
         "training_device": settings.training_device,
         "limits": vars(limits),

@@ -4,12 +4,10 @@ from fp8serve.engine.request import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 
-COMPLETION_TOKENS = 16
-
 
 def parse_completion(body: CompletionBody) -> ParsedRequest:
     """Some prompts, `n` choices for each. Raises RequestError for parameters that contradict each other."""
-    params = body.params(body.max_tokens or COMPLETION_TOKENS)
+    params = body.params(body.max_tokens or SamplingParams().max_new_tokens)
     return ParsedRequest(lambda _: params, body.prompts(), choices=body.choices)
 
 

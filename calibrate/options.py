@@ -1,0 +1,103 @@
+"""What calibration and evaluation can be told; imported without torch, so that the command line can show it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
+
+from annotated_types import Ge, Len
+
+from fp8serve.errors import DataError, RecipeError
+from fp8serve.fp8.amax_rules import RuleName
+from fp8serve.fp8.recipe import Fp8Name, Recipe, RecipeChoice, from_name
+from fp8serve.model.file_formats import FileFormat
+from fp8serve.options import About, check, known_fields
+
+SHIPPED = "passages that ship with fp8serve"
+Files = tuple[str, ...]
+Rounding = Literal["nearest", "gptq"]
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Which sequences are read, and where they are computed. DataError for a value that cannot be used."""
+
+    data: Annotated[Files | None, About("Text or JSON-lines file.", unset=SHIPPED, metavar="PATH")] = None
+    samples: Annotated[int, Ge(1), About("Sequences to read.")] = 128
+    seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 512
+    batch_size: Annotated[int, Ge(1), About("Sequences in a batch.")] = 4
+    seed: Annotated[int, About("Seed of the choice of samples.")] = 0
+    device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+
+    def __post_init__(self) -> None:
+        check(self, DataError)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """From keyword arguments, where files may be one path or several. DataError, RequestError."""
+        values = known_fields(cls, options)
+        return cls(**values | {name: _files(values[name]) for name in ("data", "holdout") if name in values})
+
+
+def _files(value: Any) -> Any:
+    if isinstance(value, str | Path):
+        return (str(value),)
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class CalibrationOptions(SampleOptions):
+    """What is observed besides, and what is written."""
+
+    holdout: Annotated[
+        Files | None, About("File to measure quality on, never calibrated on.", unset=SHIPPED, metavar="PATH")
+    ] = None
+    kv_cache: Annotated[bool, About("Also find scales for an FP8 KV cache.")] = False
+    gradients: Annotated[bool, About("Also observe gradients, for training.")] = False
+    format: Annotated[FileFormat, About("Spelling of the FP8 weights; docs/formats.md says who reads it.")] = (
+        "compressed-tensors"
+    )
+    rounding: Annotated[
+        Rounding,
+        About("How weights are rounded; 'gptq': so that a layer's errors make up for each other, in more time."),
+    ] = "nearest"
+    scales_only: Annotated[bool, About("Write scales.safetensors and no weights.")] = False
+
+
+@dataclass(frozen=True)
+class ScalingOptions:
+    """The recipe to calibrate for; `recipe` makes it."""
+
+    name: Annotated[Fp8Name, About("How tensors are scaled.", flag="--recipe")] = "delayed"
+    amax_history_len: Annotated[
+        int | None, Ge(1), About("Length of the amax history (delayed).", unset="1024", flag="--history-len")
+    ] = None
+    amax_compute_algo: Annotated[
+        RuleName | None, About("How a history becomes one amax (delayed).", unset="max", flag="--algo")
+    ] = None
+    margin: Annotated[int | None, Ge(0), About("Powers of two left free below the maximum (delayed).", unset="0")] = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        check(self, RecipeError)
+
+    @property
+    def recipe(self) -> Recipe:
+        """RecipeError for an option of another recipe, which is not ignored."""
+        named = {name: value for name, value in vars(self).items() if name != "name" and value is not None}
+        if named and self.name != "delayed":
+            raise RecipeError(
+                f"--history-len, --algo and --margin belong to the delayed recipe, not to {self.name}; leave them out."
+            )
+        return cast(Recipe, from_name(self.name, **named))  # bf16 alone makes none
+
+
+@dataclass(frozen=True)
+class EvaluationOptions(SampleOptions):
+    """How the model runs that is measured."""
+
+    recipe: Annotated[RecipeChoice, About("How MODEL runs; 'stored': the scales in its directory.")] = "stored"
+    scales: Annotated[str | None, About("scales.safetensors to use.", unset="the directory's own", metavar="PATH")] = (
+        None
+    )

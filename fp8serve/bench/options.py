@@ -1,0 +1,129 @@
+"""What the studies can be told; imported without torch, so that the command line can show it."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Len
+
+from fp8serve.calibration.options import SHIPPED, Files
+from fp8serve.engine.options import EngineOptions, KvDtype
+from fp8serve.errors import JobError
+from fp8serve.fp8.recipe import NAMES
+from fp8serve.options import About, check, options_of
+
+Prompt = Annotated[int, Ge(1), About("Tokens of each prompt.")]
+New = Annotated[int, Ge(2), About("Tokens of each answer.")]
+Rows = Annotated[int, Ge(1), About("Sequences of 128 tokens in a step.")]
+_ENGINE = {option.name: option.default for option in options_of(EngineOptions)}
+
+
+class Checked:
+    """Raises JobError for a value that cannot be used."""
+
+    def __post_init__(self) -> None:
+        check(self, JobError)
+
+
+@dataclass(frozen=True)
+class NumericsOptions(Checked):
+    data: Annotated[Files | None, About("Text or JSON-lines file.", unset=SHIPPED, metavar="PATH")] = None
+    samples: Annotated[int, Ge(2), About("Sequences to calibrate on; an eighth more is measured.")] = 64
+    seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 256
+    own_steps: Annotated[int, Ge(2), About("Training steps of the small model; unused with MODEL.")] = 200
+
+
+@dataclass(frozen=True)
+class EngineLoad(Checked):
+    recipe: Annotated[str, About("Recipe, bf16, or 'stored': what the directory stores.")] = _ENGINE["recipe"]
+    kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = _ENGINE["kv_cache_dtype"]
+    batches: Annotated[
+        tuple[Annotated[int, Ge(1)], ...], Len(1), About("Sequences decoded together.", flag="--batch")
+    ] = (1, 4, 8, 16)
+    prompt: Prompt = 256
+    new: New = 64
+
+
+@dataclass(frozen=True)
+class Load(Checked):
+    """What clients ask for."""
+
+    requests: Annotated[int, Ge(1), About("Requests in all.")] = 32
+    concurrency: Annotated[int, Ge(1), About("Requests at the same time.")] = 8
+    prompt: Prompt = 256
+    new: New = 64
+    vocab: int = 1000  # prompts use ids below this
+    api_key: Annotated[str | None, About("The server's key.", unset="none")] = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Shape(Checked):
+    """A Llama with tied embeddings; the default has 10.2 million parameters."""
+
+    hidden_size: Annotated[int, Ge(64), About("Width of the model.")] = 384
+    layers: Annotated[int, Ge(1), About("Layers of the model.")] = 6
+    heads: int = 6
+    kv_heads: int = 2
+    intermediate_size: int = 1024
+    vocab_size: int = 2048
+
+    @classmethod
+    def of(cls, hidden_size: int, layers: int) -> "Shape":
+        """The same proportions in another size: heads of 64, a feed-forward layer of 8/3 of the width."""
+        if hidden_size % 64:
+            raise JobError(f"hidden_size must be a multiple of 64, found {hidden_size}.")
+        heads = hidden_size // 64
+        wide = 128 * math.ceil(hidden_size * 8 / (3 * 128))
+        return cls(hidden_size, layers, heads, 2 if heads % 2 == 0 else 1, wide)
+
+
+@dataclass(frozen=True)
+class StudyPlan(Checked):
+    """What is trained, and for how long. A step reads `batch_size` rows of at most `seq_len` tokens, packed.
+
+    lr: the peak, reached after `warmup_steps` (None: 3 % of all) and falling along a cosine to `final_lr` of it. Steps
+    of so few tokens are no better with more than the default: at 1e-3 BF16 itself ends 7 % higher (docs/studies.md).
+    """
+
+    recipes: Annotated[tuple[str, ...], Len(1), About("Recipe; the first one is compared with.", flag="--recipe")] = (
+        "bf16",
+        "delayed",
+        "current",
+        "rowwise",
+        "block",
+    )
+    resumed: str = "delayed"
+    steps: Annotated[int, Ge(4), About("Optimizer steps of each run; an even number.")] = 1000
+    batch_size: Annotated[int, Ge(1), About("Rows in a step.")] = 4
+    seq_len: Annotated[int, Ge(2), About("Longest row, in tokens.")] = 128
+    lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 3e-4
+    warmup_steps: Annotated[int | None, Ge(0), About("Steps in which it rises to that.", unset="3 % of all")] = None
+    final_lr: Annotated[float, Ge(0), Le(1), About("Where it ends, as a part of the peak.")] = 0.1
+    seed: Annotated[int, Ge(0), About("Of the weights and of the order of rows.")] = 0
+    shape: Shape = field(default_factory=Shape)
+
+    def __post_init__(self) -> None:
+        check(self, JobError)
+        if unknown := [r for r in self.recipes if r not in NAMES]:
+            raise JobError(f"There is no recipe {unknown[0]!r}; choose from {', '.join(NAMES)}.")
+        if self.steps % 2:
+            raise JobError(f"steps must be an even number, found {self.steps}.")
+
+    @property
+    def averaged(self) -> int:
+        """Steps at the end whose mean is the final training loss."""
+        return max(1, self.steps // 20)
+
+
+@dataclass(frozen=True)
+class StepOptions(Checked):
+    recipes: Annotated[tuple[str, ...], Len(1), About("Recipe to measure.", flag="--recipe")] = ("delayed",)
+    rows: Rows = 4
+    rounds: Annotated[int, Ge(1), About("Steps of each kind.")] = 10
+
+
+@dataclass(frozen=True)
+class MonitorOptions(Checked):
+    rows: Rows = 4
+    every: Annotated[int, Ge(1), About("Steps from one count of the codes to the next.")] = 16
+    rounds: Annotated[int, Ge(1), About("Rounds of that many steps, with and without.")] = 10

@@ -1,0 +1,15 @@
+"""`fp8serve bench`: studies that print figures together with the machine, the versions and the commit behind them."""
+
+from typing import Any
+
+import typer
+
+from fp8serve.commands.studies import casts, engine, monitor, numerics, ops, seeds, serve, step, training
+
+COMMANDS: dict[str, Any] = {
+    "numerics": numerics, "casts": casts, "training": training, "seeds": seeds, "ops": ops, "engine": engine,
+    "serve": serve, "step": step, "monitor": monitor,
+}  # fmt: skip
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure: numerics, training, speed.")
+for name, module in COMMANDS.items():
+    app.command(name, help=module.__doc__)(module.command)

@@ -1,0 +1,132 @@
+"""What an option is: a field of a frozen dataclass, and its type says the rest.
+
+    temperature: Annotated[float, Ge(0), Le(100), About("0 takes the likeliest token every time.")] = 1.0
+
+The bounds are those of `annotated_types`, which pydantic checks when the dataclass is made (`check`). The default, the
+bounds and the text stand here and nowhere else: the command line (`commands/from_options.py`), the bodies of HTTP
+(`server/schemas/derived.py`) and the page docs/options.md are made from `options_of`. Nothing here imports pydantic
+before a value is checked, so that `import fp8serve` does not wait for it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le
+
+from fp8serve.errors import Fp8ServeError, RequestError, shown
+
+
+@dataclass(frozen=True)
+class About:
+    """What people read about an option, and how the command line spells it where that is not as the field.
+
+    `unset`: what a default of None or () means. `flag`: its name on the command line; None: the field's; "": it has
+    none. `narrowed`: the type of what can be said there, where the field takes more.
+    `private`: a secret, or a place on this machine, which `/info` does not show.
+    """
+
+    text: str
+    unset: str = ""
+    flag: str | None = None
+    metavar: str | None = None
+    narrowed: Any = None
+    private: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field as the generated surfaces need it. `kind`: its annotation, whole; `about`: what it says of itself."""
+
+    name: str
+    kind: Any
+    default: Any  # MISSING: it must be given
+    about: About
+
+    @property
+    def plain(self) -> Any:
+        """The annotation without bounds and text: `int | None`."""
+        return get_args(self.kind)[0]
+
+    def bound(self, *marks: type) -> float | None:
+        """The bound of one of the kinds `marks`, such as Ge."""
+        found = (m for m in get_args(self.kind)[1:] if isinstance(m, marks))
+        return next((value for mark in found for value in vars_of(mark).values()), None)
+
+    @property
+    def least(self) -> float | None:
+        return self.bound(Ge, Gt)
+
+    @property
+    def most(self) -> float | None:
+        return self.bound(Le)
+
+
+def vars_of(mark: Any) -> dict[str, Any]:
+    """The values of a dataclass, shallowly."""
+    return {f.name: getattr(mark, f.name) for f in fields(mark)}
+
+
+@cache
+def options_of(cls: Any) -> tuple[Option, ...]:
+    """The fields of `cls` that have an `About`, in their order."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = ((f, _about(hints[f.name])) for f in fields(cls))
+    return tuple(Option(f.name, hints[f.name], _default(f), about) for f, about in found if about is not None)
+
+
+def _about(kind: Any) -> About | None:
+    marks = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+    return next((m for m in marks if isinstance(m, About)), None)
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def check(options: Any, error: type[Fp8ServeError]) -> None:
+    """Called by `__post_init__` of a dataclass: each value has its field's type and keeps its bounds, or `error` says
+    in one sentence which does not. A list becomes the tuple that the field declares.
+    """
+    from pydantic import ValidationError
+
+    try:
+        given = {name: tuple(v) if isinstance(v, list) else v for name, v in vars_of(options).items()}
+        values = _validator(options.__class__).validate_python(given)
+    except ValidationError as found:
+        raise error(_sentence(found.errors()[0])) from None
+    for name, value in values.items():
+        object.__setattr__(options, name, value)
+
+
+@cache
+def _validator(cls: Any) -> Any:
+    """Strict: a text is no number, and a boolean is none. NaN and infinity are refused."""
+    import typing_extensions
+    from pydantic import ConfigDict, TypeAdapter
+
+    typed_dict: Any = typing_extensions.TypedDict
+    values = typed_dict(cls.__name__, get_type_hints(cls, include_extras=True))
+    values.__pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)
+    return TypeAdapter(values)
+
+
+def _sentence(complaint: Mapping[str, Any]) -> str:
+    """Pydantic's complaint with the option's name, and what was found."""
+    field, *place = complaint["loc"]
+    name = f"{field}" + "".join(f"[{part}]" for part in place if isinstance(part, int))
+    rule = str(complaint["msg"]).replace(" after validation", "").replace("a valid boolean", "true or false")
+    _, should, demand = rule.partition(" should ")
+    sentence = f"{name} must {demand}" if should else f"{name}: {rule[:1].lower()}{rule[1:]}"
+    return f"{sentence}." if ", not " in sentence else f"{sentence}, not {shown(complaint['input'])}."
+
+
+def known_fields(cls: type, data: object) -> dict[str, Any]:
+    """`data` as keyword arguments of dataclass `cls`; RequestError for an unknown name, which is never dropped."""
+    if not isinstance(data, Mapping):
+        raise RequestError(f"{cls.__name__} must be an object, not {type(data).__name__}.")
+    names = [f.name for f in fields(cls)]
+    if unknown := sorted(set(data) - set(names)):
+        raise RequestError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}.")
+    return dict(data)

@@ -1,0 +1,167 @@
+"""An option is stated once: its dataclass checks it, and every surface is made from it."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from annotated_types import Ge, Gt, Le, Len
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.options_page import page
+from fp8serve.engine.request import MAX_STOP_STRINGS, SamplingParams
+from fp8serve.errors import RecipeError, RequestError
+from fp8serve.options import About, check, known_fields, options_of
+from fp8serve.server.schemas import generation_bodies, openai_bodies
+from fp8serve.server.schemas.finetune_bodies import NOT_ON_THE_WIRE, WIRE_NAMES, FinetuneBody
+from fp8serve.server.schemas.generation_bodies import GenerateParameters
+from fp8serve.server.schemas.openai_bodies import MAX_STOPS, ChatBody, CompletionBody
+from fp8serve.train.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Oven:
+    """An example."""
+
+    heat: Annotated[float, Gt(0), Le(300), About("How hot.")] = 180.0
+    trays: Annotated[int | None, Ge(1), About("How many.", unset="all")] = None
+    cakes: Annotated[tuple[Annotated[str, Len(1)], ...], Len(0, 2), About("What to bake.", flag="--cake")] = ()
+    mode: Annotated[Literal["air", "grill"], About("How.")] = "air"
+    light: Annotated[bool, About("Light inside.")] = False
+    secret: Annotated[int, About("Not on the command line.", flag="")] = 1
+
+    def __post_init__(self) -> None:
+        check(self, RequestError)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"heat": 0}, "heat must be greater than 0, not 0."),
+        ({"heat": True}, "heat must be a valid number, not True."),
+        ({"heat": float("nan")}, "heat must be a finite number, not nan."),
+        ({"trays": 1.0}, "trays must be a valid integer, not 1.0."),
+        ({"cakes": ["a", ""]}, "cakes[1] must have at least 1 character, not ''."),
+        ({"cakes": ["a", "b", "c"]}, "cakes must have at most 2 items, not 3."),
+        ({"mode": "wave"}, "mode must be 'air' or 'grill', not 'wave'."),
+        ({"light": 1}, "light must be true or false, not 1."),
+    ],
+)
+def test_a_bad_value_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        Oven(**values)
+    assert str(refused.value) == sentence
+
+
+def test_a_list_becomes_the_tuple_that_is_declared() -> None:
+    assert Oven(cakes=["a"]).cakes == ("a",)  # type: ignore[arg-type]
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(RequestError, match="Oven has no field 'head'; it has heat, trays"):
+        known_fields(Oven, {"head": 1})
+
+
+def run(*args: str) -> tuple[int, str, list[Any]]:
+    """Exit status and output of a command that takes an Oven, and what it made of its options."""
+    made: list[Any] = []
+
+    @with_options(heat=200.0)
+    def bake(where: str, oven: Chosen[Oven], loud: bool = False) -> None:
+        """Bake."""
+        made.extend((where, oven(), loud))
+
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(bake)
+    done = CliRunner().invoke(app, list(args))
+    return done.exit_code, done.output, made
+
+
+def test_a_command_gets_an_option_for_each_field() -> None:
+    assert run("home") == (0, "", ["home", Oven(heat=200.0), False])
+    status, _, made = run("home", "--heat", "90", "--trays", "2", "--cake", "a", "--cake", "b", "--light", "--loud")
+    assert (status, made) == (0, ["home", Oven(90.0, 2, ("a", "b"), light=True), True])
+
+
+def test_help_comes_from_the_field() -> None:
+    status, text, _ = run("--help")
+    text = " ".join(text.split())
+    assert status == 0
+    assert "How hot. [default: 200.0; 0<=x<=300]" in text
+    assert "How many. [default: (all); x>=1]" in text
+    assert "What to bake; repeat for several." in text
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize("args", [["--heat", "301"], ["--trays", "0"], ["--mode", "wave"], ["--secret", "1"]])
+def test_a_value_out_of_bounds_is_wrong_usage(args: list[str]) -> None:
+    assert run("home", *args)[0] == 2
+
+
+def test_named_values_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    made: list[Any] = []
+
+    @with_options()
+    def train(job: Chosen[TrainConfig]) -> None:
+        made.append(job(model="m"))
+
+    app = typer.Typer()
+    app.command()(train)
+    given = ["--data", "d", "--out", "o", "--recipe-option", "margin=1", "--recipe-option", "fp8_format=E4M3"]
+    assert CliRunner().invoke(app, given).exit_code == 0
+    assert made[0].recipe_options == {"margin": 1, "fp8_format": "E4M3"}
+    refused = CliRunner().invoke(app, [*given, "--recipe-option", "margin"]).exception
+    assert isinstance(refused, RecipeError)
+    assert "--recipe-option wants NAME=VALUE" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("body", "otherwise"),
+    [
+        (GenerateParameters, generation_bodies.SPELT_OTHERWISE),
+        (CompletionBody, openai_bodies.SPELT_OTHERWISE),
+        (ChatBody, openai_bodies.SPELT_OTHERWISE),
+    ],
+)
+def test_every_sampling_parameter_is_on_the_wire(body: Any, otherwise: tuple[str, ...]) -> None:
+    """Whoever adds one to SamplingParams has added it to both APIs."""
+    wanted = {o.name for o in options_of(SamplingParams)} - set(otherwise)
+    assert wanted <= body.model_fields.keys()
+
+
+def test_a_fine_tune_over_http_has_the_trainer_s_defaults_and_bounds() -> None:
+    body = FinetuneBody(file_id="f")
+    for option in options_of(TrainConfig):
+        name = WIRE_NAMES.get(option.name, option.name)
+        if option.name not in (*NOT_ON_THE_WIRE, "seq_len"):  # left out, seq_len is the context where that is shorter
+            assert getattr(body, name) == option.default, name
+            if option.least is not None:
+                with pytest.raises(ValidationError):
+                    FinetuneBody(file_id="f", **{name: option.least - 1})
+
+
+def test_stop_strings_are_as_many_as_the_engine_takes_and_four_where_openai_says_so() -> None:
+    assert GenerateParameters(stop=["x"] * MAX_STOP_STRINGS)  # type: ignore[call-arg]  # from SamplingParams
+    for body, most in ((GenerateParameters, MAX_STOP_STRINGS), (CompletionBody, MAX_STOPS)):
+        prompt = {} if body is GenerateParameters else {"prompt": "a"}
+        with pytest.raises(ValidationError):
+            body(stop=["x"] * (most + 1), **prompt)  # type: ignore[arg-type]
+
+
+def test_the_page_of_options_is_what_the_code_says() -> None:
+    assert page() == (ROOT / "docs/options.md").read_text(), "run: make options"
+
+
+def test_pydantic_comes_with_the_first_value_that_is_checked() -> None:
+    code = (
+        "import sys, fp8serve, fp8serve.cli; assert 'pydantic' not in sys.modules\n"
+        "fp8serve.engine.request.SamplingParams(); assert 'pydantic' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
