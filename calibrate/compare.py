@@ -30,11 +30,15 @@ def compare(
     recipe: Recipe,
     states: Mapping[str, ScalingState],
     stages: Stages | None = None,
+    rounded: Mapping[str, FrozenLinear] | None = None,
 ) -> tuple[Quality, dict[str, LayerTally]]:
-    """What `recipe` with the scales in `states` costs on `batches`: per token, and per linear."""
+    """What `recipe` with the scales in `states` costs on `batches`: per token, and per linear.
+
+    rounded: linears that are not rounded to nearest, as they are served.
+    """
     tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
     kv = {name: state.scale for name, state in states.items() if name.endswith((".k", ".v"))}
-    freeze = freezer(recipe, states)
+    freeze = freezer(recipe, states, rounded)
     for batch in (stages or Stages()).steps("compare", batches):
         exact = forward(decoder, batch)
         with in_fp8(linears, freeze, layers):
@@ -43,10 +47,17 @@ def compare(
     return tokens.quality(compared=True), layers
 
 
-def freezer(recipe: Recipe, states: Mapping[str, ScalingState]) -> Callable[[str, Linear], FrozenLinear]:
-    """What makes a linear as it is served under `recipe`, with the scales in `states` where the recipe stores any."""
+def freezer(
+    recipe: Recipe, states: Mapping[str, ScalingState], rounded: Mapping[str, FrozenLinear] | None = None
+) -> Callable[[str, Linear], FrozenLinear]:
+    """What makes a linear as it is served under `recipe`, with the scales in `states` where the recipe stores any.
+
+    Those in `rounded` are there already.
+    """
 
     def freeze(name: str, linear: Linear) -> FrozenLinear:
+        if rounded is not None:
+            return rounded[name]
         if delayed(recipe) is None:
             return FrozenLinear.from_linear(linear, recipe)
         return FrozenLinear.from_linear(linear, recipe, states[f"{name}.input"].scale, states[f"{name}.weight"].scale)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from annotated_types import Ge, Len
 
@@ -15,6 +15,7 @@ from fp8serve.options import About, check, known_fields
 
 SHIPPED = "passages that ship with fp8serve"
 Files = tuple[str, ...]
+Rounding = Literal["nearest", "gptq"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class CalibrationOptions(SampleOptions):
     format: Annotated[FileFormat, About("Spelling of the FP8 weights; docs/formats.md says who reads it.")] = (
         "compressed-tensors"
     )
+    rounding: Annotated[
+        Rounding,
+        About("How weights are rounded; 'gptq': so that a layer's errors make up for each other, in more time."),
+    ] = "nearest"
     scales_only: Annotated[bool, About("Write scales.safetensors and no weights.")] = False
 
 

@@ -16,7 +16,7 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import dequantize, quantize
-from fp8serve.model.decoder import Decoder, rotated
+from fp8serve.model.decoder import Attend, Decoder, rotated
 
 from .data import IGNORED, Batch
 from .measure import LOGIT_ROWS, LayerTally
@@ -31,6 +31,11 @@ def attention_names(decoder: Decoder) -> list[str]:
 
 def forward(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Tensor:
     """Hidden states [tokens, hidden]; sequences attend causally to themselves. `tap` sees and may replace k, v."""
+    return decoder(batch.ids, batch.positions, attending(decoder, batch, tap))  # type: ignore[no-any-return]
+
+
+def attending(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Attend:
+    """How the tokens of a batch attend in the decoder's layers."""
     names, config = attention_names(decoder), decoder.config
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -38,7 +43,7 @@ def forward(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Tensor:
         options = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
         return causal_attention(q, k, v, batch.lengths, *options)
 
-    return decoder(batch.ids, batch.positions, rotated(attend))  # type: ignore[no-any-return]
+    return rotated(attend)
 
 
 def backward(decoder: Decoder, hidden: Tensor, targets: Tensor) -> None:

@@ -2,6 +2,7 @@
 
     load       weights memory-mapped in their own file, computed in BF16; linears converted in place, nothing copied
     observe    every calibration batch once, in high precision, amaxes recorded (and gradients, and keys and values)
+    round      with rounding="gptq": layer by layer, weights rounded so that errors make up for each other (rounding.py)
     compare    every held-out batch twice, in high precision and as it will be served, layer by layer and token by token
     rank       forwards and backwards over some held-out tokens: what each layer adds to the KL divergence
     write      the whole directory or nothing
@@ -26,6 +27,7 @@ import torch
 
 import fp8serve
 from fp8serve.errors import RecipeError
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, name_of, to_json
 from fp8serve.fp8.scaling import ScalingState
@@ -56,6 +58,7 @@ from .options import CalibrationOptions
 from .progress import Progress, Stages
 from .report import html_report
 from .result import CalibrationReport, DataReport, TensorReport
+from .rounding import round_weights
 from .sensitivity import kl_shares
 
 DELAYED = DelayedScaling()
@@ -74,6 +77,7 @@ def calibrate(
     options: the fields of CalibrationOptions. Sequences are as long as the model's context at most; quality is measured
     on an eighth as many. What is held out is never observed, also where `data` repeats it. kv_cache: a scale for the
     keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
+    rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small.
     progress(stage, done, total) is called after every batch.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
@@ -91,8 +95,10 @@ def calibrate(
         decoder, linears, batches.calibration, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients, stages=stages
     )
     states = settle(observer)
-    quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages)
-    freeze = freezer(recipe, states)
+    gptq = asked.rounding == "gptq"
+    rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages) if gptq else None
+    quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages, rounded)
+    freeze = freezer(recipe, states, rounded)
     shares = kl_shares(
         decoder, linears, batches.held_out, lambda name, linear, x: freeze(name, linears[name])(x), stages=stages
     )
@@ -114,7 +120,7 @@ def calibrate(
         notes=notes,
     )
     checkpoint = _checkpoint(source, recipe, observer, kept, batches)
-    return _write(source, out, checkpoint, draft, asked.scales_only, stages)
+    return _write(source, out, checkpoint, draft, asked.scales_only, stages, rounded)
 
 
 def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -> Batches:
@@ -127,6 +133,8 @@ def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -
 def _check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions) -> None:
     """Everything that can be refused before a weight is read."""
     check_absent(out)
+    if asked.scales_only and asked.rounding != "nearest":
+        raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
     if recipe is None:
         raise RecipeError(
             "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
@@ -216,7 +224,13 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _write(
-    source: Path, out: Path, checkpoint: ScalingCheckpoint, draft: CalibrationReport, scales_only: bool, stages: Stages
+    source: Path,
+    out: Path,
+    checkpoint: ScalingCheckpoint,
+    draft: CalibrationReport,
+    scales_only: bool,
+    stages: Stages,
+    rounded: Mapping[str, FrozenLinear] | None,
 ) -> CalibrationReport:
     """Write `out` whole or not at all; the report as it was written, or would have been."""
     final = [draft]
@@ -229,7 +243,8 @@ def _write(
 
     with stages.stage("write"):
         if not scales_only:
-            write_calibrated(out, source, checkpoint, format=draft.format, extra_files=extra_files)
+            quantized = {n: (m.weight_q, m.weight_scale_inv) for n, m in (rounded or {}).items()}
+            write_calibrated(out, source, checkpoint, quantized=quantized, format=draft.format, extra_files=extra_files)
             return final[0]
         with whole_directory(out) as folder:
             save_scales(folder / FILE_NAME, checkpoint)

@@ -144,13 +144,14 @@ class Backbone(nn.Module):
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.rounds_embedding_scale
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
-        x = self._embed(token_ids)
+        x = self.embed(token_ids)
         *earlier, final = zip(self.layers, self.rotary.rotations(positions, x.dtype), strict=True)
         for layer, rotation in earlier:
             x = direct(layer)(x, rotation, attend)
         return self.norm(direct(final[0])(x, final[1], attend, last))  # type: ignore[no-any-return]
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """integer [T] -> what the first layer reads, [T, hidden]."""
         x: Tensor = self.embed_tokens(token_ids)
         if self.embedding_scale == 1.0:
             return x
@@ -212,9 +213,18 @@ class Decoder(nn.Module):
         return logits.float()  # type: ignore[no-any-return]
 
 
+INPUTS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""The linears of a layer, together where they read the same input, in the order in which they run."""
+
+
 def linear_names(model: nn.Module) -> list[str]:
     """Names of the projections that FP8 may run: the seven of every layer, not `lm_head`. In the model's order."""
-    suffixes = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    suffixes = tuple(name for group in INPUTS for name in group)
     return [name for name, _ in model.named_modules() if name.endswith(suffixes)]
 
 

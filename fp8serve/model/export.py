@@ -93,6 +93,7 @@ def write_calibrated(
     scales: ScalingCheckpoint,
     *,
     weights: Mapping[str, Tensor] | None = None,
+    quantized: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     format: str = "compressed-tensors",
     extra_files: ExtraFiles | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -100,15 +101,18 @@ def write_calibrated(
     """Write an FP8 directory that this and other projects serve, and `scales.safetensors` with it.
 
     source: the directory that configuration, tokenizer and, without `weights`, the weights come from. weights: high
-    precision, by parameter name, for instance `dict(model.named_parameters())` after training. scales: `scales.recipe`
-    decides the granularity; `DelayedScaling` takes input and weight scales from it, the others need none. format: one
-    of FORMATS. The fingerprints in the written scales are those of `out` and, without `weights`, of `source`.
+    precision, by parameter name, for instance `dict(model.named_parameters())` after training. quantized: by the name
+    of a linear its weight in FP8 and the dequantizing scale, where it is not to be rounded to nearest here. scales:
+    `scales.recipe` decides the granularity; `DelayedScaling` takes input and weight scales from it, the others need
+    none. format: one of FORMATS. The fingerprints in the written scales are those of `out` and, without `weights`, of
+    `source`.
     ModelError, ScalesError: `out` is taken; the format cannot express the recipe; a scale is missing or unusable.
     """
     source, out = Path(source), Path(out)
     check_absent(out)
     config = dict(read_json(source / "config.json"))
-    writer = _Quantizer(config, weights if weights is not None else open_checkpoint(source), scales, format)
+    high_precision = weights if weights is not None else open_checkpoint(source)
+    writer = _Quantizer(config, high_precision, quantized or {}, scales, format)
     files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv))
     config["quantization_config"] = files.pop("quantization_config")
     origin = "" if weights is not None else fingerprint(source)
@@ -125,13 +129,19 @@ class _Quantizer:
     """Turns high-precision weights into the items of an FP8 checkpoint."""
 
     def __init__(
-        self, config: Mapping[str, Any], weights: Mapping[str, Tensor], scales: ScalingCheckpoint, format_: str
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        given: Mapping[str, tuple[Tensor, Tensor]],
+        scales: ScalingCheckpoint,
+        format_: str,
     ) -> None:
         if scales.recipe is None:
             raise ModelError("An FP8 directory needs an FP8 recipe, and these scales have none.")
         self.recipe = scales.recipe
         self.weight, self.input = self.recipe.specs.linear["weight"], self.recipe.specs.linear["input"]
-        self.weights, self.scales, self.format, self.dtype = weights, scales, format_, _dtype(config)
+        self.weights, self.given, self.scales, self.format = weights, given, scales, format_
+        self.dtype = _dtype(config)
         self.shapes = _shapes(config)
         self.linears = _linears(config)
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
@@ -159,7 +169,9 @@ class _Quantizer:
             yield self._scalar(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale)
 
     def _quantize(self, linear: str) -> tuple[Tensor, Tensor]:
-        """(weight_q, its dequantizing scale) as serving and training would make them from the same weight."""
+        """(weight_q, its dequantizing scale): those given, or as serving and training would make them of the weight."""
+        if linear in self.given:
+            return self.given[linear]
         weight = _weight(self.weights, f"{linear}.weight", self.shapes[f"{linear}.weight"])
         if self.weight.source == "delayed":
             return ops.quantize(weight, scale=self.scales.weight_scale(linear))

@@ -1,0 +1,88 @@
+"""rounding="gptq": the directory is nearer to the model than one rounded to nearest, and is what was measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8serve.calibration.data import calibration_batches
+from fp8serve.calibration.measure import TokenTally, add_logits
+from fp8serve.calibration.passes import forward
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.calibration.result import CalibrationReport
+from fp8serve.errors import Fp8ServeError
+from fp8serve.fp8.recipe import from_name
+from fp8serve.model.checkpoint import load_servable, load_trainable, open_checkpoint
+from fp8serve.model.tokenizer import Tokenizer
+
+from .conftest import VOCAB
+
+SMALL = {"samples": 48, "seq_len": 48, "batch_size": 4}
+
+
+def run(model: Path, out: Path, recipe: str, **options: object) -> CalibrationReport:
+    return calibrate(model, out=out, recipe=from_name(recipe), **SMALL, **options)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def divergence(folder: Path, model: Path) -> float:
+    """KL(model || folder) in nats per token, on the samples that a calibration holds out."""
+    tokenizer, served, exact = Tokenizer.from_dir(folder), load_servable(folder), load_servable(model, "bf16")
+    found = calibration_batches(None, tokenizer, VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
+    tally = TokenTally()
+    for batch in found.held_out:
+        add_logits(tally, batch.targets, (served, forward(served, batch)), (exact, forward(exact, batch)))
+    kl = tally.quality(compared=True).kl_divergence
+    assert kl is not None
+    return kl
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
+def test_it_costs_less_and_is_served_as_measured(recipe: str, model_dir: Path, tmp_path: Path) -> None:
+    nearest = run(model_dir, tmp_path / "nearest", recipe).quality.kl_divergence
+    report = run(model_dir, tmp_path / "gptq", recipe, rounding="gptq")
+    assert nearest is not None
+    assert report.quality.kl_divergence is not None
+    assert report.quality.kl_divergence < 0.95 * nearest
+    assert divergence(tmp_path / "gptq", model_dir) == pytest.approx(report.quality.kl_divergence, rel=1e-6)
+    assert report.seconds["round"] > 0
+
+
+def test_scales_and_everything_but_weights_are_those_of_rounding_to_nearest(model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "nearest", "delayed")
+    run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
+    plain, found = open_checkpoint(tmp_path / "nearest"), open_checkpoint(tmp_path / "gptq")
+    for name in plain.fp8_linears:
+        one, other = plain.stored(name), found.stored(name)
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one.weight_scale_inv, other.weight_scale_inv)
+        assert not torch.equal(one.weight_q.float(), other.weight_q.float())
+        assert one.input_scale == other.input_scale
+    for name in set(plain) - {f"{linear}.weight" for linear in plain.fp8_linears}:
+        assert torch.equal(plain[name], found[name])
+
+
+def test_the_same_samples_give_the_same_bits(model_dir: Path, tmp_path: Path) -> None:
+    weights = []
+    for out in (tmp_path / "a", tmp_path / "b"):
+        run(model_dir, out, "rowwise", rounding="gptq")
+        weights.append((out / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_training_goes_on_from_the_weights_that_are_served(model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
+    stored, trainable = open_checkpoint(tmp_path / "gptq"), load_trainable(tmp_path / "gptq")
+    name = stored.fp8_linears[0]
+    layer = stored.stored(name)
+    assert layer is not None
+    assert torch.equal(trainable.get_parameter(f"{name}.weight"), layer.weight_q.float() * layer.weight_scale_inv)
+
+
+def test_what_cannot_be_asked_for(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(Fp8ServeError, match="rounding must be"):
+        run(model_dir, tmp_path / "out", "delayed", rounding="up")
+    with pytest.raises(Fp8ServeError, match="scales_only writes no weights, so their rounding"):
+        run(model_dir, tmp_path / "out", "delayed", rounding="gptq", scales_only=True)
+    assert not (tmp_path / "out").exists()
