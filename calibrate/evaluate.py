@@ -26,7 +26,7 @@ from .options import SampleOptions
 from .passes import against as compared
 from .passes import forward
 from .progress import Progress, Stages
-from .result import EvalReport
+from .result import EvalReport, LayerReport, Quality
 from .sensitivity import kl_shares
 
 
@@ -43,9 +43,9 @@ def evaluate(
 ) -> EvalReport:
     """Perplexity of `model_dir` under `recipe` ("stored": the FP8 that lies in it), and its distance from `against`.
 
-    options: the fields of SampleOptions. `against`: a directory run in BF16, with the same
-    vocabulary; it adds its perplexity, KL(against || model), agreement on the likeliest token, and the SQNR of every
-    FP8 linear against the linear of the same name there.
+    options: the fields of SampleOptions. `against`: a directory run in BF16, with the same vocabulary; it adds its
+    perplexity, KL(against || model), agreement on the likeliest token, and the SQNR of every FP8 linear against the
+    linear of the same name there.
     ModelError, DataError, ScalesError: an input cannot be used, or the two models do not fit each other.
     """
     asked = SampleOptions.of({"data": data, **options})
@@ -53,28 +53,15 @@ def evaluate(
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
         model = load_servable(source, recipe, scales=scales, device=asked.device)
-        reference = None if against is None else load_servable(against, "bf16", device=asked.device)
-        if reference is not None:
-            _check_comparable(model, reference, source, Path(str(against)))
+        reference = None if against is None else _reference(model, source, Path(against), asked.device)
         limit, notes = fitting(asked.seq_len, *(m.config for m in (model, reference) if m is not None))
         files = data_files(asked.data)
         found = load_samples(
-            files,
-            Tokenizer.from_dir(source),
-            model.config.vocab_size,
-            count=asked.samples,
-            seq_len=limit,
-            seed=asked.seed,
+            files, Tokenizer.from_dir(source), model.config.vocab_size,
+            count=asked.samples, seq_len=limit, seed=asked.seed,
         )  # fmt: skip
-    linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
-    tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
     batches = make_batches(found, asked.batch_size, asked.device)
-    for batch in stages.steps("evaluate", batches):
-        with compared(linears, dict((reference or model).named_modules()), layers):
-            hidden = forward(model, batch)
-        other = None if reference is None else (reference, forward(reference, batch))
-        add_logits(tokens, batch.targets, (model, hidden), other)
-    shares = {} if reference is None else _shares(reference, linears, batches, stages)
+    quality, layers = _measure(model, reference, batches, stages)
     return EvalReport(
         model=str(source),
         against=None if against is None else str(against),
@@ -82,11 +69,33 @@ def evaluate(
         source=source_names(files),
         samples=len(found),
         seq_len=limit,
-        quality=tokens.quality(compared=reference is not None),
-        layers=tuple(tally.report(name, shares.get(name)) for name, tally in layers.items()),
+        quality=quality,
+        layers=layers,
         seconds=stages.total(),
         notes=notes,
     )
+
+
+def _reference(model: Decoder, source: Path, against: Path, device: str) -> Decoder:
+    reference = load_servable(against, "bf16", device=device)
+    _check_comparable(model, reference, source, against)
+    return reference
+
+
+def _measure(
+    model: Decoder, reference: Decoder | None, batches: Sequence[Batch], stages: Stages
+) -> tuple[Quality, tuple[LayerReport, ...]]:
+    """Of the tokens, and with a reference of every FP8 linear."""
+    linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
+    tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
+    for batch in stages.steps("evaluate", batches):
+        with compared(linears, dict((reference or model).named_modules()), layers):
+            hidden = forward(model, batch)
+        other = None if reference is None else (reference, forward(reference, batch))
+        add_logits(tokens, batch.targets, (model, hidden), other)
+    shares = {} if reference is None else _shares(reference, linears, batches, stages)
+    reports = tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
+    return tokens.quality(compared=reference is not None), reports
 
 
 def _shares(

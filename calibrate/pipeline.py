@@ -57,7 +57,7 @@ from .observe import Observer, observe, settle
 from .options import CalibrationOptions
 from .progress import Progress, Stages
 from .report import html_report
-from .result import CalibrationReport, DataReport, TensorReport
+from .result import CalibrationReport, DataReport, LayerReport, Quality, TensorReport
 from .rounding import round_weights
 from .sensitivity import kl_shares
 
@@ -97,30 +97,34 @@ def calibrate(
     states = settle(observer)
     gptq = asked.rounding == "gptq"
     rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages) if gptq else None
+    quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
+    kept = stored_states(states, recipe)
+    size = weight_bytes(source)
+    draft = CalibrationReport(
+        model=str(source), out=str(out), recipe=json.loads(to_json(recipe)), format=asked.format, device=asked.device,
+        data=_data_report(asked, batches), quality=quality, layers=layers, tensors=_tensor_reports(observer, kept),
+        bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes,
+    )  # fmt: skip
+    checkpoint = _checkpoint(source, recipe, observer, kept, batches)
+    return _write(source, out, checkpoint, draft, asked.scales_only, stages, rounded)
+
+
+def _measure(
+    decoder: Decoder,
+    linears: Mapping[str, Linear],
+    batches: Batches,
+    recipe: Recipe,
+    states: Mapping[str, ScalingState],
+    rounded: Mapping[str, FrozenLinear] | None,
+    stages: Stages,
+) -> tuple[Quality, tuple[LayerReport, ...]]:
+    """What FP8 costs on the batches that were held out: in all, and layer by layer."""
     quality, layers = compare(decoder, linears, batches.held_out, recipe, states, stages, rounded)
     freeze = freezer(recipe, states, rounded)
     shares = kl_shares(
         decoder, linears, batches.held_out, lambda name, linear, x: freeze(name, linears[name])(x), stages=stages
     )
-    kept = stored_states(states, recipe)
-    draft = CalibrationReport(
-        model=str(source),
-        out=str(out),
-        recipe=json.loads(to_json(recipe)),
-        format=asked.format,
-        device=asked.device,
-        data=_data_report(asked, batches),
-        quality=quality,
-        layers=tuple(tally.report(name, shares.get(name)) for name, tally in layers.items()),
-        tensors=_tensor_reports(observer, kept),
-        bytes_before=weight_bytes(source),
-        bytes_after=weight_bytes(source),
-        seconds={},
-        versions=versions(),
-        notes=notes,
-    )
-    checkpoint = _checkpoint(source, recipe, observer, kept, batches)
-    return _write(source, out, checkpoint, draft, asked.scales_only, stages, rounded)
+    return quality, tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
 
 
 def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -> Batches:
