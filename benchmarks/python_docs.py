@@ -2,8 +2,8 @@
 
     python benchmarks/python_docs.py MODEL_DIR OUT
 
-Writes OUT/measure.jsonl, the first 8 x 512 tokens, and OUT/calibrate.jsonl, 16 x 512 tokens from the 20,000th on, by the
-tokenizer of MODEL_DIR.
+Writes OUT/measure.jsonl, the first 8 x 512 tokens, and OUT/calibrate.jsonl, 16 x 512 tokens from the 20,000th on, by
+the tokenizer of MODEL_DIR.
 """
 
 import json
