@@ -47,7 +47,7 @@ setup: .venv/built ## make .venv, install the pinned packages, compile csrc/ (wh
 	@touch $@
 
 options: setup ## write docs/options.md, the tables of all options
-	$(BIN)/python -m fp8serve.commands.options_page > docs/options.md.new
+	$(BIN)/python -m fp8serve.options_page > docs/options.md.new
 	mv docs/options.md.new docs/options.md
 
 demo: setup ## the whole main job, offline: train in FP8, calibrate, serve, fine-tune over HTTP, serve again

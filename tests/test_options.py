@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from fp8serve.commands.from_options import Chosen, with_options
-from fp8serve.commands.options_page import page
+from fp8serve.options_page import page
 from fp8serve.engine.request import MAX_STOP_STRINGS, SamplingParams
 from fp8serve.errors import RecipeError, RequestError
 from fp8serve.options import About, check, known_fields, options_of
