@@ -103,7 +103,7 @@ def calibrate(
     draft = CalibrationReport(
         model=str(source), out=str(out), recipe=json.loads(to_json(recipe)), format=asked.format, device=asked.device,
         data=_data_report(asked, batches), quality=quality, layers=layers, tensors=_tensor_reports(observer, kept),
-        bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes,
+        bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes, rounding=asked.rounding,
     )  # fmt: skip
     checkpoint = _checkpoint(source, recipe, observer, kept, batches)
     return _write(source, out, checkpoint, draft, asked.scales_only, stages, rounded)

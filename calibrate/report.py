@@ -145,7 +145,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _facts(report: CalibrationReport) -> str:
-    shown = ("model", "out", "format", "recipe", "device", "data", "seconds", "versions")
+    shown = ("model", "out", "format", "recipe", "rounding", "device", "data", "seconds", "versions")
     facts = {key: value for key, value in asdict(report).items() if key in shown}
     return f"<pre>{escape(json.dumps(facts, indent=2, ensure_ascii=False))}</pre>"
 

@@ -90,6 +90,7 @@ class CalibrationReport:
     seconds: Mapping[str, float]  # per stage, and "total"
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
+    rounding: str = "nearest"  # of weights
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:

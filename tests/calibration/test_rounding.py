@@ -46,6 +46,8 @@ def test_it_costs_less_and_is_served_as_measured(recipe: str, model_dir: Path, t
     assert report.quality.kl_divergence < 0.95 * nearest
     assert divergence(tmp_path / "gptq", model_dir) == pytest.approx(report.quality.kl_divergence, rel=1e-6)
     assert report.seconds["round"] > 0
+    assert CalibrationReport.from_json((tmp_path / "gptq" / "calibration.json").read_text()).rounding == "gptq"
+    assert "gptq" in (tmp_path / "gptq" / "report.html").read_text()
 
 
 def test_scales_and_everything_but_weights_are_those_of_rounding_to_nearest(model_dir: Path, tmp_path: Path) -> None:
