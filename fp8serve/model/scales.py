@@ -13,7 +13,7 @@ cannot represent, when a key is unknown, and when the file belongs to another mo
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
 from fp8serve.fp8.amax_rules import RULES
 from fp8serve.fp8.recipe import Recipe, delayed, from_json, to_json
 from fp8serve.fp8.scaling import fp8_max
-from fp8serve.model.config import read_config
+from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.files import fsync, no_duplicates, save_tensors
 from fp8serve.model.shards import Shards, open_shards, read_header
 
@@ -244,9 +244,29 @@ def fingerprint(model_dir: Path | str) -> str:
 
 
 def _maths(model_dir: Path) -> dict[str, Any]:
-    """The configuration without what does not change a forward pass, so that a new eos token is not another model."""
-    notes = ("dtype", "bos_token_id", "eos_token_ids")
-    return {k: v for k, v in asdict(read_config(model_dir)).items() if k not in notes}
+    """The configuration without what does not change a forward pass, so that a new eos token is not another model.
+
+    These are the words that fingerprints in files were made of. A field that came later counts only where it is not
+    what all models were before there was a choice.
+    """
+    config = read_config(model_dir)
+    notes = {"dtype", "bos_token_id", "eos_token_ids", "layer_ropes"}
+    if config.softmax_scale == config.head_dim**-0.5:
+        notes.add("softmax_scale")
+    said = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in notes}
+    later = {f.name for f in fields(config) if said.get(f.name) == f.default}
+    return {name: _plain(value) for name, value in said.items() if name not in later} | _ropes(config)
+
+
+def _ropes(config: ModelConfig) -> dict[str, Any]:
+    first, *others = dict.fromkeys(config.layer_ropes)
+    if first is None or others:
+        return {"layer_ropes": [_plain(rope) for rope in config.layer_ropes]}
+    return {"rope_theta": first.theta, "rope_scaling": _plain(first.scaling)}
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _sample(tensor: Tensor, size: int = 256) -> bytes:

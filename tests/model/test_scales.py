@@ -170,6 +170,31 @@ def test_fingerprint_tells_models_apart_and_shardings_not(
     assert fingerprint(llama) != base
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+RECORDED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("Llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, "3b1f58f505a6ac755c451fa9a378ffde"),
+    "mistral": ("Mistral", {"sliding_window": 6}, "3d3d52a8e7d069af95b53839f2ab1172"),
+    "qwen2": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+        "98a8370eea65abed7c31e0797b57f71a",
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}, "6c511430c66699953afa626a49ba67f1"),
+}
+
+
+@pytest.mark.parametrize("model_type", RECORDED)
+def test_fingerprints_are_those_of_files_that_are_out_there(model_type: str, tmp_path: Path) -> None:
+    name, keys, expected = RECORDED[model_type]
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip
+    config = {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, **sizes, **keys}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.arange(8).bfloat16()}, tmp_path / "model.safetensors")
+    assert fingerprint(tmp_path) == expected
+
+
 def test_fingerprint_sees_a_step_of_training(llama: Path) -> None:
     base = fingerprint(llama)
     tensors = load_file(llama / "model.safetensors")
