@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.fusing import Ending, OffsetRMSNorm, Projections, RMSNorm, add_gated, add_projection, direct
+from fp8serve.model.fusing import PLAIN, Ending, OffsetRMSNorm, Projections, RMSNorm, add_gated, add_projection, direct
 from fp8serve.model.rotary import Rotary, Rotation
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
@@ -123,13 +123,18 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend, last: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> the same; where `last` [R] is not None, [R, hidden] of these rows."""
         modules: dict[str, nn.Module] = self._modules  # type: ignore[assignment]  # of a layer all are there
-        norms, scale = self.norms, self.residual_scale
-        ending = Ending(modules[norms.after_attention] if norms.after_attention else None, scale)
+        norms = self.norms
+        ending = self._ending(norms.after_attention)
         x = direct(modules["self_attn"])(x, modules[norms.before_attention], rotation, attend, ending, last)
         if last is not None and x.size(0) == 0:
             return x
-        ending = Ending(modules[norms.after_mlp] if norms.after_mlp else None, scale)
-        return direct(modules["mlp"])(x, modules[norms.before_mlp], ending)  # type: ignore[no-any-return]
+        return direct(modules["mlp"])(x, modules[norms.before_mlp], self._ending(norms.after_mlp))  # type: ignore[no-any-return]
+
+    def _ending(self, norm: str | None) -> Ending:
+        """Of a block behind which the norm of this name stands."""
+        if norm is None and self.residual_scale == 1.0:
+            return PLAIN
+        return Ending(None if norm is None else self._modules[norm], self.residual_scale)
 
 
 class Backbone(nn.Module):
