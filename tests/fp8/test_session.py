@@ -107,12 +107,14 @@ def test_a_dropped_model_takes_everything_along(use: Callable[[nn.Module, Sessio
     use(own, session)
     use(plain, None)
     gone = [weakref.ref(thing) for thing in (own, own[0], session, plain, plain[0], scaling_state(own[0])["input"])]
-    rules, modules = len(RULES), len(MODULES)
+    keys = [layer.key for layer in (own[0], own[2], plain[0], plain[2])]
+    gc.collect()  # what earlier tests left behind is not counted
+    rules = len(RULES)
     del own, plain, session
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
-    assert len(MODULES) == modules - 4
-    assert len(RULES) < rules  # that of the model's session
+    assert [MODULES.get(key) for key in keys] == [None] * 4
+    assert len(RULES) == rules - 1  # that of the model's session
 
 
 def test_a_backward_pass_after_its_model_is_gone() -> None:
