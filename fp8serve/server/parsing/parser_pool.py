@@ -64,13 +64,26 @@ class ParserProcess:
         return answer, content
 
     async def _exchange(self, frame: bytes) -> Answer:
-        if self._process is None or self._process.returncode is not None:
+        if not self._is_alive():
             await self.close()
             await self._start()
         self._writer.write(frame)
         await self._writer.drain()
         head, body = FRAME.unpack(await self._reader.readexactly(FRAME.size))
         return json.loads(await self._reader.readexactly(head)), await self._reader.readexactly(body)
+
+    def _is_alive(self) -> bool:
+        """Whether the process can take a job. The socket says so at once; asyncio hears of an end some time later, and
+        until then the next job would be blamed for it."""
+        if self._process is None:
+            return False
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # between two jobs there is nothing to read
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -80,6 +93,7 @@ class ParserProcess:
             except OSError as error:
                 ours.close()
                 raise MachineError(f"No process can be started to read the request: {error.strerror}.") from None
+        self._socket = ours
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
 
     async def close(self) -> int | None:
