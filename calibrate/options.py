@@ -9,7 +9,7 @@ from annotated_types import Ge, Len
 
 from fp8serve.errors import DataError, RecipeError
 from fp8serve.fp8.amax_rules import RuleName
-from fp8serve.fp8.recipe import Fp8Name, Recipe, RecipeChoice, from_name
+from fp8serve.fp8.recipe import Recipe, RecipeChoice, ServedName, from_name
 from fp8serve.model.file_formats import FileFormat
 from fp8serve.options import About, check, known_fields
 
@@ -68,7 +68,7 @@ class CalibrationOptions(SampleOptions):
 class ScalingOptions:
     """The recipe to calibrate for; `recipe` makes it."""
 
-    name: Annotated[Fp8Name, About("How tensors are scaled.", flag="--recipe")] = "delayed"
+    name: Annotated[ServedName, About("How tensors are scaled; w8a16: weights only.", flag="--recipe")] = "delayed"
     amax_history_len: Annotated[
         int | None, Ge(1), About("Length of the amax history (delayed).", unset="1024", flag="--history-len")
     ] = None
@@ -78,6 +78,10 @@ class ScalingOptions:
     margin: Annotated[int | None, Ge(0), About("Powers of two left free below the maximum (delayed).", unset="0")] = (
         None
     )
+    weight_granularity: Annotated[
+        Literal["tensor", "row"] | None, About("Weights share a scale by tensor or row (delayed).", unset="tensor")
+    ] = None
+    power_2_scale: Annotated[bool, About("Round scales down to powers of two (delayed).")] = False
 
     def __post_init__(self) -> None:
         check(self, RecipeError)
@@ -85,10 +89,11 @@ class ScalingOptions:
     @property
     def recipe(self) -> Recipe:
         """RecipeError for an option of another recipe, which is not ignored."""
-        named = {name: value for name, value in vars(self).items() if name != "name" and value is not None}
+        named = {name: value for name, value in vars(self).items() if name != "name" and value not in (None, False)}
         if named and self.name != "delayed":
             raise RecipeError(
-                f"--history-len, --algo and --margin belong to the delayed recipe, not to {self.name}; leave them out."
+                f"--history-len, --algo, --margin, --weight-granularity and --power-2-scale belong to the delayed "
+                f"recipe, not to {self.name}; leave them out."
             )
         return cast(Recipe, from_name(self.name, **named))  # bf16 alone makes none
 

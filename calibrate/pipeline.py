@@ -183,8 +183,9 @@ def _data_report(asked: CalibrationOptions, batches: Batches) -> DataReport:
 
 
 def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
-    """The states whose scales the directory carries: all for delayed scaling, only the cache's for other recipes."""
-    return {n: s for n, s in states.items() if delayed(recipe) is not None or n.endswith((".k", ".v"))}
+    """The states whose scales the directory carries: the cache's, and those by which the recipe scales tensors."""
+    kept = tuple(f".{role}" for role, spec in recipe.specs.linear.items() if spec.source == "delayed")
+    return {n: s for n, s in states.items() if n.endswith((*kept, ".k", ".v"))}
 
 
 def _checkpoint(
