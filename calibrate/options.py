@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
-from annotated_types import Ge, Len
+from annotated_types import Ge, Gt, Le, Len
 
 from fp8serve.errors import DataError, RecipeError
 from fp8serve.fp8.amax_rules import RuleName
@@ -16,6 +16,7 @@ from fp8serve.options import About, check, known_fields
 SHIPPED = "passages that ship with fp8serve"
 Files = tuple[str, ...]
 Rounding = Literal["nearest", "gptq"]
+InputScales = Literal["history", "percentile", "search"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,18 @@ class CalibrationOptions(SampleOptions):
         Rounding,
         About("How weights are rounded; 'gptq': so that a layer's errors make up for each other, in more time."),
     ] = "nearest"
+    input_scales: Annotated[
+        InputScales, About("Which range of inputs a stored scale represents: all that was seen, or less (delayed).")
+    ] = "history"
+    percentile: Annotated[
+        float | None, Gt(0), Le(100), About("Percent of the elements of an input in its range.", unset="99.99")
+    ] = None
     scales_only: Annotated[bool, About("Write scales.safetensors and no weights.")] = False
+
+
+# Options of the delayed recipe that another one has as well.
+_FLAGS = {"amax_history_len": "--history-len", "amax_compute_algo": "--algo"}
+_ALSO_OF = {"weight_granularity": ("w8a16",), "power_2_scale": ("w8a16",)}
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,10 @@ class ScalingOptions:
         None
     )
     weight_granularity: Annotated[
-        Literal["tensor", "row"] | None, About("Weights share a scale by tensor or row (delayed).", unset="tensor")
+        Literal["tensor", "row"] | None,
+        About("What of a weight shares a scale (delayed, w8a16).", unset="tensor; for w8a16 row"),
     ] = None
-    power_2_scale: Annotated[bool, About("Round scales down to powers of two (delayed).")] = False
+    power_2_scale: Annotated[bool, About("Round scales down to powers of two (delayed, w8a16).")] = False
 
     def __post_init__(self) -> None:
         check(self, RecipeError)
@@ -90,11 +103,9 @@ class ScalingOptions:
     def recipe(self) -> Recipe:
         """RecipeError for an option of another recipe, which is not ignored."""
         named = {name: value for name, value in vars(self).items() if name != "name" and value not in (None, False)}
-        if named and self.name != "delayed":
-            raise RecipeError(
-                f"--history-len, --algo, --margin, --weight-granularity and --power-2-scale belong to the delayed "
-                f"recipe, not to {self.name}; leave them out."
-            )
+        if wrong := [name for name in named if self.name not in (*_ALSO_OF.get(name, ()), "delayed")]:
+            flag = _FLAGS.get(wrong[0], "--" + wrong[0].replace("_", "-"))
+            raise RecipeError(f"{flag} is no option of the recipe {self.name!r}; leave it out.")
         return cast(Recipe, from_name(self.name, **named))  # bf16 alone makes none
 
 

@@ -196,18 +196,18 @@ class Float8BlockScaling(_Specified):
 class Float8WeightOnly(_Specified):
     """Weights in FP8, activations as they are, in BF16: a recipe to serve with, not to train with.
 
-    `granularity="row"`: one scale per output channel, "tensor": one in all; by the weight's content.
+    `weight_granularity="row"`: one scale per output channel, "tensor": one in all; by the weight's content.
     """
 
-    granularity: Literal["tensor", "row"] = "row"
+    weight_granularity: Literal["tensor", "row"] = "row"
     power_2_scale: bool = False
     fp8_format: ClassVar[Format] = Format.E4M3
     override_linear_precision: ClassVar[Precisions] = (False, False, False)
 
     def __post_init__(self) -> None:
         _check_flags(self, "power_2_scale")
-        _check_granularity("granularity", self.granularity)
-        weight = QuantSpec("e4m3", self.granularity, _scale_format(self.power_2_scale))
+        _check_granularity("weight_granularity", self.weight_granularity)
+        weight = QuantSpec("e4m3", self.weight_granularity, _scale_format(self.power_2_scale))
         self._take(specs_of(UNQUANTIZED, "bf16", weight))
 
 

@@ -59,7 +59,7 @@ def test_serving_equals_the_training_forward_bit_for_bit(recipe: Recipe, dtype: 
 def test_weights_alone_are_quantized(granularity: Literal["tensor", "row"]) -> None:
     """The input is multiplied as it is in BF16, and nothing is counted."""
     layer, x = nn.Linear(64, 32), torch.randn(2, 5, 64)
-    frozen = FrozenLinear.from_linear(layer, Float8WeightOnly(granularity=granularity))
+    frozen = FrozenLinear.from_linear(layer, Float8WeightOnly(weight_granularity=granularity))
     exact = F.linear(x.bfloat16().double(), dequantize(frozen.weight_q, frozen.weight_scale_inv).double())
     found = frozen(x) - layer.bias
     assert (found - exact).norm() < 1e-6 * exact.norm()

@@ -21,9 +21,7 @@ RECIPES: dict[str, Recipe] = {
     "delayed e4m3": DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3),
     "delayed, weights by row": DelayedScaling(amax_history_len=4, weight_granularity="row"),
     "delayed power 2": DelayedScaling(amax_history_len=4, power_2_scale=True),
-    "delayed power 2, weights by row": DelayedScaling(
-        amax_history_len=4, power_2_scale=True, weight_granularity="row"
-    ),
+    "delayed power 2, weights by row": DelayedScaling(amax_history_len=4, power_2_scale=True, weight_granularity="row"),
     "current": Float8CurrentScaling(),
     "current power 2": Float8CurrentScaling(power_2_scale=True),
     "rowwise": Float8CurrentScaling(granularity="row"),

@@ -13,7 +13,7 @@ EVERYTHING = [
     DelayedScaling(override_linear_precision=(False, True, True), reduce_amax=False, fp8_dpa=True, fp8_mha=True),
     DelayedScaling(power_2_scale=True, weight_granularity="row"),
     Float8WeightOnly(),
-    Float8WeightOnly(granularity="tensor", power_2_scale=True),
+    Float8WeightOnly(weight_granularity="tensor", power_2_scale=True),
     Float8CurrentScaling(power_2_scale=True, granularity="row"),
     Float8CurrentScaling(fp8_dpa=True),
     Float8BlockScaling(fp8_format=Format.HYBRID, power_2_scale=True, override_linear_precision=(True, False, True)),
@@ -95,7 +95,7 @@ def test_a_parameter_out_of_range_is_named(parameters: dict[str, object], senten
 
 
 def test_unknown_names_and_parameters_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"no recipe 'fast'; choose one of delayed, current, rowwise, block, w8a16, bf16"):
+    with pytest.raises(RecipeError, match=r"no recipe 'fast'; choose one of delayed, .*, w8a16, bf16"):
         from_name("fast")
     with pytest.raises(RecipeError, match=r"DelayedScaling has no parameter 'marign'"):
         from_name("delayed", marign=1)
