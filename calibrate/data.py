@@ -17,7 +17,7 @@ sides is calibrated on nowhere. Equality is of the content, letter by letter: te
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -151,6 +151,22 @@ def _batch(samples: Sequence[Sample], device: str) -> Batch:
 def _targets(sample: Sample) -> list[int]:
     after = zip(sample.ids[1:], sample.scored[1:], strict=True)
     return [token if scored else IGNORED for token, scored in after] + [IGNORED]
+
+
+def first_sequences(batches: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Batches of one sequence, as many of the first as have at most `tokens` together; always one."""
+    found: list[Batch] = []
+    for sequence in (s for batch in batches for s in _sequences(batch)):
+        if found and sum(s.tokens for s in found) + sequence.tokens > tokens:
+            break
+        found.append(sequence)
+    return found
+
+
+def _sequences(batch: Batch) -> Iterator[Batch]:
+    parts = (torch.split(column, batch.lengths) for column in (batch.ids, batch.positions, batch.targets))
+    for ids, positions, targets in zip(*parts, strict=True):
+        yield Batch(ids, positions, targets, [len(ids)])
 
 
 def calibration_batches(

@@ -103,12 +103,18 @@ def _note(seen: Seen, newest: float, steps: int, nonfinite: int) -> None:
     seen.batches, seen.nonfinite = steps, nonfinite
 
 
-def settle(observer: Observer) -> dict[str, ScalingState]:
-    """The final states, with scales from all batches and histories of the asked length."""
-    states, recipe = observer.states(), observer.asked
-    if recipe.amax_compute_algo == "max":
-        for name, state in states.items():
-            state.scale.copy_(scale_of(observer.seen[name].amax, name, recipe).to(state.scale.device))
+def settle(observer: Observer, chosen: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
+    """The final states, with scales from all batches and histories of the asked length.
+
+    chosen: amaxes of tensors whose scale is made from these instead of from what was seen. Their histories are cut off
+    there: a state's scale represents its history.
+    """
+    states, recipe, chosen = observer.states(), observer.asked, chosen or {}
+    amaxes = {n: seen.amax for n, seen in observer.seen.items() if recipe.amax_compute_algo == "max"} | dict(chosen)
+    for name, largest in amaxes.items():
+        states[name].scale.copy_(scale_of(largest, name, recipe).to(states[name].scale.device))
+    for name, largest in chosen.items():
+        states[name].amax_history.clamp_(max=largest)
     for state in states.values():
         state.resize(recipe.amax_history_len)
     return states

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
-from annotated_types import Ge, Len
+from annotated_types import Ge, Gt, Le, Len
 
 from fp8serve.errors import DataError, RecipeError
 from fp8serve.fp8.amax_rules import RuleName
-from fp8serve.fp8.recipe import Fp8Name, Recipe, RecipeChoice, from_name
+from fp8serve.fp8.recipe import Recipe, RecipeChoice, ServedName, from_name
 from fp8serve.model.file_formats import FileFormat
 from fp8serve.options import About, check, known_fields
 
 SHIPPED = "passages that ship with fp8serve"
 Files = tuple[str, ...]
 Rounding = Literal["nearest", "gptq"]
+InputScales = Literal["history", "percentile", "search"]
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,25 @@ class CalibrationOptions(SampleOptions):
         Rounding,
         About("How weights are rounded; 'gptq': so that a layer's errors make up for each other, in more time."),
     ] = "nearest"
+    input_scales: Annotated[
+        InputScales, About("Which range of inputs a stored scale represents: all that was seen, or less (delayed).")
+    ] = "history"
+    percentile: Annotated[
+        float | None, Gt(0), Le(100), About("Percent of the elements of an input in its range.", unset="99.99")
+    ] = None
     scales_only: Annotated[bool, About("Write scales.safetensors and no weights.")] = False
+
+
+# Options of the delayed recipe that another one has as well.
+_FLAGS = {"amax_history_len": "--history-len", "amax_compute_algo": "--algo"}
+_ALSO_OF = {"weight_granularity": ("w8a16",), "power_2_scale": ("w8a16",)}
 
 
 @dataclass(frozen=True)
 class ScalingOptions:
     """The recipe to calibrate for; `recipe` makes it."""
 
-    name: Annotated[Fp8Name, About("How tensors are scaled.", flag="--recipe")] = "delayed"
+    name: Annotated[ServedName, About("How tensors are scaled; w8a16: weights only.", flag="--recipe")] = "delayed"
     amax_history_len: Annotated[
         int | None, Ge(1), About("Length of the amax history (delayed).", unset="1024", flag="--history-len")
     ] = None
@@ -78,6 +90,11 @@ class ScalingOptions:
     margin: Annotated[int | None, Ge(0), About("Powers of two left free below the maximum (delayed).", unset="0")] = (
         None
     )
+    weight_granularity: Annotated[
+        Literal["tensor", "row"] | None,
+        About("What of a weight shares a scale (delayed, w8a16).", unset="tensor; for w8a16 row"),
+    ] = None
+    power_2_scale: Annotated[bool, About("Round scales down to powers of two (delayed, w8a16).")] = False
 
     def __post_init__(self) -> None:
         check(self, RecipeError)
@@ -85,11 +102,10 @@ class ScalingOptions:
     @property
     def recipe(self) -> Recipe:
         """RecipeError for an option of another recipe, which is not ignored."""
-        named = {name: value for name, value in vars(self).items() if name != "name" and value is not None}
-        if named and self.name != "delayed":
-            raise RecipeError(
-                f"--history-len, --algo and --margin belong to the delayed recipe, not to {self.name}; leave them out."
-            )
+        named = {name: value for name, value in vars(self).items() if name != "name" and value not in (None, False)}
+        if wrong := [name for name in named if self.name not in (*_ALSO_OF.get(name, ()), "delayed")]:
+            flag = _FLAGS.get(wrong[0], "--" + wrong[0].replace("_", "-"))
+            raise RecipeError(f"{flag} is no option of the recipe {self.name!r}; leave it out.")
         return cast(Recipe, from_name(self.name, **named))  # bf16 alone makes none
 
 

@@ -107,7 +107,8 @@ def in_fp8(
 
 def _add_input(tally: LayerTally, linear: FrozenLinear, x: Tensor) -> None:
     rows = x.reshape(-1, x.shape[-1])
-    tally.add_input(rows, *linear.cast(rows))
+    if linear.input_spec.is_fp8:
+        tally.add_input(rows, *linear.cast(rows))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ report, and the directory gets FP8 weights and, if asked for, scales of the KV c
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -50,8 +50,9 @@ from fp8serve.model.shards import open_shards
 from fp8serve.model.tokenizer import Tokenizer
 
 from .compare import compare, freezer
-from .data import Batches, calibration_batches, data_files, source_names
+from .data import Batch, Batches, calibration_batches, data_files, source_names
 from .device import check_device
+from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
 from .lengths import fitting
 from .observe import Observer, observe, settle
 from .options import CalibrationOptions
@@ -94,7 +95,7 @@ def calibrate(
     observer = observe(
         decoder, linears, batches.calibration, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients, stages=stages
     )
-    states = settle(observer)
+    states = settle(observer, _chosen_amaxes(decoder, linears, batches.calibration, observer, asked, stages))
     gptq = asked.rounding == "gptq"
     rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages) if gptq else None
     quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
@@ -107,6 +108,22 @@ def calibrate(
     )  # fmt: skip
     checkpoint = _checkpoint(source, recipe, observer, kept, batches)
     return _write(source, out, checkpoint, draft, asked.scales_only, stages, rounded)
+
+
+def _chosen_amaxes(
+    decoder: Decoder,
+    linears: Mapping[str, Linear],
+    batches: Sequence[Batch],
+    observer: Observer,
+    asked: CalibrationOptions,
+    stages: Stages,
+) -> Mapping[str, float]:
+    """Of inputs whose scale is not to be made from their history."""
+    if asked.input_scales == "percentile":
+        return percentile_amaxes(decoder, linears, batches, asked.percentile or PERCENTILE, stages)
+    if asked.input_scales == "search":
+        return searched_amaxes(decoder, linears, batches, {n: s.amax for n, s in observer.seen.items()}, stages)
+    return {}
 
 
 def _measure(
@@ -145,6 +162,10 @@ def _check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions)
         )
     to_json(recipe)  # RecipeError when it holds a function, which no file can carry
     quantization_files(asked.format, recipe, asked.kv_cache)  # ModelError when the format cannot say it
+    if asked.input_scales != "history" and delayed(recipe) is None:
+        raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales of inputs; leave out input_scales.")
+    if asked.percentile is not None and asked.input_scales != "percentile":
+        raise RecipeError("A percentile is used with input_scales 'percentile' only.")
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
     if asked.gradients and delayed(recipe) is None:
@@ -183,8 +204,9 @@ def _data_report(asked: CalibrationOptions, batches: Batches) -> DataReport:
 
 
 def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
-    """The states whose scales the directory carries: all for delayed scaling, only the cache's for other recipes."""
-    return {n: s for n, s in states.items() if delayed(recipe) is not None or n.endswith((".k", ".v"))}
+    """The states whose scales the directory carries: the cache's, and those by which the recipe scales tensors."""
+    kept = tuple(f".{role}" for role, spec in recipe.specs.linear.items() if spec.source == "delayed")
+    return {n: s for n, s in states.items() if n.endswith((*kept, ".k", ".v"))}
 
 
 def _checkpoint(

@@ -12,7 +12,7 @@ sequence. Leaving one layer out at a time would cost as many passes as there are
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from fp8serve.model.decoder import Decoder
 
-from .data import IGNORED, Batch
+from .data import IGNORED, Batch, first_sequences
 from .measure import LOGIT_ROWS
 from .passes import forward, hooks, tracked
 from .progress import Stages
@@ -46,27 +46,11 @@ def kl_shares(
     sums = dict.fromkeys(linears, 0.0)
     generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
     tokens = 0
-    for sequence in (stages or Stages()).steps("rank", _first(batches, RANKED_TOKENS)):
+    for sequence in (stages or Stages()).steps("rank", first_sequences(batches, RANKED_TOKENS)):
         with tracked(decoder), _measured(linears, lossy, sums):
             hidden = forward(decoder, sequence)
         tokens += _pull(decoder, hidden, sequence.targets, generator)
     return {name: total / 2 / tokens for name, total in sums.items() if tokens and math.isfinite(total)}
-
-
-def _first(batches: Sequence[Batch], tokens: int) -> list[Batch]:
-    """Sequences one by one, until there are `tokens`; always one."""
-    found: list[Batch] = []
-    for sequence in (s for batch in batches for s in _sequences(batch)):
-        if found and sum(s.tokens for s in found) + sequence.tokens > tokens:
-            break
-        found.append(sequence)
-    return found
-
-
-def _sequences(batch: Batch) -> Iterator[Batch]:
-    parts = (torch.split(column, batch.lengths) for column in (batch.ids, batch.positions, batch.targets))
-    for ids, positions, targets in zip(*parts, strict=True):
-        yield Batch(ids, positions, targets, [len(ids)])
 
 
 def _measured(linears: Mapping[str, nn.Module], lossy: Lossy, sums: dict[str, float]) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
-// scaled_mm: FP8 [M, K] x FP8 [N, K] -> [M, N], any mix of formats and scale granularities; scaled_mm_add,
-// the same onto a residual; mm, the same sums for BF16; packed_mm, all three from weights that pack_weight
-// has packed.
+// scaled_mm: FP8 or BF16 [M, K] x FP8 [N, K] -> [M, N], any mix of formats and scale granularities;
+// scaled_mm_add, the same onto a residual; mm, the same sums for two BF16 operands; packed_mm, all three from
+// weights that pack_weight has packed.
 //
 // Both operands have K contiguous, which is how weights lie in a checkpoint: they are read as they are,
 // memory-mapped or not. Training and calibration do that; serving packs them (gemm_packed.h). This file
@@ -17,6 +17,8 @@ namespace {
 
 constexpr auto kHigh = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
 constexpr auto kFp8 = {ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2};
+constexpr auto kBf16 = {ScalarType::BFloat16};
+constexpr auto kFp8OrBf16 = {ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2, ScalarType::BFloat16};
 
 Kind kind_of(const Tensor& x) {
   if (x.scalar_type() == ScalarType::BFloat16) return Kind::bf16;
@@ -84,19 +86,19 @@ void run_far(const Problem& p) {
   });
 }
 
-Tensor multiply(const Contract& check, const Arguments& in, std::initializer_list<ScalarType> operands,
-                ScalarType out_dtype) {
+Tensor multiply(const Contract& check, const Arguments& in, std::initializer_list<ScalarType> a_types,
+                std::initializer_list<ScalarType> b_types, ScalarType out_dtype) {
   check.rank("a", in.a, 2);
   const Size m{"M", in.a.size(0)}, k{"K", in.a.size(1)};
-  check.tensor("a", in.a, operands, {m, k});
+  check.tensor("a", in.a, a_types, {m, k});
   check.rank("b", in.b, in.packed ? 3 : 2);
   const Size n{"N", in.b.size(0) * (in.packed ? kGroup : 1)};
   if (in.packed) {
     check.require(k.value() % kRun == 0, "a", "has rows of ", k.value(), " values, must be a multiple of 8");
-    check.tensor("b", in.b, operands,
+    check.tensor("b", in.b, b_types,
                  {{"N / 16", n.value() / kGroup}, {"K / 8", k.value() / kRun}, {"a run", kGroup * kRun}});
   } else {
-    check.tensor("b", in.b, operands, {n, k});
+    check.tensor("b", in.b, b_types, {n, k});
   }
   if (in.bias) check.tensor("bias", *in.bias, kHigh, {n});
   if (in.residual) check.tensor("residual", *in.residual, {out_dtype}, {m, n});
@@ -125,18 +127,19 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
 
 Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                  const std::optional<Tensor>& bias, ScalarType out_dtype) {
-  return multiply(Contract("scaled_mm"), {a, b, a_scale, b_scale, bias, std::nullopt}, kFp8, out_dtype);
+  return multiply(Contract("scaled_mm"), {a, b, a_scale, b_scale, bias, std::nullopt}, kFp8OrBf16, kFp8,
+                  out_dtype);
 }
 
 Tensor scaled_mm_add(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                      const std::optional<Tensor>& bias, const Tensor& residual) {
-  return multiply(Contract("scaled_mm_add"), {a, b, a_scale, b_scale, bias, residual}, kFp8,
+  return multiply(Contract("scaled_mm_add"), {a, b, a_scale, b_scale, bias, residual}, kFp8OrBf16, kFp8,
                   residual.scalar_type());
 }
 
 Tensor mm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, ScalarType out_dtype) {
   const Arguments in{a, b, std::nullopt, std::nullopt, bias, std::nullopt};
-  return multiply(Contract("mm"), in, {ScalarType::BFloat16}, out_dtype);
+  return multiply(Contract("mm"), in, kBf16, kBf16, out_dtype);
 }
 
 Tensor packed_mm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& a_scale,
@@ -144,11 +147,11 @@ Tensor packed_mm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& 
                  const std::optional<Tensor>& residual, ScalarType out_dtype) {
   const Contract check("packed_mm");
   const Arguments in{a, b, a_scale, b_scale, bias, residual, true};
-  const bool plain = a.scalar_type() == ScalarType::BFloat16;
+  const bool plain = b.scalar_type() == ScalarType::BFloat16;
   check.require(plain ? !a_scale && !b_scale : a_scale && b_scale, "a_scale_inv and b_scale_inv",
-                plain ? "are for FP8, not for BFloat16" : "must both be given");
-  return plain ? multiply(check, in, {ScalarType::BFloat16}, out_dtype)
-               : multiply(check, in, kFp8, out_dtype);
+                plain ? "are for FP8 weights, not for BFloat16" : "must both be given");
+  return plain ? multiply(check, in, kBf16, kBf16, out_dtype)
+               : multiply(check, in, kFp8OrBf16, kFp8, out_dtype);
 }
 
 // Whether the GEMM reads packed weights as they are, instead of making rows of them again.

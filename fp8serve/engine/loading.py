@@ -190,6 +190,8 @@ def _input_scales(frozen: dict[str, FrozenLinear]) -> str | None:
 
 def _input_scale(layer: FrozenLinear) -> str:
     spec = layer.input_spec
+    if not spec.is_fp8:
+        return "unquantized"
     return "stored" if spec.source == "stored" else f"per {spec.granularity}"
 
 

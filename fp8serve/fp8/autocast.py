@@ -27,7 +27,7 @@ import torch
 from fp8serve.errors import RecipeError, shown
 from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.microbatch import checked
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, trains
 from fp8serve.fp8.session import Rule, Session, common
 from fp8serve.fp8.steps import Step
 
@@ -90,6 +90,8 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
             raise RecipeError(
                 f"recipe must be DelayedScaling, Float8CurrentScaling or Float8BlockScaling, found {recipe!r}."
             )
+        if not trains(self.recipe):
+            raise RecipeError(f"{type(self.recipe).__name__} is a recipe to serve with; train with another.")
         if not isinstance(self.session, Session):
             raise RecipeError(f"session must be a Session, such as Session.of(model), found {shown(session)}.")
         if calibrating and delayed(self.recipe) is None:

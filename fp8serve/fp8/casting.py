@@ -6,6 +6,8 @@ copied where the device's GEMM needs it (devices.py). A scale per row or per 1x1
 there the columns are cast from x^T on their own.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,6 +30,7 @@ _OPS: dict[tuple[Granularity, ScaleFormat], tuple[str, tuple[Any, ...]]] = {
     ("block128x128", "fp32"): ("quantize_block", (128, False)),
     ("block128x128", "power_of_2"): ("quantize_block", (128, True)),
 }
+Cast = Callable[..., tuple[Tensor, Tensor]]
 SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {"fp32": torch.float32, "power_of_2": torch.float32}
 
 
@@ -62,8 +65,21 @@ def from_quantized(q: Tensor, scale: Tensor, columnwise: bool) -> Operand:
     return _both(Quantized(q, scale.reciprocal()), columnwise)
 
 
-def content_cast(spec: QuantSpec) -> tuple[Any, tuple[Any, ...]]:
+@cache
+def _one(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), device=device)
+
+
+def _unquantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in BF16, with a scale that changes nothing."""
+    return x.to(torch.bfloat16), _one(x.device)
+
+
+def content_cast(spec: QuantSpec) -> tuple[Cast, tuple[Any, ...]]:
     """(op, arguments): `op(x, *arguments)` casts x [M, K] by its own content to (q, scale_inv)."""
+    if not spec.is_fp8:
+        return _unquantized, ()
     name, more = _OPS[spec.granularity, spec.scale_format]
     return getattr(torch.ops.fp8serve, name).default, (DTYPES[spec.element], *more)
 

@@ -121,14 +121,13 @@ def one_scale(recipe: Recipe, group: Any, members: Any, user: str) -> None:
     group: the one over which amaxes are reduced. Delayed scales are equal on ranks that reduce their amaxes together;
     current ones can be found together; a scale for each row or block cannot be shared by both directions.
     """
-    if (rules := delayed(recipe)) is not None:
-        if not (rules.reduce_amax and spans(group, members)):
-            raise RecipeError(
-                f"{user} needs equal delayed scales on its ranks: give autocast an amax_reduction_group that spans "
-                "them, and leave reduce_amax on."
-            )
-    elif not one_per_tensor(recipe):
+    if not one_per_tensor(recipe):
         raise RecipeError(f"{user} needs one scale for a whole tensor; use a delayed recipe or current with 'tensor'.")
+    if (rules := delayed(recipe)) is not None and not (rules.reduce_amax and spans(group, members)):
+        raise RecipeError(
+            f"{user} needs equal delayed scales on its ranks: give autocast an amax_reduction_group that spans "
+            "them, and leave reduce_amax on."
+        )
 
 
 def one_per_tensor(recipe: Recipe) -> bool:

@@ -7,7 +7,7 @@ rare call that saturates; on a GPU, where looking would mean waiting, a kernel c
 """
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.casting import content_cast
 from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.ops.packing import GROUP, RUN, is_packable, packed_shape
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.spec import WEIGHTS, QuantSpec, listed
@@ -23,6 +24,7 @@ E4M3 = torch.float8_e4m3fn
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
 _count_saturated = torch.ops.fp8serve.count_saturated.default
+_mm = torch.ops.fp8serve.mm.default
 _norm = torch.ops.fp8serve.rms_norm.default
 _norm_quantize = torch.ops.fp8serve.rms_norm_quantize.default
 _packed_mm = torch.ops.fp8serve.packed_mm.default
@@ -60,7 +62,7 @@ def _quantized_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) 
         scale = _given_scale(linear, "weight", scale)
         return torch.ops.fp8serve.quantize(weight, scale, E4M3)[0], scale.reciprocal()
     op, arguments = content_cast(spec)
-    return cast(tuple[Tensor, Tensor], op(weight, *arguments))
+    return op(weight, *arguments)
 
 
 class FrozenLinear(nn.Module):
@@ -68,8 +70,8 @@ class FrozenLinear(nn.Module):
 
     weight_q: E4M3 [N, K], or packed (see `pack`) [N / 16, K / 8, 128]. weight_scale_inv: FP32 [], [N, 1] or
     [ceil(N/128), ceil(K/128)]. bias: [N] or None. input_scale: FP32 [], multiplies to quantize the input. input_spec:
-    how inputs are quantized, by the stored `input_scale` or each by its own content; None: with one scale a tensor.
-    out_dtype: of the output; None for the input's.
+    how inputs are quantized, by the stored `input_scale` or each by its own content, or that they stay BF16; None: with
+    one scale a tensor. out_dtype: of the output; None for the input's.
     """
 
     weight_q: Tensor
@@ -147,19 +149,19 @@ class FrozenLinear(nn.Module):
 
     def quantize_input_by(self, spec: QuantSpec) -> None:
         """Quantize inputs from now on by `spec`; what that means is found here and not in every call."""
-        if spec.element != "e4m3":
-            raise ValueError(f"A FrozenLinear quantizes its input to e4m3, found {spec}.")
+        if spec.element == "e5m2":
+            raise ValueError(f"A FrozenLinear quantizes its input to e4m3 or leaves it in BF16, found {spec}.")
         self.input_spec = spec
-        self._content_cast: Any = content_cast(spec)
+        self._content_cast = content_cast(spec)
 
     def make_rows_independent(self) -> None:
         """Quantize every row of an input by its own content where one scale would be found for the whole input."""
         spec = self.input_spec
-        if (spec.source, spec.granularity) == ("current", "tensor"):
+        if spec.is_fp8 and (spec.source, spec.granularity) == ("current", "tensor"):
             self.quantize_input_by(replace(spec, granularity="row"))
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] -> the FP8 data that this layer multiplies, and their scale_inv."""
+        """x [M, K] -> what this layer multiplies, FP8 data and their scale_inv, or x in BF16 and one."""
         tensors = self._buffers  # looking one up here is certain, and 20 times as fast as through the module
         scale = tensors["input_scale"]
         if scale is None:
@@ -190,7 +192,7 @@ class FrozenLinear(nn.Module):
 
     def _cast_by_content(self, x: Tensor) -> tuple[Tensor, Tensor]:
         op, arguments = self._content_cast
-        return cast(tuple[Tensor, Tensor], op(x, *arguments))
+        return op(x, *arguments)
 
     def product(self, q: Tensor, scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
         """What `cast` gave, times the weight: [M, N] of `out_dtype`."""
@@ -204,6 +206,8 @@ class FrozenLinear(nn.Module):
         weight, scales, bias = tensors["weight_q"], (scale_inv, tensors["weight_scale_inv"]), tensors["bias"]
         if weight.dim() == 3:  # type: ignore[union-attr]
             return _packed_mm(q, weight, *scales, bias, residual, residual.dtype)  # type: ignore[no-any-return]
+        if q.is_cuda and q.dtype is torch.bfloat16:
+            return residual + self.product(q, scale_inv, residual.dtype)
         return _scaled_mm_add(q, weight, *scales, bias, residual)  # type: ignore[no-any-return]
 
     def fuses(self, x: Tensor) -> bool:
@@ -240,6 +244,7 @@ class FrozenLinear(nn.Module):
 
     def extra_repr(self) -> str:
         kind, granularity = "dynamic" if self.input_scale is None else "static", self.input_spec.granularity
+        kind = kind if self.input_spec.is_fp8 else "unquantized"
         return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {granularity}"
 
 
@@ -249,7 +254,20 @@ def multiply(
     """q [M, K] times a frozen layer's weight, packed or not -> [M, N]."""
     if weight.dim() == 3:
         return _packed_mm(q, weight, scale_inv, weight_scale_inv, bias, None, out_dtype)  # type: ignore[no-any-return]
+    if q.is_cuda and q.dtype is torch.bfloat16:
+        return _multiply_unquantized(q, weight, weight_scale_inv, bias, out_dtype)
     return _scaled_mm(q, weight, scale_inv, weight_scale_inv, bias, out_dtype)  # type: ignore[no-any-return]
+
+
+def _multiply_unquantized(
+    x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """x [M, K] in BF16 times an FP8 weight on a GPU, whose kernels multiply alike operands only: the weight is widened
+    for this call. Saves memory, not time."""
+    if weight_scale_inv.dim() and len(weight_scale_inv) != len(weight):  # blocks
+        return _mm(x, dequantize(weight, weight_scale_inv).to(torch.bfloat16), bias, out_dtype)  # type: ignore[no-any-return]
+    sums: Tensor = _mm(x, weight.to(torch.bfloat16), None, torch.float32) * weight_scale_inv.t()
+    return (sums if bias is None else sums + bias.float()).to(out_dtype)
 
 
 def packed(weight: Tensor, out: Tensor) -> Tensor:

@@ -15,18 +15,19 @@ import json
 from collections.abc import Callable
 from dataclasses import InitVar, asdict, dataclass, fields, replace
 from enum import Enum
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.amax_rules import RULES, RuleName
-from fp8serve.fp8.spec import ElementFormat, QuantSpec, RecipeSpecs, ScaleFormat, specs_of
+from fp8serve.fp8.spec import UNQUANTIZED, ElementFormat, QuantSpec, RecipeSpecs, ScaleFormat, specs_of
 
 AmaxAlgo = RuleName | Callable[[Any], Any]
 ScaleAlgo = Callable[[Any, Any, float, Any], Any]
 Precisions = tuple[bool, bool, bool]
-Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # the recipes, as a command line names them
+Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # the recipes to train with, as a command line names them
 RecipeName = Literal[Fp8Name, "bf16"]
-RecipeChoice = Literal["stored", RecipeName]  # to serve with; "stored": what lies in the directory
+ServedName = Literal[Fp8Name, "w8a16"]  # those to serve with
+RecipeChoice = Literal["stored", ServedName, "bf16"]  # "stored": what lies in the directory
 
 MAX_MARGIN = 8  # beyond it fp8_max / 2^margin / amax leaves FP32's range for the largest amax
 
@@ -91,6 +92,11 @@ def _scale_format(power_2: bool) -> ScaleFormat:
     return "power_of_2" if power_2 else "fp32"
 
 
+def _check_granularity(name: str, value: object) -> None:
+    if value not in ("tensor", "row"):
+        raise RecipeError(f'{name} must be "tensor" or "row", found {value!r}.')
+
+
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
         raise RecipeError(f"{name} must be a whole number from {low} to {high}, found {value!r}.")
@@ -103,7 +109,8 @@ class DelayedScaling(_Specified):
     `scale = (fp8_max / 2^margin) / amax`; `amax_compute_algo` reduces the history ("max", "most_recent", any name of
     amax_rules.py, or a callable `history [N] -> amax []`); `scaling_factor_compute_algo` replaces the formula by
     `(amax, old_scale, fp8_max, recipe) -> scale`. The scale is recomputed on the first and then on every `interval`-th
-    recorded step.
+    recorded step. `power_2_scale` rounds it down to a power of two. `weight_granularity="row"`: a weight has one scale
+    per output channel, by its own content; inputs and gradients are scaled as before.
     """
 
     margin: int = 0
@@ -116,10 +123,13 @@ class DelayedScaling(_Specified):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    power_2_scale: bool = False
+    weight_granularity: Literal["tensor", "row"] = "tensor"
 
     def __post_init__(self) -> None:
         _check_common(self)
-        _check_flags(self, "reduce_amax", "fp8_dpa", "fp8_mha")
+        _check_flags(self, "reduce_amax", "fp8_dpa", "fp8_mha", "power_2_scale")
+        _check_granularity("weight_granularity", self.weight_granularity)
         _check_int("margin", self.margin, -MAX_MARGIN, MAX_MARGIN)
         _check_int("interval", self.interval, 1, 2**31 - 1)
         _check_int("amax_history_len", self.amax_history_len, 1, 2**20)
@@ -130,9 +140,10 @@ class DelayedScaling(_Specified):
             raise RecipeError(
                 f"scaling_factor_compute_algo must be None or a callable, found {self.scaling_factor_compute_algo!r}."
             )
-        base = QuantSpec(self.fp8_format.forward, source="delayed")
+        base = QuantSpec(self.fp8_format.forward, "tensor", _scale_format(self.power_2_scale), "delayed")
+        rows = replace(base, granularity="row", source="current") if self.weight_granularity == "row" else None
         attends = self.fp8_dpa or self.fp8_mha
-        self._take(specs_of(base, self.fp8_format.backward, attends=attends, keeps_attention_wide=self.fp8_mha))
+        self._take(specs_of(base, self.fp8_format.backward, rows, attends=attends, keeps_attention_wide=self.fp8_mha))
 
 
 @dataclass(frozen=True)
@@ -155,8 +166,7 @@ class Float8CurrentScaling(_Specified):
         _check_common(self)
         _check_flags(self, "power_2_scale", "fp8_dpa", "fp8_mha")
         _take_backward_override(self, backward_override)
-        if self.granularity not in ("tensor", "row"):
-            raise RecipeError(f'granularity must be "tensor" or "row", found {self.granularity!r}.')
+        _check_granularity("granularity", self.granularity)
         base = QuantSpec(self.fp8_format.forward, self.granularity, _scale_format(self.power_2_scale))
         attends = self.fp8_dpa or self.fp8_mha
         self._take(specs_of(base, self.fp8_format.backward, attends=attends, keeps_attention_wide=self.fp8_mha))
@@ -179,24 +189,52 @@ class Float8BlockScaling(_Specified):
         _check_flags(self, "power_2_scale")
         _take_backward_override(self, backward_override)
         base = QuantSpec(self.fp8_format.forward, "block1x128", _scale_format(self.power_2_scale))
-        self._take(specs_of(base, self.fp8_format.backward, weight="block128x128"))
+        self._take(specs_of(base, self.fp8_format.backward, replace(base, granularity="block128x128")))
 
 
-Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling
+@dataclass(frozen=True)
+class Float8WeightOnly(_Specified):
+    """Weights in FP8, activations as they are, in BF16: a recipe to serve with, not to train with.
 
-_CLASSES: dict[str, type[Recipe]] = {c.__name__: c for c in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)}
-_NAMED: dict[Fp8Name, tuple[type[Recipe], dict[str, Any]]] = {
+    `weight_granularity="row"`: one scale per output channel, "tensor": one in all; by the weight's content.
+    """
+
+    weight_granularity: Literal["tensor", "row"] = "row"
+    power_2_scale: bool = False
+    fp8_format: ClassVar[Format] = Format.E4M3
+    override_linear_precision: ClassVar[Precisions] = (False, False, False)
+
+    def __post_init__(self) -> None:
+        _check_flags(self, "power_2_scale")
+        _check_granularity("weight_granularity", self.weight_granularity)
+        weight = QuantSpec("e4m3", self.weight_granularity, _scale_format(self.power_2_scale))
+        self._take(specs_of(UNQUANTIZED, "bf16", weight))
+
+
+Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling | Float8WeightOnly
+
+_CLASSES: dict[str, type[Recipe]] = {c.__name__: c for c in get_args(Recipe)}
+_NAMED: dict[ServedName, tuple[type[Recipe], dict[str, Any]]] = {
     "delayed": (DelayedScaling, {}),
     "current": (Float8CurrentScaling, {}),
     "rowwise": (Float8CurrentScaling, {"granularity": "row"}),
     "block": (Float8BlockScaling, {}),
+    "w8a16": (Float8WeightOnly, {}),
 }
 NAMES: tuple[str, ...] = get_args(RecipeName)
+# Parameters that came later, as all recipes were before: they are written only where they say something else, so that
+# files stay readable by those who do not know them.
+_LATER: dict[type[Recipe], dict[str, Any]] = {DelayedScaling: {"power_2_scale": False, "weight_granularity": "tensor"}}
 
 
 def attends_in_fp8(recipe: Recipe | None) -> bool:
     """Whether attention, too, runs in FP8: `fp8_dpa`, or `fp8_mha`, which is more than that."""
     return recipe is not None and bool(recipe.specs.attention)
+
+
+def trains(recipe: Recipe | None) -> bool:
+    """Whether a model can be trained under the recipe; in high precision it can."""
+    return not isinstance(recipe, Float8WeightOnly)
 
 
 def delayed(recipe: Recipe | None) -> DelayedScaling | None:
@@ -218,7 +256,7 @@ def _build(cls: type[Recipe], given: dict[str, Any]) -> Recipe:
 
 
 def from_name(name: str, **overrides: Any) -> Recipe | None:
-    """The recipe of a command-line name ("delayed", "current", "rowwise", "block"), or None for "bf16".
+    """The recipe of a command-line name ("delayed", "current", "rowwise", "block", "w8a16"), or None for "bf16".
 
     `overrides` replace parameters. Raises RecipeError for an unknown name or parameter, or a parameter out of range.
     """
@@ -227,7 +265,7 @@ def from_name(name: str, **overrides: Any) -> Recipe | None:
             raise RecipeError(f"The recipe 'bf16' has no parameters, found {', '.join(overrides)}.")
         return None
     if name not in _NAMED:
-        raise RecipeError(f"There is no recipe {name!r}; choose one of {', '.join(NAMES)}.")
+        raise RecipeError(f"There is no recipe {name!r}; choose one of {', '.join((*_NAMED, 'bf16'))}.")
     cls, preset = _NAMED[name]
     return _build(cls, preset | overrides)
 
@@ -238,7 +276,7 @@ def name_of(recipe: Recipe | None) -> str:
         return "bf16"
     if isinstance(recipe, Float8CurrentScaling):
         return "rowwise" if recipe.granularity == "row" else "current"
-    return "delayed" if isinstance(recipe, DelayedScaling) else "block"
+    return next(name for name, (cls, _) in _NAMED.items() if isinstance(recipe, cls))
 
 
 def to_json(recipe: Recipe | None) -> str:
@@ -248,13 +286,15 @@ def to_json(recipe: Recipe | None) -> str:
     """
     if recipe is None:
         return "null"
-    data = asdict(recipe)
+    later = _LATER.get(type(recipe), {}).items()
+    data = {name: value for name, value in asdict(recipe).items() if (name, value) not in later}
     for name, value in data.items():
         if callable(value) and not isinstance(value, Format):
             raise RecipeError(
                 f"{name} is a function and cannot be stored; use a named algorithm in recipes that are saved."
             )
-    return json.dumps({"recipe": type(recipe).__name__} | data | {"fp8_format": recipe.fp8_format.name})
+    data |= {"fp8_format": recipe.fp8_format.name} if "fp8_format" in data else {}
+    return json.dumps({"recipe": type(recipe).__name__} | data)
 
 
 def _decode(data: dict[str, Any]) -> dict[str, Any]:

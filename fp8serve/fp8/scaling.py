@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.amax_rules import RULES
-from fp8serve.fp8.ops.arithmetic import DTYPES, FP8_MAX
+from fp8serve.fp8.ops.arithmetic import DTYPES, FP8_MAX, floor_to_power_2
 from fp8serve.fp8.recipe import AmaxAlgo, DelayedScaling, Recipe
 
 Direction = Literal["forward", "backward"]
@@ -130,7 +130,7 @@ def update(entries: Sequence[Entry], recipe: DelayedScaling) -> None:
 
 def _update_together(entries: list[Entry], recipe: DelayedScaling) -> None:
     algo = _name_in_op(recipe.amax_compute_algo)
-    by_op = algo is not None and recipe.scaling_factor_compute_algo is None
+    by_op = algo is not None and recipe.scaling_factor_compute_algo is None and not recipe.power_2_scale
     chosen = [] if by_op else [_scale_beside_op(entry, recipe) for entry in entries]
     columns = [[getattr(e.state, name) for e in entries] for name in FIELDS]
     numbers = [e.fp8_max for e in entries], recipe.margin, recipe.interval
@@ -160,4 +160,6 @@ def _formula(amax: Tensor, entry: Entry, recipe: DelayedScaling) -> Tensor:
         found: Tensor = recipe.scaling_factor_compute_algo(amax, entry.state.scale.clone(), entry.fp8_max, recipe)
         return found
     limit = torch.full_like(amax, entry.fp8_max / 2.0**recipe.margin)
-    return torch.where((amax > 0) & amax.isfinite(), (limit / amax).clamp(max=torch.finfo(torch.float32).max), 0.0)
+    scale = (limit / amax).clamp(max=torch.finfo(torch.float32).max)
+    scale = floor_to_power_2(scale) if recipe.power_2_scale else scale
+    return torch.where((amax > 0) & amax.isfinite(), scale, 0.0)

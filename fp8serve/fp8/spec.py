@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from fp8serve.errors import RecipeError
 
-ElementFormat = Literal["e4m3", "e5m2"]
+ElementFormat = Literal["e4m3", "e5m2", "bf16"]  # "bf16": a product reads the tensor as it is, in BF16
 Granularity = Literal["tensor", "row", "block1x128", "block128x128"]
 ScaleFormat = Literal["fp32", "power_of_2"]  # "power_of_2": an FP32 number, rounded down to a power of two
 ScaleSource = Literal["delayed", "current", "stored"]  # a state of earlier steps, the tensor itself, a file
@@ -41,10 +41,15 @@ class QuantSpec:
     source: ScaleSource = "current"
 
     def __post_init__(self) -> None:
-        _check("FP8 format", self.element, get_args(ElementFormat))
+        _check("element format", self.element, get_args(ElementFormat))
         _check("granularity", self.granularity, tuple(_BLOCKS))
         _check("scale format", self.scale_format, get_args(ScaleFormat))
         _check("source of scales", self.source, get_args(ScaleSource))
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the tensor is quantized at all."""
+        return self.element != "bf16"
 
     @property
     def block(self) -> Block:
@@ -105,6 +110,7 @@ def _count(size: int, block: int | None) -> int:
     return 1 if block is None else -(-size // block)
 
 
+UNQUANTIZED = QuantSpec("bf16")
 WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"))  # as a file may hold them
 LINEAR = ("input", "weight", "grad_output")
 ATTENTION = ("q", "k", "v", "p", "grad_output", "grad_scores")
@@ -132,20 +138,19 @@ class RecipeSpecs:
 def specs_of(
     base: QuantSpec,
     gradient: ElementFormat,
+    weight: QuantSpec | None = None,
     *,
-    weight: Granularity | None = None,
     attends: bool = False,
     keeps_attention_wide: bool = False,
 ) -> RecipeSpecs:
-    """The specs of a recipe. base: of the input. gradient: the element format of gradients. weight: the granularity of
-    weights where it is another. attends: attention is quantized, too, per tensor whatever the granularity: a score
-    has no channels.
+    """The specs of a recipe. base: of the input. gradient: the element format of gradients. weight: of weights where it
+    is another. attends: attention is quantized, too, per tensor whatever the granularity: a score has no channels.
     """
 
     def of(role: str, granularity: Granularity) -> QuantSpec:
         element = gradient if role.startswith("grad_") else base.element
         return replace(base, element=element, granularity=granularity)
 
-    linear = {r: of(r, weight if r == "weight" and weight else base.granularity) for r in LINEAR}
+    linear = {r: of(r, base.granularity) for r in LINEAR} | ({"weight": weight} if weight else {})
     attention = {r: of(r, "tensor") for r in ATTENTION if attends}
     return RecipeSpecs(linear, attention, keeps_attention_wide=keeps_attention_wide)

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
+from fp8serve.fp8.casting import cast_by_content
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import Recipe, delayed
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
+from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model import interop
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.decoder import Decoder, linear_names
@@ -158,7 +160,7 @@ class _Freezer:
 
     def _from_stored(self, linear: str) -> FrozenLinear | None:
         stored = self.checkpoint.stored(linear)
-        if stored is None or stored.input_spec is None:  # weights only: the maths is that of the dequantized weight
+        if stored is None:
             return None
         if delayed(self.recipe) is not None and stored.input_scale is None:
             raise ScalesError(
@@ -168,20 +170,22 @@ class _Freezer:
         return self._frozen(linear, stored)
 
     def _from_scales(self, linear: str, state: ScalingCheckpoint) -> FrozenLinear | None:
-        """Stored FP8 weights of one scale are taken as they are; other weights are quantized by the state's scale."""
+        """Stored FP8 weights are taken as they are where their scales are such as the state's recipe makes; other
+        weights are quantized by the state's scale, or by their content where the recipe does so."""
         input_scale = state.input_scale(linear)
         if input_scale is None:
             return None
-        stored = self.checkpoint.stored(linear)
-        if stored is not None and stored.weight_scale_inv.dim() == 0:
+        stored, spec = self.checkpoint.stored(linear), _weight_spec(state)
+        if stored is not None and _is_scaled_by(stored, spec):
             return self._frozen(linear, replace(stored, input_scale=input_scale, input_spec=interop.STATIC))
         weight = self.checkpoint[f"{linear}.weight"].to(self.device)
-        weight_q, weight_scale_inv = ops.quantize(weight, scale=state.weight_scale(linear))
+        if spec.source == "current":
+            weight_q, weight_scale_inv = cast_by_content(weight, spec)
+        else:
+            weight_q, weight_scale_inv = ops.quantize(weight, scale=state.weight_scale(linear))
         return self._frozen(linear, StoredLinear(weight_q, weight_scale_inv, input_scale, interop.STATIC))
 
     def _frozen(self, linear: str, stored: StoredLinear) -> FrozenLinear:
-        if stored.input_spec is None:
-            raise ModelError(f"{linear} has quantized weights only.")
         bias = f"{linear}.bias"
         return FrozenLinear(
             stored.weight_q.to(self.device),
@@ -204,6 +208,15 @@ class _Freezer:
 
     def _parameter(self, name: str) -> Tensor:
         return self.checkpoint[name].to(self.device, self.dtype)
+
+
+def _weight_spec(state: ScalingCheckpoint) -> QuantSpec:
+    """How weights are quantized that go with the state's input scales."""
+    return (delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
+
+
+def _is_scaled_by(stored: StoredLinear, spec: QuantSpec) -> bool:
+    return tuple(stored.weight_scale_inv.shape) == spec.scale_shape(*stored.weight_q.shape)
 
 
 def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[int, tuple[Tensor, Tensor]]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.fp8.spec import WEIGHTS, Granularity, QuantSpec, listed
+from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, listed
 from fp8serve.model.fields import Fields
 from fp8serve.model.files import present, read_json
 from fp8serve.model.targets import checked as checked_targets
@@ -42,8 +42,12 @@ BLOCKED_INPUT, BLOCKED_WEIGHT = QuantSpec(granularity="block1x128"), QuantSpec(g
 # compressed-tensors' strategies.
 CT_INPUTS: dict[Granularity, str] = {"tensor": "tensor", "row": "token", "block1x128": "group"}
 CT_WEIGHTS: dict[Granularity, str] = {"tensor": "tensor", "row": "channel", "block128x128": "block"}
-# ModelOpt's algorithms by the spec of the input; None: weights only, inputs stay in high precision.
-MODELOPT: dict[str, QuantSpec | None] = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": PER_TOKEN, "FP8_PB_WO": None}
+# ModelOpt's algorithms: how inputs and weights are quantized.
+MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
+    "FP8": (STATIC, "tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": (PER_TOKEN, "row"),
+    "FP8_PB_WO": (UNQUANTIZED, "block128x128"),
+}
 
 Role = Literal["weight", "input", "k", "v", "kv"]
 
@@ -67,13 +71,10 @@ SPELLINGS: tuple[tuple[str, Role], ...] = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the inputs of the linears it applies to are quantized; `producer` names the format in messages.
-
-    input_spec: None where only weights are, and inputs stay in high precision.
-    """
+    """How the inputs of the linears it applies to are quantized; `producer` names the format in messages."""
 
     producer: str
-    input_spec: QuantSpec | None
+    input_spec: QuantSpec
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _compressed_tensors(config: Fields) -> Quantization:
     return Quantization(groups, checked_targets(config.texts("ignore"), config.where), name)
 
 
-def _ct_inputs(group: Fields) -> QuantSpec | None:
+def _ct_inputs(group: Fields) -> QuantSpec:
     weights, inputs = group.object("weights"), group.object("input_activations")
     _require_fp8("compressed-tensors", "weights", weights)
     _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # an old KV scheme
@@ -153,7 +154,7 @@ def _ct_inputs(group: Fields) -> QuantSpec | None:
     if kind not in CT_WEIGHTS.values():
         raise _unsupported("compressed-tensors", "weight strategy", kind)
     if inputs is None:
-        return None
+        return UNQUANTIZED
     _require_fp8("compressed-tensors", "input_activations", inputs)
     strategy = inputs.text("strategy") or "tensor"
     if not _is_dynamic(inputs):
@@ -218,7 +219,7 @@ def _modelopt(config: Fields) -> Quantization:
         return Quantization((), ignore, "modelopt")
     if algo is None or algo.upper() not in MODELOPT:
         raise _unsupported("modelopt", "quant_algo", algo)
-    return Quantization(((("Linear",), Scheme("modelopt", MODELOPT[algo.upper()])),), ignore, "modelopt")
+    return Quantization(((("Linear",), Scheme("modelopt", MODELOPT[algo.upper()][0])),), ignore, "modelopt")
 
 
 _READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}

@@ -4,6 +4,7 @@ Layouts are those of compressed-tensors (as llm-compressor writes it), of vLLM's
 Unknown keys are errors for compressed-tensors' reader, so nothing of ours is put there.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from fp8serve.errors import ModelError
@@ -50,7 +51,7 @@ def _compressed_tensors(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
             "group_0": {
                 "targets": ["Linear"],
                 "weights": _ct_args(strategy, False, "memoryless_minmax", block_structure=block),
-                "input_activations": _ct_inputs(inputs),
+                "input_activations": _ct_inputs(inputs) if inputs.is_fp8 else None,
                 "output_activations": None,
                 "format": "float-quantized",
             }
@@ -72,6 +73,8 @@ def _ct_inputs(spec: QuantSpec) -> dict[str, Any]:
 
 def _fp8(recipe: Recipe) -> dict[str, Any]:
     weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
+    if not inputs.is_fp8:
+        raise ModelError("The format 'fp8' always quantizes inputs; write 'w8a16' as compressed-tensors.")
     if weight.is_blocked:
         return {
             "quant_method": "fp8",
@@ -81,20 +84,19 @@ def _fp8(recipe: Recipe) -> dict[str, Any]:
             "ignored_layers": list(IGNORED),
         }
     if weight.granularity == "row":
-        raise ModelError("The format 'fp8' has no scale per output channel; write 'rowwise' as compressed-tensors.")
+        raise ModelError("The format 'fp8' has no scale per output channel; write compressed-tensors.")
     scheme = "dynamic" if inputs.source == "current" else "static"
     return {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": list(IGNORED)}
 
 
-def _modelopt_algo(spec: QuantSpec) -> str | None:
-    """ModelOpt's name for linears whose inputs are quantized by `spec`; None: it has none."""
-    rest = spec.at_rest()
-    known = {(s.source, s.granularity): algo for algo, s in MODELOPT.items() if s is not None}
-    return known.get((rest.source, rest.granularity))
+def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
+    """ModelOpt's name for linears that are quantized so; None: it has none."""
+    asked = replace(inputs.at_rest(), scale_format="fp32"), weight.granularity
+    return next((algo for algo, known in MODELOPT.items() if known == asked), None)
 
 
 def _modelopt(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
-    algo = _modelopt_algo(recipe.specs.linear["input"])
+    algo = _modelopt_algo(recipe.specs.linear["input"], recipe.specs.linear["weight"])
     if algo is None:
         raise ModelError(
             f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."

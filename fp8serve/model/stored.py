@@ -36,7 +36,7 @@ class StoredLinear:
     weight_q: Tensor
     weight_scale_inv: Tensor
     input_scale: Tensor | None
-    input_spec: QuantSpec | None
+    input_spec: QuantSpec
 
     def weight(self) -> Tensor:
         """The weight in FP32 [N, K]."""
@@ -123,9 +123,9 @@ class Checkpoint(Mapping[str, Tensor]):
         scale_inv = interop.weight_scale_inv(key, self.shards[key], *self.shapes[name])
         return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, spec), spec)
 
-    def _input_scale(self, linear: str, spec: QuantSpec | None) -> Tensor | None:
+    def _input_scale(self, linear: str, spec: QuantSpec) -> Tensor | None:
         key = self.scale_key(linear, "input")
-        if spec is None or spec.source != "stored":
+        if spec.source != "stored":
             return None
         if key is None:
             raise ModelError(f"{self.path}: {linear} has no input_scale, though its activations are static.")

@@ -154,10 +154,13 @@ class TrainConfig:
 def _check_recipe(config: TrainConfig) -> None:
     if config.amax_history_len is not None and config.recipe != "delayed":
         raise JobError(f"amax_history_len is the delayed recipe's; the recipe {config.recipe!r} keeps no history.")
-    if recipe.name_of(made := config.fp8_recipe) != config.recipe:
+    if not recipe.trains(made := config.fp8_recipe):
+        raise RecipeError(f"The recipe {config.recipe!r} is one to serve with; train with another.")
+    if recipe.name_of(made) != config.recipe:
         raise RecipeError(f"recipe_options make another recipe than {config.recipe!r}; name that one in `recipe`.")
     # No file format says so: the result would not be served as it was trained.
-    if made is not None and any(spec.scale_format != "fp32" for spec in made.specs.linear.values()):
+    inputs = None if made is None else made.specs.linear["input"]
+    if inputs is not None and inputs.source == "current" and inputs.scale_format != "fp32":
         raise RecipeError("Served models compute their scales unrounded; leave power_2_scale off in training.")
 
 

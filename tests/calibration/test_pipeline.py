@@ -71,7 +71,29 @@ def test_what_was_measured_is_what_is_served(model_dir: Path, tmp_path: Path) ->
     assert report.quality.reference_perplexity != report.quality.perplexity
 
 
-@pytest.mark.parametrize("name", ["current", "rowwise", "block"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        DelayedScaling(amax_history_len=8, weight_granularity="row"),
+        DelayedScaling(amax_history_len=8, power_2_scale=True),
+        DelayedScaling(amax_history_len=8, power_2_scale=True, weight_granularity="row"),
+    ],
+    ids=["rows", "powers of two", "both"],
+)
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_kinds_of_delayed_scaling_are_served_as_measured(
+    model_dir: Path, tmp_path: Path, recipe: DelayedScaling, rounding: str
+) -> None:
+    report = run(model_dir, tmp_path / "out", recipe=recipe, rounding=rounding)
+    assert served_quality(tmp_path / "out", report).perplexity == report.quality.perplexity
+    stored = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
+    assert stored.recipe == recipe
+    assert any(name.endswith(".weight") for name in stored.tensors) is (recipe.weight_granularity == "tensor")
+    logs = torch.stack([entry.scale for entry in stored.tensors.values()]).log2()
+    assert torch.equal(logs, logs.round()) is recipe.power_2_scale
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "w8a16"])
 def test_recipes_without_history_are_served_as_measured(model_dir: Path, tmp_path: Path, name: str) -> None:
     recipe = from_name(name)
     report = run(model_dir, tmp_path / "out", recipe=recipe)

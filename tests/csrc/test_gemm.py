@@ -92,6 +92,38 @@ def test_every_code_of_a_weight_is_decoded(level, dtype, rows):
         assert_bits_equal(found, bits.view(dtype).float().expand(rows, -1) + 0.0)
 
 
+@pytest.mark.parametrize("b_by", GRANULARITIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_inputs_in_bf16(level, shape, b_by):
+    """An input that is not quantized: sums as those of two BF16 operands, then the weight's scale."""
+    m, n, k = shape
+    a, one = tame(m, k, seed=1).bfloat16(), torch.tensor(1.0)
+    b, b_scale = quantized(tame(n, k, seed=2), b_by)
+    found = OPS.scaled_mm(a, b, one, b_scale, None, torch.float32)
+    if b_by in ("tensor", "row"):
+        assert_bits_equal(found, OPS.mm(a, b.bfloat16(), None, torch.float32) * b_scale.t())
+    assert_as_good_as_naive(found, a.float() @ arithmetic.dequantize(b, b_scale).t(), exact(a, b, one, b_scale))
+
+
+@pytest.mark.parametrize("b_by", GRANULARITIES)
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
+def test_inputs_in_bf16_give_the_same_bits_everywhere(library, b_by, rows):
+    """On every level, packed or not, and whoever shares the batch."""
+    a, one = tame(rows, 2304, seed=1).bfloat16(), torch.tensor(1.0)
+    b, b_scale = quantized(tame(160, 2304, seed=2), b_by)
+    packed = torch.empty_like(b).view(packing.packed_shape(*b.shape))
+    OPS.pack_weight(b, packed)
+    results = []
+    for cap in LEVELS:
+        OPS.cpu_isa(cap)
+        results.append(OPS.scaled_mm(a, b, one, b_scale, None, torch.bfloat16))
+        results.append(OPS.packed_mm(a, packed, one, b_scale, None, None, torch.bfloat16))
+        results.append(torch.cat([OPS.scaled_mm(row, b, one, b_scale, None, torch.bfloat16) for row in a.split(1)]))
+    OPS.cpu_isa("best")
+    for result in results[1:]:
+        assert_bits_equal(result, results[0])
+
+
 @pytest.mark.parametrize(("a_by", "b_by"), PAIRS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
 def test_every_level_gives_the_same_bits(library, a_by, b_by, rows):

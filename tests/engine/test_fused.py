@@ -35,6 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "rowwise": {"recipe": "rowwise"},
     "current": {"recipe": "current"},
     "block": {"recipe": "block"},
+    "weights only": {"recipe": "w8a16"},
 }
 
 

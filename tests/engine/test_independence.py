@@ -22,6 +22,7 @@ MODES: dict[str, dict[str, Any]] = {
     "current": {"recipe": "current"},
     "rowwise": {"recipe": "rowwise"},
     "block": {"recipe": "block"},
+    "weights only": {"recipe": "w8a16"},
     "soft caps": {"recipe": "rowwise"},
     "windows": {"recipe": "bf16"},
     "windows, fp8 cache": {"recipe": DelayedScaling(), "kv_cache_dtype": "fp8"},

@@ -1,17 +1,31 @@
 """FrozenLinear gives the bits of the training forward pass, refuses bad scales, and watches its input."""
 
+from typing import Literal
+
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, scaling_state
+from fp8serve import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8WeightOnly,
+    Linear,
+    autocast,
+    scaling_state,
+)
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.ops import dequantize
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.spec import QuantSpec
 
 RECIPES: list[Recipe] = [
     DelayedScaling(amax_history_len=4, margin=1),
+    DelayedScaling(amax_history_len=4, weight_granularity="row"),
+    DelayedScaling(amax_history_len=4, power_2_scale=True),
     Float8CurrentScaling(),
     Float8CurrentScaling(power_2_scale=True),
     Float8CurrentScaling(granularity="row"),
@@ -39,6 +53,20 @@ def test_serving_equals_the_training_forward_bit_for_bit(recipe: Recipe, dtype: 
     found = frozen(x)
     assert found.dtype == dtype
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_weights_alone_are_quantized(granularity: Literal["tensor", "row"]) -> None:
+    """The input is multiplied as it is in BF16, and nothing is counted."""
+    layer, x = nn.Linear(64, 32), torch.randn(2, 5, 64)
+    frozen = FrozenLinear.from_linear(layer, Float8WeightOnly(weight_granularity=granularity))
+    exact = F.linear(x.bfloat16().double(), dequantize(frozen.weight_q, frozen.weight_scale_inv).double())
+    found = frozen(x) - layer.bias
+    assert (found - exact).norm() < 1e-6 * exact.norm()
+    assert frozen(x.bfloat16()).dtype == torch.bfloat16
+    assert "input=unquantized" in repr(frozen)
+    frozen.make_rows_independent()
+    assert torch.equal(frozen(x) - layer.bias, found)
 
 
 def test_quantized_tensors_make_the_same_layer() -> None:

@@ -19,6 +19,9 @@ SHORT = DelayedScaling(amax_history_len=4)
 RECIPES: dict[str, Recipe] = {
     "delayed": SHORT,
     "delayed e4m3": DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3),
+    "delayed, weights by row": DelayedScaling(amax_history_len=4, weight_granularity="row"),
+    "delayed power 2": DelayedScaling(amax_history_len=4, power_2_scale=True),
+    "delayed power 2, weights by row": DelayedScaling(amax_history_len=4, power_2_scale=True, weight_granularity="row"),
     "current": Float8CurrentScaling(),
     "current power 2": Float8CurrentScaling(power_2_scale=True),
     "rowwise": Float8CurrentScaling(granularity="row"),
@@ -36,6 +39,9 @@ def with_override(recipe: Recipe, override: tuple[bool, bool, bool]) -> Recipe:
 
 def rounded(x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, scale: Tensor) -> Tensor:
     """x [rows, K] as the GEMM that contracts K sees it, in FP64."""
+    if weight and isinstance(recipe, DelayedScaling) and recipe.weight_granularity == "row":
+        q, s = reference.quantize_rowwise(x, dtype, recipe.power_2_scale)
+        return q.double() * s.double()
     if isinstance(recipe, DelayedScaling):
         return reference.quantize(x, scale, dtype)[0].double() / scale.double()
     if isinstance(recipe, Float8BlockScaling):

@@ -4,20 +4,23 @@ import dataclasses
 
 import pytest
 
-from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8WeightOnly, Format, autocast
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.recipe import NAMES, Recipe, from_json, from_name, name_of, to_json
 
 EVERYTHING = [
     DelayedScaling(margin=2, interval=3, fp8_format=Format.E4M3, amax_history_len=16, amax_compute_algo="most_recent"),
     DelayedScaling(override_linear_precision=(False, True, True), reduce_amax=False, fp8_dpa=True, fp8_mha=True),
+    DelayedScaling(power_2_scale=True, weight_granularity="row"),
+    Float8WeightOnly(),
+    Float8WeightOnly(weight_granularity="tensor", power_2_scale=True),
     Float8CurrentScaling(power_2_scale=True, granularity="row"),
     Float8CurrentScaling(fp8_dpa=True),
     Float8BlockScaling(fp8_format=Format.HYBRID, power_2_scale=True, override_linear_precision=(True, False, True)),
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "w8a16"])
 def test_name_round_trip(name: str) -> None:
     assert name_of(from_name(name)) == name
 
@@ -27,11 +30,27 @@ def test_json_round_trip(recipe: Recipe | None) -> None:
     assert from_json(to_json(recipe)) == recipe
 
 
+def test_what_came_later_is_written_only_where_it_is_used() -> None:
+    """Files of recipes that were there before stay what they were, and readable by those who wrote them."""
+    assert to_json(DelayedScaling()) == (
+        '{"recipe": "DelayedScaling", "margin": 0, "interval": 1, "fp8_format": "HYBRID", "amax_history_len": 1024,'
+        ' "amax_compute_algo": "max", "scaling_factor_compute_algo": null,'
+        ' "override_linear_precision": [false, false, false], "reduce_amax": true, "fp8_dpa": false, "fp8_mha": false}'
+    )
+    assert '"weight_granularity": "row"' in to_json(DelayedScaling(weight_granularity="row"))
+    assert '"power_2_scale": false' in to_json(Float8CurrentScaling())
+
+
+def test_nothing_trains_with_weights_only() -> None:
+    with pytest.raises(RecipeError, match="Float8WeightOnly is a recipe to serve with; train with another"):
+        autocast(recipe=Float8WeightOnly())
+
+
 def test_defaults_do_not_change() -> None:
     assert repr(DelayedScaling()) == (
         "DelayedScaling(margin=0, interval=1, fp8_format=<Format.HYBRID: 'HYBRID'>, amax_history_len=1024,"
         " amax_compute_algo='max', scaling_factor_compute_algo=None, override_linear_precision=(False, False, False),"
-        " reduce_amax=True, fp8_dpa=False, fp8_mha=False)"
+        " reduce_amax=True, fp8_dpa=False, fp8_mha=False, power_2_scale=False, weight_granularity='tensor')"
     )
     assert Float8BlockScaling().fp8_format is Format.E4M3
     assert from_name("rowwise") == Float8CurrentScaling(granularity="row")
@@ -65,6 +84,8 @@ def test_formats_of_the_two_passes() -> None:
         ({"override_linear_precision": (True, False)}, r"must be three booleans \(fprop, dgrad, wgrad\)"),
         ({"fp8_format": "E4M3"}, r"fp8_format must be a Format, found 'E4M3'"),
         ({"fp8_format": Format.E5M2}, r"use Format.HYBRID"),
+        ({"power_2_scale": 1}, r"power_2_scale must be True or False, found 1"),
+        ({"weight_granularity": "block"}, r'weight_granularity must be "tensor" or "row", found \'block\''),
         ({"reduce_amax": 1}, r"reduce_amax must be True or False, found 1"),
     ],
 )
@@ -74,7 +95,7 @@ def test_a_parameter_out_of_range_is_named(parameters: dict[str, object], senten
 
 
 def test_unknown_names_and_parameters_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"no recipe 'fast'; choose one of delayed, current, rowwise, block, bf16"):
+    with pytest.raises(RecipeError, match=r"no recipe 'fast'; choose one of delayed, .*, w8a16, bf16"):
         from_name("fast")
     with pytest.raises(RecipeError, match=r"DelayedScaling has no parameter 'marign'"):
         from_name("delayed", marign=1)

@@ -161,9 +161,14 @@ def write_tokenizer(
 
 
 def state_for(model_dir: Path, recipe: str = "delayed") -> ScalingCheckpoint:
-    """A scaling state as a calibration would leave it: every input within 20, every weight at its own amax."""
-    if recipe != "delayed":
+    """A scaling state as a calibration would leave it: every input within 20, every weight at its own amax.
+
+    recipe: a name, or "delayed by row", with weights scaled by row.
+    """
+    if not recipe.startswith("delayed"):
         return ScalingCheckpoint(from_name(recipe), {})
+    by_row = recipe == "delayed by row"
+    rules = DelayedScaling(amax_history_len=3, weight_granularity="row" if by_row else "tensor")
     model = load_trainable(model_dir)
     tensors = {}
     for i, name in enumerate(linear_names(model)):
@@ -171,7 +176,7 @@ def state_for(model_dir: Path, recipe: str = "delayed") -> ScalingCheckpoint:
             "input": torch.tensor(20.0 + i / 8),
             "weight": model.get_parameter(f"{name}.weight").detach().abs().max(),
         }
-        for role, value in amax.items():
+        for role, value in list(amax.items())[: 1 if by_row else 2]:
             tensors[f"{name}.{role}"] = TensorScale(448 / value, torch.stack([value * 0, value / 2, value]))
     counts = dict.fromkeys(tensors, 2)
-    return ScalingCheckpoint(DelayedScaling(amax_history_len=3), tensors, "", {"batches": 2, "tensors": counts})
+    return ScalingCheckpoint(rules, tensors, "", {"batches": 2, "tensors": counts})

@@ -151,9 +151,9 @@ def test_a_checkpoint_that_says_it_is_dense(model: Path) -> None:
 
 
 def test_modelopts_names_in_lower_case() -> None:
-    from fp8serve.model.interop import STATIC, read_quantization
+    from fp8serve.model.interop import STATIC, UNQUANTIZED, read_quantization
 
-    for name, spec in {"fp8": STATIC, "fp8_pb_wo": None, "FP8_PB_WO": None}.items():
+    for name, spec in {"fp8": STATIC, "fp8_pb_wo": UNQUANTIZED, "FP8_PB_WO": UNQUANTIZED}.items():
         found = read_quantization(Path(), {"quantization_config": {"quant_method": "modelopt", "quant_algo": name}})
         assert found is not None
         assert found.scheme_of(LINEAR).input_spec == spec

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import from_name
+from fp8serve.fp8.recipe import delayed
 from fp8serve.model import export
 from fp8serve.model.checkpoint import (
     ScalingCheckpoint,
@@ -47,6 +47,8 @@ def config_of(directory: Path) -> Any:
 # (format, recipe) -> (weight scale's name, its shape for a 96 x 64 weight, input scale's shape or None)
 LAYOUTS: dict[tuple[str, str], tuple[str, tuple[int, ...], tuple[int, ...] | None]] = {
     ("compressed-tensors", "delayed"): ("weight_scale", (1,), (1,)),
+    ("compressed-tensors", "delayed by row"): ("weight_scale", (96, 1), (1,)),
+    ("compressed-tensors", "w8a16"): ("weight_scale", (96, 1), None),
     ("compressed-tensors", "current"): ("weight_scale", (1,), None),
     ("compressed-tensors", "rowwise"): ("weight_scale", (96, 1), None),
     ("compressed-tensors", "block"): ("weight_scale", (1, 1), None),
@@ -80,10 +82,11 @@ def test_stored_directory_serves_what_the_recipe_gives_on_the_fly(
 ) -> None:
     source = model_dir("llama")
     write_calibrated(tmp_path / "out", source, state_for(source, recipe), format=format_)
-    scales = tmp_path / "out" / "scales.safetensors" if recipe == "delayed" else None
+    scaling = state_for(source, recipe).recipe
+    scales = tmp_path / "out" / "scales.safetensors" if delayed(scaling) else None
     with torch.no_grad():
         stored = all_logits(load_servable(tmp_path / "out"), IDS)
-        fly = all_logits(load_servable(source, from_name(recipe), scales=scales), IDS)
+        fly = all_logits(load_servable(source, scaling, scales=scales), IDS)
     torch.testing.assert_close(stored, fly, rtol=0, atol=0)
 
 
@@ -155,6 +158,10 @@ def test_modelopt_layout(model_dir: ModelDir, tmp_path: Path) -> None:
     ("format_", "recipe", "message"),
     [
         ("fp8", "rowwise", "no scale per output channel"),
+        ("fp8", "delayed by row", "no scale per output channel"),
+        ("fp8", "w8a16", "always quantizes inputs"),
+        ("modelopt", "delayed by row", "cannot express the recipe 'delayed'"),
+        ("modelopt", "w8a16", "cannot express the recipe 'w8a16'"),
         ("modelopt", "block", "cannot express the recipe 'block'"),
         ("gguf", "delayed", "format 'gguf' does not exist; choose one of compressed-tensors, fp8, modelopt"),
         ("compressed-tensors", "bf16", "needs an FP8 recipe"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.spec import UNQUANTIZED
 from fp8serve.model import interop
 from fp8serve.model.checkpoint import kv_scales, linear_names, load_servable, load_trainable, open_checkpoint
 from fp8serve.model.interop import ScaleKey, classify, read_quantization
@@ -114,7 +115,7 @@ def test_spelling_is_read(variant: str, model_dir: ModelDir, tmp_path: Path) -> 
             torch.testing.assert_close(layer.input_scale, torch.tensor(1 / INPUT), rtol=1e-6, atol=0)
 
 
-def test_weight_only_checkpoints_are_served_dequantized(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_weight_only_checkpoints_keep_their_inputs_in_bf16(model_dir: ModelDir, tmp_path: Path) -> None:
     directory = write(model_dir("llama"), tmp_path / "m", "fp8-block")
     tensors = load_file(directory / "model.safetensors")
     for name in [n for n in tensors if n.endswith("weight_scale_inv")]:
@@ -122,9 +123,12 @@ def test_weight_only_checkpoints_are_served_dequantized(model_dir: ModelDir, tmp
     save_file(tensors, directory / "model.safetensors")
     edit(directory, quantization_config=quantization("modelopt-block"))
     layer = load_servable(directory).get_submodule(LINEAR)
-    assert isinstance(layer, torch.nn.Linear)
+    assert isinstance(layer, FrozenLinear)
+    assert layer.input_spec == UNQUANTIZED
     weight, scale = quantize(load_trainable(model_dir("llama")).get_parameter(f"{LINEAR}.weight").detach(), "tensor")
-    torch.testing.assert_close(layer.weight.detach(), (weight.float() * scale).bfloat16(), rtol=0, atol=0)
+    x = torch.randn(3, layer.in_features).bfloat16()
+    exact = x.double() @ (weight.double() * scale).t()
+    assert (layer(x) - exact).norm() < 2**-8 * exact.norm()
 
 
 def test_hf_quant_config_side_car_is_read(model_dir: ModelDir, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 BLOCK = 128
 FLT_MAX = torch.finfo(torch.float32).max
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16}
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # An element is cut off when |x * scale| is above this: the maximum and four steps of FP32, which is what the roundings
 # of a scale made for x, of its inverse and of the product can add (docs/numerics.md).
@@ -44,11 +44,15 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
+def floor_to_power_2(x: Tensor) -> Tensor:
+    """The power of two at or below each x, FP32, positive and normal: exponent kept, mantissa cleared."""
+    return (x.view(torch.int32) & -(2**23)).view(torch.float32)
+
+
 def scale_from_amax(amax: Tensor, fp8_max: float, power_2: bool) -> Tensor:
     """Current scaling: `fp8_max / amax`, at most FLT_MAX; 1 where amax is 0, infinite or NaN; power_2 rounds down."""
     scale = (torch.full_like(amax, fp8_max) / amax).clamp(max=FLT_MAX)
-    if power_2:
-        scale = (scale.view(torch.int32) & -(2**23)).view(torch.float32)  # sign and exponent, mantissa cleared
+    scale = floor_to_power_2(scale) if power_2 else scale
     return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
 
 

@@ -1,0 +1,115 @@
+"""Scales for inputs from more than their largest value: a percentile, or a search for the smallest error of outputs.
+
+A scale for the largest value seen cuts nothing off, and the smallest values underflow. A smaller range gives these more
+of the format's steps and cuts off a few large ones. What that does to a layer's output depends on its weights, and
+large values carry much: in many models they sit on the first token of every text.
+
+    percentile   the magnitude that this share of all elements does not exceed
+    search       of RANGES, parts of the largest value, the one with the least sum over tokens of |(cast(x) - x) W^T|^2
+
+Both read the calibration text once more. What they find stands in the place of the largest value.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops.arithmetic import FP8_MAX
+from fp8serve.model.decoder import INPUTS, Decoder
+
+from .data import Batch, first_sequences
+from .passes import Linears, forward, hooks
+from .progress import Stages
+
+PERCENTILE = 99.99
+Amaxes = dict[str, float]  # by the name of a tensor, such as "model.layers.0.mlp.down_proj.input"
+
+E4M3 = torch.float8_e4m3fn
+RANGES = tuple(2 ** (-k / 4) for k in range(9))  # from all of the range that was seen down to a quarter of it
+SEARCHED_TOKENS = 2048  # of the calibration text: the search multiplies each by every range
+
+
+@torch.no_grad()
+def percentile_amaxes(
+    decoder: Decoder, linears: Linears, batches: Sequence[Batch], percent: float, stages: Stages | None = None
+) -> Amaxes:
+    """Of the input of each of `linears` the magnitude that `percent` of its elements do not exceed, 0 < percent <= 100.
+
+    Exact for BF16, whatever the order of batches: every magnitude that BF16 has is counted.
+    """
+    counts = {names[0]: torch.zeros(2**15, dtype=torch.int64) for names in _groups(decoder)}
+
+    def count(name: str, x: Tensor) -> None:
+        bits = x.to(torch.bfloat16).view(torch.int16).bitwise_and(0x7FFF)  # without the sign they sort like numbers
+        counts[name] += torch.bincount(bits.flatten().int(), minlength=2**15).cpu()
+
+    for batch in (stages or Stages()).steps("percentile", batches):
+        with _inputs(decoder, linears, count):
+            forward(decoder, batch)
+    return _for_all(decoder, {name: _percentile(found, percent) for name, found in counts.items()})
+
+
+def _percentile(counts: Tensor, percent: float) -> float:
+    """counts [2^15] of the bit patterns of BF16 magnitudes -> the smallest magnitude that is not exceeded."""
+    wanted = counts.sum() * (percent / 100)
+    index = int((counts.cumsum(0) < wanted).sum())
+    return float(torch.tensor(index, dtype=torch.int16).view(torch.bfloat16))
+
+
+@torch.no_grad()
+def searched_amaxes(
+    decoder: Decoder,
+    linears: Linears,
+    batches: Sequence[Batch],
+    seen: Mapping[str, float],
+    stages: Stages | None = None,
+) -> Amaxes:
+    """Of the input of each of `linears` the part of its largest value, in `seen`, whose scale moves outputs least."""
+    groups = {names[0]: names for names in _groups(decoder)}
+    errors = {name: torch.zeros(len(RANGES), dtype=torch.float64) for name in groups}
+
+    def measure(name: str, x: Tensor) -> None:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        squares = _squares([linears[n].weight for n in groups[name]])
+        for i, part in enumerate(RANGES):
+            error = _cast(rows, part * seen[f"{name}.input"]) - rows
+            errors[name][i] += float(((error @ squares) * error).sum(dtype=torch.float64))
+
+    for batch in (stages or Stages()).steps("search", first_sequences(batches, SEARCHED_TOKENS)):
+        with _inputs(decoder, linears, measure):
+            forward(decoder, batch)
+    return _for_all(decoder, {name: RANGES[int(e.argmin())] * seen[f"{name}.input"] for name, e in errors.items()})
+
+
+def _squares(weights: Sequence[Tensor]) -> Tensor:
+    """W^T W [K, K] in FP32, summed over weights [N_i, K]."""
+    wide = torch.cat([weight.float() for weight in weights])
+    return wide.t() @ wide
+
+
+def _cast(x: Tensor, amax: float) -> Tensor:
+    """x by the scale of this amax to E4M3 and back."""
+    scale = FP8_MAX[E4M3] / amax
+    return (x * scale).clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float() / scale
+
+
+def _groups(decoder: Decoder) -> Iterator[list[str]]:
+    """The linears that read one input, by name."""
+    for index in range(decoder.config.num_layers):
+        yield from ([f"model.layers.{index}.{name}" for name in group] for group in INPUTS)
+
+
+def _for_all(decoder: Decoder, firsts: Mapping[str, float]) -> Amaxes:
+    """What was found for the first linear of every group, for all of them."""
+    return {f"{name}.input": firsts[names[0]] for names in _groups(decoder) for name in names}
+
+
+def _inputs(decoder: Decoder, linears: Linears, look: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+    """Inside, `look` sees the input of the first linear of every group."""
+
+    def make(name: str) -> Callable[..., None]:
+        return lambda linear, args, out: look(name, args[0])
+
+    return hooks({names[0]: linears[names[0]] for names in _groups(decoder)}, make)

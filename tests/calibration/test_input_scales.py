@@ -1,0 +1,103 @@
+"""Stored scales that represent less than all that was seen: exact percentiles, the search, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8serve.calibration.data import Batch, calibration_batches
+from fp8serve.calibration.input_scales import RANGES, percentile_amaxes, searched_amaxes
+from fp8serve.calibration.passes import forward, hooks
+from fp8serve.calibration.pipeline import calibrate, load
+from fp8serve.errors import RecipeError
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.ops import quantize
+from fp8serve.fp8.recipe import DelayedScaling, from_name
+from fp8serve.model.checkpoint import load_scales, load_servable
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.tokenizer import Tokenizer
+
+from .conftest import VOCAB
+
+SMALL = {"samples": 12, "seq_len": 48, "batch_size": 4}
+DOWN, Q, V = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"
+
+
+@pytest.fixture(scope="module")
+def loaded(model_dir: Path) -> tuple[Decoder, dict[str, Linear], list[Batch]]:
+    found = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
+    return *load(model_dir, "cpu"), found.calibration
+
+
+@torch.no_grad()
+def inputs(decoder: Decoder, linears: dict[str, Linear], batches: list[Batch], name: str) -> torch.Tensor:
+    """Every input of a linear, [tokens, K]."""
+    seen: list[torch.Tensor] = []
+    with hooks({name: linears[name]}, lambda _: lambda module, args, out: seen.append(args[0])):
+        for batch in batches:
+            forward(decoder, batch)
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("percent", [50.0, 99.0, 99.99, 100.0])
+def test_a_percentile_is_exact(loaded: tuple[Decoder, dict[str, Linear], list[Batch]], percent: float) -> None:
+    decoder, linears, batches = loaded
+    x = inputs(*loaded, DOWN).abs().flatten().float().sort().values
+    found = percentile_amaxes(decoder, linears, batches, percent)
+    assert found[f"{DOWN}.input"] == float(x[max(0, -(-int(len(x) * percent) // 100) - 1)])
+    assert found[f"{Q}.input"] == found[f"{V}.input"]
+    assert percentile_amaxes(decoder, linears, batches[::-1], percent) == found
+
+
+def test_the_search_takes_the_range_with_the_least_error(
+    loaded: tuple[Decoder, dict[str, Linear], list[Batch]],
+) -> None:
+    decoder, linears, batches = loaded
+    x, w = inputs(*loaded, DOWN), linears[DOWN].weight
+    seen = {f"{name}.input": 4.0 for name in linears} | {f"{DOWN}.input": 64.0 * float(x.abs().max())}
+
+    def error(part: float) -> float:
+        q, scale_inv = quantize(x.float(), scale=torch.tensor(448 / (part * seen[f"{DOWN}.input"])))
+        return float(((q.float() * scale_inv - x.float()).double() @ w.double().t()).square().sum())
+
+    found = searched_amaxes(decoder, linears, batches, seen)[f"{DOWN}.input"]
+    assert found / seen[f"{DOWN}.input"] == min(RANGES, key=error)
+
+
+@pytest.mark.parametrize("how", ["percentile", "search"])
+def test_the_scales_that_were_found_are_served(model_dir: Path, tmp_path: Path, how: str) -> None:
+    recipe = DelayedScaling(amax_history_len=8, margin=1)
+    options = SMALL | ({"percentile": 90.0} if how == "percentile" else {})
+    report = calibrate(model_dir, out=tmp_path / "out", recipe=recipe, input_scales=how, **options)  # type: ignore[arg-type]
+    decoder, linears = load(model_dir, "cpu")
+    seen = {t.name: t.amax for t in report.tensors}
+    batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
+    if how == "percentile":
+        wanted = percentile_amaxes(decoder, linears, batches, 90.0)
+        assert wanted[f"{DOWN}.input"] < seen[f"{DOWN}.input"]
+    else:
+        wanted = searched_amaxes(decoder, linears, batches, seen)
+    stored = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out").tensors
+    for name in linears:
+        entry = stored[f"{name}.input"]
+        assert entry.amax_history is not None
+        assert float(entry.scale) == pytest.approx(224 / wanted[f"{name}.input"], rel=1e-6)
+        assert float(entry.amax_history.max()) <= wanted[f"{name}.input"]
+        assert torch.equal(load_servable(tmp_path / "out").get_submodule(name).input_scale, entry.scale)  # type: ignore[arg-type]
+        assert float(stored[f"{name}.weight"].scale) == pytest.approx(224 / seen[f"{name}.weight"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"recipe": from_name("rowwise"), "input_scales": "search"}, "'rowwise' stores no scales of inputs"),
+        ({"percentile": 99.0}, "with input_scales 'percentile' only"),
+        ({"input_scales": "percentile", "percentile": 0.0}, "percentile"),
+        ({"input_scales": "median"}, "median"),
+    ],
+)
+def test_what_cannot_be_asked_for(options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=sentence) as refused:
+        calibrate(model_dir, out=tmp_path / "out", **SMALL, **options)  # type: ignore[arg-type]
+    assert type(refused.value).__module__ == RecipeError.__module__
+    assert list(tmp_path.iterdir()) == []
