@@ -62,6 +62,8 @@ class CalibrationOptions(SampleOptions):
         Rounding,
         About("How weights are rounded; 'gptq': so that a layer's errors make up for each other, in more time."),
     ] = "nearest"
+    heal: Annotated[int, Ge(0), About("Steps of training towards what the model said before, on the samples.")] = 0
+    heal_rate: Annotated[float, Gt(0), Le(1), About("Largest learning rate of these steps.")] = 3e-5
     input_scales: Annotated[
         InputScales, About("Which range of inputs a stored scale represents: all that was seen, or less (delayed).")
     ] = "history"

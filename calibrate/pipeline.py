@@ -3,6 +3,7 @@
     load       weights memory-mapped in their own file, computed in BF16; linears converted in place, nothing copied
     observe    every calibration batch once, in high precision, amaxes recorded (and gradients, and keys and values)
     round      with rounding="gptq": layer by layer, weights rounded so that errors make up for each other (rounding.py)
+    heal       with heal=STEPS: trained in FP8 to say what the model said in high precision (healing.py)
     compare    every held-out batch twice, in high precision and as it will be served, layer by layer and token by token
     rank       forwards and backwards over some held-out tokens: what each layer adds to the KL divergence
     write      the whole directory or nothing
@@ -16,6 +17,7 @@ Recipes that scale by content (current, rowwise, block) need no input scales: fo
 report, and the directory gets FP8 weights and, if asked for, scales of the KV cache.
 """
 
+import copy
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,7 @@ import fp8serve
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear, convert
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, name_of, to_json
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, name_of, to_json, trains
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.checkpoint import (
     ScalingCheckpoint,
@@ -52,13 +54,14 @@ from fp8serve.model.tokenizer import Tokenizer
 from .compare import compare, freezer
 from .data import Batch, Batches, calibration_batches, data_files, source_names
 from .device import check_device
+from .healing import Schedule, heal
 from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
 from .lengths import fitting
 from .observe import Observer, observe, settle
 from .options import CalibrationOptions
 from .progress import Progress, Stages
 from .report import html_report
-from .result import CalibrationReport, DataReport, LayerReport, Quality, TensorReport
+from .result import CalibrationReport, DataReport, HealingReport, LayerReport, Quality, TensorReport
 from .rounding import round_weights
 from .sensitivity import kl_shares
 
@@ -78,7 +81,8 @@ def calibrate(
     options: the fields of CalibrationOptions. Sequences are as long as the model's context at most; quality is measured
     on an eighth as many. What is held out is never observed, also where `data` repeats it. kv_cache: a scale for the
     keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
-    rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small.
+    rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small. heal: how
+    many steps the model is trained under the recipe towards what it said in high precision (healing.py).
     progress(stage, done, total) is called after every batch.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
@@ -98,13 +102,17 @@ def calibrate(
     states = settle(observer, _chosen_amaxes(decoder, linears, batches.calibration, observer, asked, stages))
     gptq = asked.rounding == "gptq"
     rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages) if gptq else None
+    healing = None
+    if asked.heal:
+        states, rounded, healing = _heal(source, decoder, linears, batches, recipe, observer, rounded, asked, stages)
     quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
     kept = stored_states(states, recipe)
     size = weight_bytes(source)
     draft = CalibrationReport(
         model=str(source), out=str(out), recipe=json.loads(to_json(recipe)), format=asked.format, device=asked.device,
         data=_data_report(asked, batches), quality=quality, layers=layers, tensors=_tensor_reports(observer, kept),
-        bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes, rounding=asked.rounding,
+        bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes + _on_healing(healing),
+        rounding=asked.rounding, healing=healing,
     )  # fmt: skip
     checkpoint = _checkpoint(source, recipe, observer, kept, batches)
     return _write(source, out, checkpoint, draft, asked.scales_only, stages, rounded)
@@ -124,6 +132,43 @@ def _chosen_amaxes(
     if asked.input_scales == "search":
         return searched_amaxes(decoder, linears, batches, {n: s.amax for n, s in observer.seen.items()}, stages)
     return {}
+
+
+def _heal(
+    source: Path,
+    decoder: Decoder,
+    linears: Mapping[str, Linear],
+    batches: Batches,
+    recipe: Recipe,
+    observer: Observer,
+    rounded: dict[str, FrozenLinear] | None,
+    asked: CalibrationOptions,
+    stages: Stages,
+) -> tuple[dict[str, ScalingState], dict[str, FrozenLinear] | None, HealingReport]:
+    """(states, linears as they are served, what happened); without the training if it helped nothing."""
+    states, schedule = observer.states(), Schedule(asked.heal, asked.heal_rate)
+    old, seen = copy.deepcopy(states), copy.deepcopy(observer.seen)
+    held_out = decoder, linears, batches.held_out, recipe
+    before = compare(*held_out, states, stages, rounded)[0].kl_divergence
+    reference = load_servable(source, "bf16", device=asked.device)
+    healed, losses = heal(
+        decoder, linears, reference, batches.calibration, recipe, schedule, observer,
+        rounded=rounded, seed=asked.seed, stages=stages,
+    )  # fmt: skip
+    after = compare(*held_out, states, stages, healed)[0].kl_divergence
+    report = HealingReport(asked.heal, asked.heal_rate, tuple(losses), before, after)
+    if not report.helped:
+        observer.seen = seen
+        return old, rounded, report
+    return states, healed, report
+
+
+def _on_healing(report: HealingReport | None) -> tuple[str, ...]:
+    if report is None:
+        return ()
+    change = f"KL on the held-out samples from {report.kl_before:.4f} to {report.kl_after:.4f} nats"
+    kept = "" if report.helped else ", which is no better: the weights were written as they were before"
+    return (f"Healing took {report.steps} steps and moved the {change}{kept}.",)
 
 
 def _measure(
@@ -162,6 +207,10 @@ def _check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions)
         )
     to_json(recipe)  # RecipeError when it holds a function, which no file can carry
     quantization_files(asked.format, recipe, asked.kv_cache)  # ModelError when the format cannot say it
+    if asked.heal and (asked.scales_only or asked.input_scales != "history"):
+        raise RecipeError("Healing changes weights and lets scales follow them; leave out scales_only, input_scales.")
+    if asked.heal and not trains(recipe):
+        raise RecipeError(f"Nothing trains under the recipe {name_of(recipe)!r}, so it cannot heal.")
     if asked.input_scales != "history" and delayed(recipe) is None:
         raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales of inputs; leave out input_scales.")
     if asked.percentile is not None and asked.input_scales != "percentile":
@@ -270,7 +319,12 @@ def _write(
     with stages.stage("write"):
         if not scales_only:
             quantized = {n: (m.weight_q, m.weight_scale_inv) for n, m in (rounded or {}).items()}
-            write_calibrated(out, source, checkpoint, quantized=quantized, format=draft.format, extra_files=extra_files)
+            # healed scales are those of weights that `source` does not have
+            weights = open_checkpoint(source) if draft.healing else None
+            write_calibrated(
+                out, source, checkpoint, weights=weights, quantized=quantized, format=draft.format,
+                extra_files=extra_files,
+            )  # fmt: skip
             return final[0]
         with whole_directory(out) as folder:
             save_scales(folder / FILE_NAME, checkpoint)

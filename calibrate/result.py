@@ -73,6 +73,22 @@ class DataReport:
 
 
 @dataclass(frozen=True)
+class HealingReport:
+    """Training of the FP8 model towards its own high precision; KL on the held-out samples, nats per token."""
+
+    steps: int
+    learning_rate: float
+    losses: tuple[float, ...]  # of every step, on the calibration samples
+    kl_before: float | None
+    kl_after: float | None
+
+    @property
+    def helped(self) -> bool:
+        """Whether the healed weights are the ones that were written."""
+        return self.kl_before is None or self.kl_after is None or self.kl_after < self.kl_before
+
+
+@dataclass(frozen=True)
 class CalibrationReport:
     """Everything that calibration.json holds."""
 
@@ -91,6 +107,7 @@ class CalibrationReport:
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
     rounding: str = "nearest"  # of weights
+    healing: HealingReport | None = None
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
@@ -118,10 +135,15 @@ class CalibrationReport:
                     "layers": tuple(LayerReport(**layer) for layer in raw["layers"]),
                     "tensors": tuple(TensorReport(**t | {"history": tuple(t["history"])}) for t in raw["tensors"]),
                     "notes": tuple(raw.get("notes", ())),
+                    "healing": _healing(raw.get("healing")),
                 }
             )
         except (ValueError, TypeError, KeyError) as e:
             raise DataError(f"This is not a calibration report of this version: {e}.") from None
+
+
+def _healing(raw: dict[str, Any] | None) -> HealingReport | None:
+    return None if raw is None else HealingReport(**raw | {"losses": tuple(raw["losses"])})
 
 
 def _line(value: Any) -> str:

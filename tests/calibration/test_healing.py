@@ -1,0 +1,159 @@
+"""heal: training in FP8 towards the model's own high precision; what is written is what training ended with."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8serve.calibration.data import calibration_batches
+from fp8serve.calibration.healing import Schedule, heal
+from fp8serve.calibration.measure import TokenTally, add_logits
+from fp8serve.calibration.observe import observe, settle
+from fp8serve.calibration.passes import forward
+from fp8serve.calibration.pipeline import calibrate, load
+from fp8serve.calibration.result import CalibrationReport
+from fp8serve.errors import Fp8ServeError, ModelError
+from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
+from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
+from fp8serve.model.tokenizer import Tokenizer
+
+from .conftest import VOCAB
+
+SMALL = {"samples": 48, "seq_len": 48, "batch_size": 4}
+RATE = 3e-4  # the tiny model's weights are random and large
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(),
+    "delayed, most recent": DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent"),
+    "delayed, weights by row": DelayedScaling(weight_granularity="row"),
+    "rowwise": from_name("rowwise"),  # type: ignore[dict-item]
+    "block": from_name("block"),  # type: ignore[dict-item]
+}
+
+
+def run(model: Path, out: Path, recipe: Recipe, **options: object) -> CalibrationReport:
+    return calibrate(model, out=out, recipe=recipe, **(SMALL | {"heal_rate": RATE} | options))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def divergence(folder: Path, model: Path) -> float:
+    """KL(model || folder) in nats per token, on the samples that a calibration holds out."""
+    tokenizer, served, exact = Tokenizer.from_dir(folder), load_servable(folder), load_servable(model, "bf16")
+    found = calibration_batches(None, tokenizer, VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
+    tally = TokenTally()
+    for batch in found.held_out:
+        add_logits(tally, batch.targets, (served, forward(served, batch)), (exact, forward(exact, batch)))
+    kl = tally.quality(compared=True).kl_divergence
+    assert kl is not None
+    return kl
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_it_brings_the_model_nearer_and_is_served_as_measured(recipe: Recipe, model_dir: Path, tmp_path: Path) -> None:
+    report = run(model_dir, tmp_path / "out", recipe, heal=40)
+    healing = report.healing
+    assert healing is not None
+    assert healing.kl_before is not None
+    assert healing.kl_after is not None
+    assert len(healing.losses) == 40
+    assert healing.kl_after < 0.97 * healing.kl_before
+    assert report.quality.kl_divergence == healing.kl_after
+    assert divergence(tmp_path / "out", model_dir) == pytest.approx(healing.kl_after, rel=1e-6)
+    assert "Healing took 40 steps" in report.notes[0]
+    assert CalibrationReport.from_json((tmp_path / "out" / "calibration.json").read_text()) == report
+
+
+def test_it_goes_on_from_compensated_rounding(model_dir: Path, tmp_path: Path) -> None:
+    report = run(model_dir, tmp_path / "out", RECIPES["delayed"], heal=40, rounding="gptq")
+    plain = run(model_dir, tmp_path / "plain", RECIPES["delayed"], rounding="gptq")
+    assert report.healing is not None
+    assert report.healing.kl_before == plain.quality.kl_divergence
+    assert report.healing.helped
+
+
+def test_the_same_samples_give_the_same_bytes(model_dir: Path, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        run(model_dir, tmp_path / name, RECIPES["delayed"], heal=6, kv_cache=True)
+    for file in ("model.safetensors", "scales.safetensors"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+
+
+def test_what_the_last_step_left_is_what_is_served(model_dir: Path) -> None:
+    """The next step's forward pass, in training, and that of the frozen layers: the same bits."""
+    decoder, linears = load(model_dir, "cpu")
+    batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
+    recipe = DelayedScaling()
+    observer = observe(decoder, linears, batches, recipe)
+    settle(observer)
+    kept: dict[str, torch.Tensor] = {}
+    before = {name: linear.weight for name, linear in linears.items()}
+    frozen, _ = heal(decoder, linears, load_servable(model_dir, "bf16"), batches, recipe, Schedule(5, RATE), observer)
+    assert all(linears[name].weight is weight for name, weight in before.items())
+    for name, layer in frozen.items():
+        state = linears[name].scaling["input"]
+        assert layer.input_scale is not None
+        assert torch.equal(layer.input_scale, state.scale)
+        kept[name] = layer.weight_q.float() * layer.weight_scale_inv
+        linears[name].weight = torch.nn.Parameter(kept[name])  # what the trained weight is in FP8, exactly
+    x = torch.randn(7, 64)
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"):
+        with torch.no_grad(), autocast(recipe=recipe):
+            expected = linears[name](x)
+        assert torch.equal(frozen[name](x), expected)
+
+
+def test_scales_of_the_cache_hold_what_healing_saw(model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "plain", RECIPES["delayed"], kv_cache=True)
+    report = run(model_dir, tmp_path / "healed", RECIPES["delayed"], kv_cache=True, heal=40)
+    tensor = report.tensor("model.layers.0.self_attn.k")
+    assert tensor is not None
+    assert tensor.observations == 40 + report.data.batches
+    assert tensor.scale == pytest.approx(448 / tensor.amax, rel=1e-6)
+    assert len(kv_scales(tmp_path / "healed")) == 2
+
+
+def test_scales_belong_to_the_healed_weights_only(model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "out", RECIPES["delayed"], heal=4)
+    scales = tmp_path / "out" / "scales.safetensors"
+    load_scales(scales, tmp_path / "out")
+    with pytest.raises(Fp8ServeError, match="belongs to another model"):
+        load_scales(scales, model_dir)
+
+
+def test_what_does_not_help_is_not_written(model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "plain", RECIPES["delayed"])
+    report = run(model_dir, tmp_path / "out", RECIPES["delayed"], heal=3, heal_rate=0.5)
+    assert report.healing is not None
+    assert not report.healing.helped
+    assert "no better: the weights were written as they were before" in report.notes[0]
+    assert report.quality.kl_divergence == report.healing.kl_before
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "plain")]
+    assert weights[0] == weights[1]
+    assert all(tensor.observations == report.data.batches for tensor in report.tensors)
+    mine, theirs = (load_scales(tmp_path / name / "scales.safetensors").tensors for name in ("out", "plain"))
+    assert all(torch.equal(entry.scale, theirs[name].scale) for name, entry in mine.items())
+
+
+def test_a_divergence_is_an_error(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "rate", lambda self, step: math.nan)
+    with pytest.raises(ModelError, match=r"Healing diverged: the loss of step \d+ is nan; lower heal_rate"):
+        run(model_dir, tmp_path / "out", RECIPES["rowwise"], heal=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"scales_only": True}, "leave out scales_only, input_scales"),
+        ({"input_scales": "search"}, "leave out scales_only, input_scales"),
+        ({"recipe": from_name("w8a16")}, "Nothing trains under the recipe 'w8a16'"),
+        ({"heal": -1}, "heal"),
+        ({"heal_rate": 0.0}, "heal_rate"),
+        ({"heal_rate": 1.5}, "heal_rate"),
+    ],
+)
+def test_what_cannot_be_asked_for(options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(Fp8ServeError, match=sentence):
+        run(model_dir, tmp_path / "out", **({"recipe": RECIPES["delayed"], "heal": 4} | options))  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
