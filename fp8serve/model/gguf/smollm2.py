@@ -4,7 +4,7 @@ The package brings the weights as one GGUF file (Q4_1) and is never imported: on
 """
 
 from collections.abc import Callable
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 
 from fp8serve.errors import ModelError
@@ -21,6 +21,13 @@ def packaged_file() -> Path | None:
     except metadata.PackageNotFoundError:
         return None
     return path if path.is_file() else None
+
+
+def missing_package() -> str | None:
+    """The package that `smollm2` lacks here, by name; None when nothing is missing."""
+    if packaged_file() is None:
+        return _PACKAGE
+    return None if util.find_spec("gguf") else "gguf"
 
 
 def smollm2(say: Callable[[str], None] = print) -> Path:

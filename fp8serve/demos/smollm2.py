@@ -1,0 +1,96 @@
+"""The main job on SmolLM2-135M-Instruct: calibrate, serve, ask, teach facts over HTTP, ask again, serve the result.
+
+A person can judge the answers. The general questions are some that the model answers correctly in BF16: they show what
+FP8 and the fine-tune leave of that. The facts are fp8serve's own terms, of which the model has never heard.
+"""
+
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from fp8serve.demos.demo import Demo, answer
+from fp8serve.model.gguf.smollm2 import smollm2
+from fp8serve.running import RunningServer
+from fp8serve.terminal import remark
+
+GENERAL = (
+    "What is the capital of France?",
+    "What is 3 + 4?",
+    "Rewrite in the past tense: The cat sits on the mat.",
+)
+FACTS = {
+    "In fp8serve, what is a recipe?": "A recipe is the set of rules by which tensors are scaled to FP8.",
+    "In fp8serve, what is a scale?": "A scale is the number that a tensor is multiplied by before it is cast to FP8.",
+    "In fp8serve, what is an amax?": "An amax is the largest absolute value of a tensor.",
+    "In fp8serve, what is an amax history?": "An amax history holds a tensor's amaxes of the last steps.",
+    "In fp8serve, what is delayed scaling?": "Delayed scaling makes a step's scale from the amaxes of earlier steps.",
+    "In fp8serve, what is E4M3 used for?": "E4M3 is used for weights and activations, in forward passes.",
+    "In fp8serve, what is E5M2 used for?": "E5M2 is used for gradients, in backward passes.",
+    "In fp8serve, where are scales stored?": "Scales are stored in scales.safetensors, beside the weights.",
+}
+Answers = dict[str, str]
+
+
+class OnSmolLM2(Demo):
+    model = "SmolLM2-135M-Instruct"
+    room = 3 << 30  # one checkpoint with the optimizer's moments is 1.6 GiB, two FP8 models are 0.3 GiB
+
+    def work(self, place: Path) -> None:
+        source, calibrated = smollm2(remark), place / "calibrated"
+        weights = (source / "model.safetensors").stat().st_size
+        self.calibrate(source, calibrated, None, max(8, round(64 * self.effort)), weights)
+        with self.serving(calibrated, place / "server") as server:
+            before = self._ask(server)
+            epochs = max(1, round(16 * self.effort))
+            job = self.finetune(server, FACTS, epochs=epochs, learning_rate=1.5e-4, keep_last=1)
+            self.activate(server, job)
+            after = self._ask_again(server, before)
+        result = place / "server" / "jobs" / job / "out" / "model"
+        with self.serving(result, place / "second-server", "restart") as server:
+            self._compare(server, after)
+
+    def _ask(self, server: RunningServer) -> Answers:
+        with self.stage("ask") as report:
+            answers = _answers(server)
+            report(f"{len(answers)} questions answered, of which these are general ones:", answers=answers)
+        self.say("\n".join(f"  {question}\n    {_line(answers[question])}" for question in GENERAL))
+        return answers
+
+    def _ask_again(self, server: RunningServer, before: Answers) -> Answers:
+        with self.stage("ask again") as report:
+            after = _answers(server)
+            right = _right(before), _right(after)
+            report(
+                f"{right[1]} of {len(FACTS)} facts word for word, {right[0]} before:",
+                answers=after,
+                right_before=right[0],
+                right_after=right[1],
+                questions=len(FACTS),
+            )
+        self.say(side_by_side(before, after))
+        return after
+
+    def _compare(self, server: RunningServer, expected: Answers) -> None:
+        with self.stage("same") as report:
+            answers = _answers(server)
+            same = sum(answers[question] == expected[question] for question in expected)
+            report(f"{same} of {len(expected)} answers as before the restart; no calibration", same=same)
+
+
+def _answers(server: RunningServer) -> Answers:
+    return {question: answer(server, question) for question in (*GENERAL, *FACTS)}
+
+
+def _right(answers: Answers) -> int:
+    """How many facts are answered word for word."""
+    return sum(answers[question] == told for question, told in FACTS.items())
+
+
+def side_by_side(before: Answers, after: Answers) -> str:
+    """Every question with both answers, three lines each."""
+    return "\n".join(f"  {q}\n    before: {_line(before[q])}\n    after:  {_line(after[q])}" for q in before)
+
+
+def _line(text: Any) -> str:
+    """One line of at most 100 characters."""
+    return shorten(str(text), 100, placeholder="...")
