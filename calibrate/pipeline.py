@@ -7,10 +7,12 @@
     rank       forwards and backwards over some held-out tokens: what each layer adds to the KL divergence
     write      the whole directory or nothing
 
-Peak memory: the weights as mapped pages, which the system may drop and read again, so that a BF16 checkpoint larger
-than memory works at the speed of its disk (a checkpoint of another type is converted: 2 bytes per parameter); one
-layer's FP8 weights; the activations of one batch, of one layer at a time, or of all layers with `gradients`, and those
-of one sequence in all layers for the ranking; and 256 rows of logits in FP32. On a GPU the weights must fit there.
+Layers are computed one after the other, each over all batches (layerwise.py), so that a BF16 checkpoint larger than
+memory is read once in each stage. Peak memory: one layer's weights as mapped pages, which the system may drop (a
+checkpoint of another type is converted: 2 bytes per parameter); its FP8 weights; the hidden states of all batches and
+one layer's activations of one batch; 256 rows of logits in FP32. The ranking reads the weights twice for each of its
+sequences, and with `gradients` observing does so for each batch: they keep that one's activations of all layers.
+On a GPU the weights must fit there.
 
 Recipes that scale by content (current, rowwise, block) need no input scales: for them amaxes are observed for the
 report, and the directory gets FP8 weights and, if asked for, scales of the KV cache.
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 import fp8serve
 from fp8serve.errors import RecipeError
@@ -53,13 +56,15 @@ from .compare import compare, freezer
 from .data import Batches, calibration_batches, data_files, source_names
 from .device import check_device
 from .lengths import fitting
-from .observe import Observer, observe, settle
+from .observe import Observer, observe, observer_of, settle
 from .options import CalibrationOptions
 from .progress import Progress, Stages
+from .recorded import recorded, restore
 from .report import html_report
 from .result import CalibrationReport, DataReport, LayerReport, Quality, TensorReport
 from .rounding import round_weights
 from .sensitivity import kl_shares
+from .unfinished import Unfinished, description
 
 DELAYED = DelayedScaling()
 
@@ -78,10 +83,11 @@ def calibrate(
     on an eighth as many. What is held out is never observed, also where `data` repeats it. kv_cache: a scale for the
     keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
     rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small.
-    progress(stage, done, total) is called after every batch.
+    progress(stage, done, total) is called after every step of a stage: a layer, or a batch.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
-    finite, was never observed or is always zero. In every such case nothing is written.
+    finite, was never observed or is always zero. In every such case `out` is not written. What was finished before a
+    kill or a full disk is kept beside `out` (unfinished.py), and `resume` goes on from there.
     """
     out, source, asked = Path(out), Path(model_dir), CalibrationOptions.of(options)
     _check_settings(out, recipe, asked)
@@ -91,12 +97,12 @@ def calibrate(
         seq_len, notes = fitting(asked.seq_len, decoder.config)
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
-    observer = observe(
-        decoder, linears, batches.calibration, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients, stages=stages
-    )
+    unfinished = Unfinished(out, description(source, recipe, asked, batches, versions()), asked.resume)
+    observer = _observe(decoder, linears, batches, recipe, asked, stages, unfinished)
     states = settle(observer)
     gptq = asked.rounding == "gptq"
-    rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages) if gptq else None
+    once = unfinished.once
+    rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages, once) if gptq else None
     quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
     kept = stored_states(states, recipe)
     size = weight_bytes(source)
@@ -106,7 +112,27 @@ def calibrate(
         bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes, rounding=asked.rounding,
     )  # fmt: skip
     checkpoint = _checkpoint(source, recipe, observer, kept, batches)
-    return _write(source, out, checkpoint, draft, asked.scales_only, stages, rounded)
+    report = _write(source, out, checkpoint, draft, asked, stages, rounded)
+    unfinished.remove()
+    return report
+
+
+def _observe(
+    decoder: Decoder,
+    linears: Mapping[str, Linear],
+    batches: Batches,
+    recipe: Recipe,
+    asked: CalibrationOptions,
+    stages: Stages,
+    unfinished: Unfinished,
+) -> Observer:
+    def now() -> dict[str, Tensor]:
+        return recorded(observe(decoder, linears, batches.calibration, recipe, **watched, stages=stages))
+
+    watched = {"kv_cache": asked.kv_cache, "gradients": asked.gradients}
+    observer = observer_of(decoder, linears, recipe, **watched)
+    restore(observer, unfinished.once("observed", now))
+    return observer
 
 
 def _measure(
@@ -137,6 +163,7 @@ def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -
 def _check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions) -> None:
     """Everything that can be refused before a weight is read."""
     check_absent(out)
+    _ = asked.max_shard_bytes  # DataError when it is no size
     if asked.scales_only and asked.rounding != "nearest":
         raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
     if recipe is None:
@@ -232,7 +259,7 @@ def _write(
     out: Path,
     checkpoint: ScalingCheckpoint,
     draft: CalibrationReport,
-    scales_only: bool,
+    asked: CalibrationOptions,
     stages: Stages,
     rounded: Mapping[str, FrozenLinear] | None,
 ) -> CalibrationReport:
@@ -246,9 +273,12 @@ def _write(
         return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
 
     with stages.stage("write"):
-        if not scales_only:
+        if not asked.scales_only:
             quantized = {n: (m.weight_q, m.weight_scale_inv) for n, m in (rounded or {}).items()}
-            write_calibrated(out, source, checkpoint, quantized=quantized, format=draft.format, extra_files=extra_files)
+            write_calibrated(
+                out, source, checkpoint, quantized=quantized, format=draft.format, extra_files=extra_files,
+                max_shard_bytes=asked.max_shard_bytes,
+            )  # fmt: skip
             return final[0]
         with whole_directory(out) as folder:
             save_scales(folder / FILE_NAME, checkpoint)
