@@ -6,15 +6,16 @@ The numbers are those of whole passes, bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.mapped import release_pages
 
 from .data import Batch
-from .passes import Tap, attending
+from .passes import Tap, attending, hooks
 from .progress import Stages
 
 T = TypeVar("T")
@@ -48,8 +49,24 @@ def layers(decoder: Decoder, stage: str, stages: Stages | None) -> Iterator[int]
     """
     for index in (stages or Stages()).steps(stage, range(decoder.config.num_layers)):
         yield index
-        for parameter in decoder.model.layers[index].parameters():
-            release_pages(parameter)
+        _release(decoder.model.layers[index])
+
+
+@contextmanager
+def releasing(decoder: Decoder) -> Iterator[None]:
+    """Inside, whole passes release the pages of every layer that has run, forwards and backwards."""
+
+    def ran(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        _release(layer)
+        args[0].register_hook(lambda gradient: _release(layer))  # type: ignore[no-untyped-call]
+
+    with hooks({str(index): layer for index, layer in enumerate(decoder.model.layers)}, lambda name: ran):
+        yield
+
+
+def _release(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        release_pages(parameter)
 
 
 def within(index: int, named: Mapping[str, T]) -> dict[str, T]:

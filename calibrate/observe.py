@@ -29,7 +29,7 @@ from fp8serve.fp8.scaling import Entry, ScalingState, fp8_max, update
 from fp8serve.model.decoder import Decoder
 
 from .data import Batch
-from .layerwise import layers, streams, within
+from .layerwise import layers, releasing, streams, within
 from .passes import Linears, attention_names, backward, blame, forward, tracked
 from .progress import Stages
 from .result import HISTORY_SHOWN
@@ -192,7 +192,7 @@ def _layer_by_layer(decoder: Decoder, batches: Sequence[Batch], observer: Observ
 def _forward_and_backward(
     decoder: Decoder, batches: Sequence[Batch], observer: Observer, stages: Stages | None
 ) -> None:
-    with tracked(decoder):
+    with tracked(decoder), releasing(decoder):
         for batch in (stages or Stages()).steps("observe", batches):
             with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
                 hidden = forward(decoder, batch, observer.tap)
