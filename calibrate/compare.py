@@ -1,8 +1,8 @@
 """High precision and FP8 side by side over held-out batches, in the same process and on the same weights.
 
 One pass in high precision and one in which every linear (and, with KV scales, the cache) is as it will be served; both
-models' hidden states then meet at the logits, so nothing is kept from one batch to the next. Costs three forward
-passes, for the FP8 pass also computes every layer exactly.
+models' hidden states then meet at the logits. Both go layer by layer (layerwise.py). Costs three forward passes, for
+the FP8 pass also computes every layer exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,9 @@ from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.decoder import Decoder
 
 from .data import Batch
+from .layerwise import layers, streams, within
 from .measure import LayerTally, TokenTally, add_logits
-from .passes import Linears, forward, fp8_cache, in_fp8
+from .passes import Linears, fp8_cache, in_fp8
 from .progress import Stages
 from .result import Quality
 
@@ -36,15 +37,21 @@ def compare(
 
     rounded: linears that are not rounded to nearest, as they are served.
     """
-    tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
+    tokens, tallies = TokenTally(), {name: LayerTally() for name in linears}
     kv = {name: state.scale for name, state in states.items() if name.endswith((".k", ".v"))}
     freeze = freezer(recipe, states, rounded)
-    for batch in (stages or Stages()).steps("compare", batches):
-        exact = forward(decoder, batch)
-        with in_fp8(linears, freeze, layers):
-            quantized = forward(decoder, batch, fp8_cache(kv) if kv else None)
-        add_logits(tokens, batch.targets, (decoder, quantized), (decoder, exact))
-    return tokens.quality(compared=True), layers
+    exact, quantized = streams(decoder, batches), streams(decoder, batches, fp8_cache(kv) if kv else None)
+    for index in layers(decoder, "compare", stages):
+        of_layer = within(index, linears)
+        frozen = {name: freeze(name, linear) for name, linear in of_layer.items()}
+        for one, other in zip(exact, quantized, strict=True):
+            one.advance(index)
+            with in_fp8(of_layer, lambda name, linear, frozen=frozen: frozen[name], tallies):  # type: ignore[misc]
+                other.advance(index)
+    norm = decoder.model.norm
+    for one, other in zip(exact, quantized, strict=True):
+        add_logits(tokens, one.batch.targets, (decoder, norm(other.hidden)), (decoder, norm(one.hidden)))
+    return tokens.quality(compared=True), tallies
 
 
 def freezer(

@@ -6,12 +6,16 @@ so that no batch is forgotten when the history is shorter than the data: a histo
 running maximum holds them all. With `amax_compute_algo="max"` the scale comes from the running maximum and does not
 depend on the order of the batches; with "most_recent" it is that of the last batch, by definition.
 
+With gradients a batch is a forward and a backward pass; otherwise the decoder is run layer by layer (layerwise.py), to
+the same bits.
+
 Keys and values of the attention have states of the same kind here (`model.layers.0.self_attn.k`), fed by `tap`.
 Scales are made by `fp8.scaling.update` only.
 """
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,6 +29,7 @@ from fp8serve.fp8.scaling import Entry, ScalingState, fp8_max, update
 from fp8serve.model.decoder import Decoder
 
 from .data import Batch
+from .layerwise import layers, releasing, streams, within
 from .passes import Linears, attention_names, backward, blame, forward, tracked
 from .progress import Stages
 from .result import HISTORY_SHOWN
@@ -74,6 +79,12 @@ class Observer:
         """Every state by tensor name."""
         owned = {name: linear.delayed_states(self.recipe) for name, linear in self.linears.items()}
         return {f"{name}.{role}": states[role] for name, states in owned.items() for role in self.roles} | self.kv
+
+    def of_layer(self, index: int) -> "Observer":
+        """Watches the tensors of one layer alone, in the same states and records."""
+        part = copy(self)
+        part.linears, part.kv = within(index, self.linears), within(index, self.kv)
+        return part
 
     @torch.no_grad()
     def end_batch(self) -> None:
@@ -144,6 +155,14 @@ def check(seen: Mapping[str, Seen], needed: Collection[str], batches: int) -> No
         )
 
 
+def observer_of(
+    decoder: Decoder, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
+) -> Observer:
+    """One that has seen nothing yet. A recipe that scales by content is observed as the default delayed recipe."""
+    asked = delayed(recipe) or DelayedScaling()
+    return Observer(linears, asked, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
+
+
 def observe(
     decoder: Decoder,
     linears: Linears,
@@ -155,18 +174,39 @@ def observe(
     stages: Stages | None = None,
 ) -> Observer:
     """Run every batch once in high precision and record. ScalesError: a tensor is not finite or can have no scale."""
-    rules = delayed(recipe)
-    asked = DelayedScaling() if rules is None else rules
-    observer = Observer(linears, asked, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
-    with tracked(decoder) if gradients else torch.no_grad():
+    observer = observer_of(decoder, linears, recipe, kv_cache=kv_cache, gradients=gradients)
+    passes = _forward_and_backward if gradients else _layer_by_layer
+    passes(decoder, batches, observer, stages)
+    needed = observer.kv if delayed(recipe) is None else observer.seen
+    check(observer.seen, needed, len(batches))
+    return observer
+
+
+@torch.no_grad()
+def _layer_by_layer(decoder: Decoder, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
+    running = streams(decoder, batches, observer.tap)
+    for index in layers(decoder, "observe", stages):
+        part = observer.of_layer(index)
+        for stream in running:
+            with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
+                stream.advance(index)
+            part.end_batch()
+    for stream in running:
+        _check_finite(decoder, decoder.model.norm(stream.hidden), observer, stream.batch)
+
+
+def _forward_and_backward(
+    decoder: Decoder, batches: Sequence[Batch], observer: Observer, stages: Stages | None
+) -> None:
+    with tracked(decoder), releasing(decoder):
         for batch in (stages or Stages()).steps("observe", batches):
             with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
                 hidden = forward(decoder, batch, observer.tap)
-            if not bool(hidden.isfinite().all()):
-                raise blame(decoder, linears, batch)
-            if gradients:
-                backward(decoder, hidden, batch.targets)
+            _check_finite(decoder, hidden, observer, batch)
+            backward(decoder, hidden, batch.targets)
             observer.end_batch()
-    needed = observer.kv if rules is None else observer.seen
-    check(observer.seen, needed, len(batches))
-    return observer
+
+
+def _check_finite(decoder: Decoder, hidden: Tensor, observer: Observer, batch: Batch) -> None:
+    if not bool(hidden.isfinite().all()):
+        raise blame(decoder, observer.linears, batch)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from annotated_types import Ge, Gt, Le, Len
 
-from fp8serve.errors import DataError, RecipeError
+from fp8serve.errors import DataError, RecipeError, shown
 from fp8serve.fp8.amax_rules import RuleName
 from fp8serve.fp8.recipe import Recipe, RecipeChoice, ServedName, from_name
 from fp8serve.model.file_formats import FileFormat
@@ -71,6 +71,20 @@ class CalibrationOptions(SampleOptions):
         float | None, Gt(0), Le(100), About("Percent of the elements of an input in its range.", unset="99.99")
     ] = None
     scales_only: Annotated[bool, About("Write scales.safetensors and no weights.")] = False
+    max_shard_size: Annotated[str, About("Largest file of weights, such as 2GB or 500MiB.", metavar="SIZE")] = "5GiB"
+    resume: Annotated[bool, About("Go on with a calibration of the same output that was interrupted.")] = False
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """DataError for a size that cannot be read."""
+        from pydantic import ByteSize, TypeAdapter, ValidationError
+
+        try:
+            return max(1, int(TypeAdapter(ByteSize).validate_python(self.max_shard_size)))
+        except ValidationError:
+            raise DataError(
+                f"max_shard_size must be a number of bytes with a unit, such as 2GB, not {shown(self.max_shard_size)}."
+            ) from None
 
 
 # Options of the delayed recipe that another one has as well.

@@ -8,10 +8,12 @@
     rank       forwards and backwards over some held-out tokens: what each layer adds to the KL divergence
     write      the whole directory or nothing
 
-Peak memory: the weights as mapped pages, which the system may drop and read again, so that a BF16 checkpoint larger
-than memory works at the speed of its disk (a checkpoint of another type is converted: 2 bytes per parameter); one
-layer's FP8 weights; the activations of one batch, of one layer at a time, or of all layers with `gradients`, and those
-of one sequence in all layers for the ranking; and 256 rows of logits in FP32. On a GPU the weights must fit there.
+Layers are computed one after the other, each over all batches (layerwise.py), so that a BF16 checkpoint larger than
+memory is read once in each stage. Peak memory: one layer's weights as mapped pages, which the system may drop (a
+checkpoint of another type is converted: 2 bytes per parameter); its FP8 weights; the hidden states of all batches and
+one layer's activations of one batch; 256 rows of logits in FP32. The ranking reads the weights twice for each of its
+sequences, and with `gradients` observing does so for each batch: they keep that one's activations of all layers.
+On a GPU the weights must fit there.
 
 Recipes that scale by content (current, rowwise, block) need no input scales: for them amaxes are observed for the
 report, and the directory gets FP8 weights and, if asked for, scales of the KV cache.
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 import fp8serve
 from fp8serve.errors import RecipeError
@@ -57,13 +60,15 @@ from .device import check_device
 from .healing import Schedule, heal
 from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
 from .lengths import fitting
-from .observe import Observer, observe, settle
+from .observe import Observer, observe, observer_of, settle
 from .options import CalibrationOptions
 from .progress import Progress, Stages
+from .recorded import recorded, restore
 from .report import html_report
 from .result import CalibrationReport, DataReport, HealingReport, LayerReport, Quality, TensorReport
 from .rounding import round_weights
 from .sensitivity import kl_shares
+from .unfinished import Unfinished, description
 
 DELAYED = DelayedScaling()
 
@@ -83,10 +88,11 @@ def calibrate(
     keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
     rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small. heal: how
     many steps the model is trained under the recipe towards what it said in high precision (healing.py).
-    progress(stage, done, total) is called after every batch.
+    progress(stage, done, total) is called after every step of a stage: a layer, or a batch.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
-    finite, was never observed or is always zero. In every such case nothing is written.
+    finite, was never observed or is always zero. In every such case `out` is not written. What was finished before a
+    kill or a full disk is kept beside `out` (unfinished.py), and `resume` goes on from there.
     """
     out, source, asked = Path(out), Path(model_dir), CalibrationOptions.of(options)
     _check_settings(out, recipe, asked)
@@ -96,26 +102,47 @@ def calibrate(
         seq_len, notes = fitting(asked.seq_len, decoder.config)
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
-    observer = observe(
-        decoder, linears, batches.calibration, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients, stages=stages
-    )
-    states = settle(observer, _chosen_amaxes(decoder, linears, batches.calibration, observer, asked, stages))
-    gptq = asked.rounding == "gptq"
-    rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages) if gptq else None
-    healing = None
-    if asked.heal:
-        states, rounded, healing = _heal(source, decoder, linears, batches, recipe, observer, rounded, asked, stages)
-    quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
-    kept = stored_states(states, recipe)
-    size = weight_bytes(source)
-    draft = CalibrationReport(
-        model=str(source), out=str(out), recipe=json.loads(to_json(recipe)), format=asked.format, device=asked.device,
-        data=_data_report(asked, batches), quality=quality, layers=layers, tensors=_tensor_reports(observer, kept),
-        bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes + _on_healing(healing),
-        rounding=asked.rounding, healing=healing,
-    )  # fmt: skip
-    checkpoint = _checkpoint(source, recipe, observer, kept, batches)
-    return _write(source, out, checkpoint, draft, asked.scales_only, stages, rounded)
+    with Unfinished(out, description(source, recipe, asked, batches, versions()), asked.resume) as unfinished:
+        observer = _observe(decoder, linears, batches, recipe, asked, stages, unfinished)
+        states = settle(observer, _chosen_amaxes(decoder, linears, batches.calibration, observer, asked, stages))
+        gptq = asked.rounding == "gptq"
+        once = unfinished.once
+        rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages, once) if gptq else None
+        healing = None
+        if asked.heal:
+            states, rounded, healing = _heal(
+                source, decoder, linears, batches, recipe, observer, rounded, asked, stages
+            )
+        quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
+        kept = stored_states(states, recipe)
+        size = weight_bytes(source)
+        draft = CalibrationReport(
+            model=str(source), out=str(out), recipe=json.loads(to_json(recipe)), format=asked.format,
+            device=asked.device, data=_data_report(asked, batches), quality=quality, layers=layers,
+            tensors=_tensor_reports(observer, kept),
+            bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes + _on_healing(healing),
+            rounding=asked.rounding, healing=healing,
+        )  # fmt: skip
+        checkpoint = _checkpoint(source, recipe, observer, kept, batches)
+        return _write(source, out, checkpoint, draft, asked, stages, rounded)
+
+
+def _observe(
+    decoder: Decoder,
+    linears: Mapping[str, Linear],
+    batches: Batches,
+    recipe: Recipe,
+    asked: CalibrationOptions,
+    stages: Stages,
+    unfinished: Unfinished,
+) -> Observer:
+    def now() -> dict[str, Tensor]:
+        return recorded(observe(decoder, linears, batches.calibration, recipe, **watched, stages=stages))
+
+    watched = {"kv_cache": asked.kv_cache, "gradients": asked.gradients}
+    observer = observer_of(decoder, linears, recipe, **watched)
+    restore(observer, unfinished.once("observed", now))
+    return observer
 
 
 def _chosen_amaxes(
@@ -199,6 +226,7 @@ def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -
 def _check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions) -> None:
     """Everything that can be refused before a weight is read."""
     check_absent(out)
+    _ = asked.max_shard_bytes  # DataError when it is no size
     if asked.scales_only and asked.rounding != "nearest":
         raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
     if recipe is None:
@@ -303,7 +331,7 @@ def _write(
     out: Path,
     checkpoint: ScalingCheckpoint,
     draft: CalibrationReport,
-    scales_only: bool,
+    asked: CalibrationOptions,
     stages: Stages,
     rounded: Mapping[str, FrozenLinear] | None,
 ) -> CalibrationReport:
@@ -317,13 +345,13 @@ def _write(
         return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
 
     with stages.stage("write"):
-        if not scales_only:
+        if not asked.scales_only:
             quantized = {n: (m.weight_q, m.weight_scale_inv) for n, m in (rounded or {}).items()}
             # healed scales are those of weights that `source` does not have
             weights = open_checkpoint(source) if draft.healing else None
             write_calibrated(
                 out, source, checkpoint, weights=weights, quantized=quantized, format=draft.format,
-                extra_files=extra_files,
+                extra_files=extra_files, max_shard_bytes=asked.max_shard_bytes,
             )  # fmt: skip
             return final[0]
         with whole_directory(out) as folder:

@@ -4,11 +4,13 @@
                        round its weights (gptq.py)
                        run it again in FP8: what the next layer reads
 
-In memory are the hidden states of all batches, the moments of one layer's inputs, and the FP8 weights.
+In memory are the hidden states of all batches, the moments of one layer's inputs, and one layer's FP8 weights where
+those that are finished lie in a file (unfinished.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,10 @@ from fp8serve.model.decoder import INPUTS, Decoder
 from .compare import freezer
 from .data import Batch
 from .gptq import Moments, compensated
-from .passes import Linears, attending, hooks
+from .layerwise import Stream, layers, streams, within
+from .passes import Linears, hooks
 from .progress import Stages
+from .unfinished import Once, every_time
 
 FrozenLinears = Mapping[str, FrozenLinear]
 
@@ -36,23 +40,28 @@ def round_weights(
     recipe: Recipe,
     states: Mapping[str, ScalingState],
     stages: Stages | None = None,
+    once: Once = every_time,
 ) -> dict[str, FrozenLinear]:
-    """Every one of `linears` as it is to be served under `recipe`, with scales from `states`, by name."""
+    """Every one of `linears` as it is to be served under `recipe`, with scales from `states`, by name.
+
+    once: keeps the rounded weights of a layer, and knows those of an earlier run.
+    """
     freeze, found = freezer(recipe, states), dict[str, FrozenLinear]()
-    streams = [_Stream(decoder, batch) for batch in batches]
-    for index in (stages or Stages()).steps("round", range(decoder.config.num_layers)):
-        prefix = f"model.layers.{index}."
-        frozen = {name: freeze(name, linear) for name, linear in linears.items() if name.startswith(prefix)}
-        _round_layer(index, streams, linears, frozen)
+    running = streams(decoder, batches)
+    for index in layers(decoder, "round", stages):
+        frozen = {name: freeze(name, linear) for name, linear in within(index, linears).items()}
+        weights = once(f"round-{index:05}", partial(_rounded_layer, index, running, linears, frozen))
+        for name, layer in frozen.items():
+            layer.weight_q = weights[name].to(_device(layer))
         with _in_place(decoder, frozen):
-            for stream in streams:
+            for stream in running:
                 stream.advance(index)
         found |= frozen
     return found
 
 
-def _round_layer(index: int, streams: Sequence["_Stream"], linears: Linears, frozen: FrozenLinears) -> None:
-    """Give the `frozen` linears of a layer compensated weights."""
+def _rounded_layer(index: int, running: Sequence[Stream], linears: Linears, frozen: FrozenLinears) -> dict[str, Tensor]:
+    """Compensated weights for the `frozen` linears of a layer, E4M3 [N, K] by name."""
     groups = [[f"model.layers.{index}.{name}" for name in group] for group in INPUTS]
     moments = {names[0]: Moments.zeros(frozen[names[0]].in_features, _device(frozen[names[0]])) for names in groups}
 
@@ -64,33 +73,17 @@ def _round_layer(index: int, streams: Sequence["_Stream"], linears: Linears, fro
         return hook
 
     with hooks({name: linears[name] for name in moments}, watch):
-        for stream in streams:
+        for stream in running:
             stream.run(index)
-    for names in groups:
-        for name in names:
-            layer = frozen[name]
-            layer.weight_q = compensated(linears[name].weight, moments[names[0]], layer.weight_scale_inv)
+    return {
+        name: compensated(linears[name].weight, moments[names[0]], frozen[name].weight_scale_inv)
+        for names in groups
+        for name in names
+    }
 
 
 def _device(layer: FrozenLinear) -> torch.device:
     return layer.weight_q.device
-
-
-class _Stream:
-    """The hidden state of a batch on its way through the decoder, BF16 [tokens, hidden]."""
-
-    def __init__(self, decoder: Decoder, batch: Batch) -> None:
-        self._layers, self._attend = decoder.model.layers, attending(decoder, batch)
-        self._hidden = decoder.model.embed(batch.ids)
-        self._rotations = decoder.model.rotary.rotations(batch.positions, self._hidden.dtype)
-
-    def run(self, index: int) -> Tensor:
-        """What the layer makes of the hidden state, which stays as it is."""
-        layer: Callable[..., Tensor] = self._layers[index]
-        return layer(self._hidden, self._rotations[index], self._attend)
-
-    def advance(self, index: int) -> None:
-        self._hidden = self.run(index)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from fp8serve.model.decoder import Decoder
 
 from .data import IGNORED, Batch, first_sequences
+from .layerwise import releasing
 from .measure import LOGIT_ROWS
 from .passes import forward, hooks, tracked
 from .progress import Stages
@@ -47,7 +48,7 @@ def kl_shares(
     generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
     tokens = 0
     for sequence in (stages or Stages()).steps("rank", first_sequences(batches, RANKED_TOKENS)):
-        with tracked(decoder), _measured(linears, lossy, sums):
+        with releasing(decoder), tracked(decoder), _measured(linears, lossy, sums):
             hidden = forward(decoder, sequence)
         tokens += _pull(decoder, hidden, sequence.targets, generator)
     return {name: total / 2 / tokens for name, total in sums.items() if tokens and math.isfinite(total)}

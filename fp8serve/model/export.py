@@ -1,8 +1,9 @@
 """A module becomes a directory: high precision, or FP8 in one of three projects' formats. Whole or not at all.
 
 Weights are streamed: sizes are known from shapes, so each shard's header is written first and tensors are then placed
-one by one at their offsets; at most one tensor exists in both precisions. Tensors whose size is a multiple of 64 bytes
-come first and the header is padded to 64, so that every weight matrix is aligned for kernels that read the mapped file.
+one by one at their offsets; at most one tensor exists in both precisions, and pages of the source's file are
+released. Tensors whose size is a multiple of 64 bytes come first and the header is padded to 64, so that every weight
+matrix is aligned for kernels that read the mapped file.
 
 All scales are written in FP32 and in the direction that the formats share, dequantizing; where that does not restore
 the quantizing scale to the last bit, the file's metadata note it under the tensor's name. `scales.safetensors` beside
@@ -35,6 +36,7 @@ from fp8serve.model.files import (
     write_json,
 )
 from fp8serve.model.interop import dequantizing_scale
+from fp8serve.model.mapped import release_pages
 from fp8serve.model.quantization_config import quantization_files
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
 from fp8serve.model.shards import DTYPES, SINGLE, inside, write_index
@@ -59,6 +61,7 @@ class _Item:
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
     note: str | None = None  # for the file's metadata, under the tensor's name
+    from_file: bool = False  # nobody writes to it, so its pages can be read again
 
     @property
     def size(self) -> int:
@@ -112,7 +115,7 @@ def write_calibrated(
     check_absent(out)
     config = dict(read_json(source / "config.json"))
     high_precision = weights if weights is not None else open_checkpoint(source)
-    writer = _Quantizer(config, high_precision, quantized or {}, scales, format)
+    writer = _Quantizer(config, high_precision, quantized or {}, scales, format, from_file=weights is None)
     files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv))
     config["quantization_config"] = files.pop("quantization_config")
     origin = "" if weights is not None else fingerprint(source)
@@ -135,12 +138,14 @@ class _Quantizer:
         given: Mapping[str, tuple[Tensor, Tensor]],
         scales: ScalingCheckpoint,
         format_: str,
+        from_file: bool,
     ) -> None:
         if scales.recipe is None:
             raise ModelError("An FP8 directory needs an FP8 recipe, and these scales have none.")
         self.recipe = scales.recipe
         self.weight, self.input = self.recipe.specs.linear["weight"], self.recipe.specs.linear["input"]
         self.weights, self.given, self.scales, self.format = weights, given, scales, format_
+        self.from_file = from_file
         self.dtype = _dtype(config)
         self.shapes = _shapes(config)
         self.linears = _linears(config)
@@ -155,13 +160,14 @@ class _Quantizer:
             if linear in self.linears:
                 yield from self._fp8(linear, shape)
             else:
-                yield _plain(name, shape, self.weights, self.dtype)
+                yield replace(_plain(name, shape, self.weights, self.dtype), from_file=self.from_file)
         for key, entry in self.kv.items():
             yield self._scalar(self._kv_name(key), entry.scale)
 
     def _fp8(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
         scale_shape = self._scale_shape(*shape)
-        yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantized(linear)[0])
+        given = linear in self.given
+        yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantized(linear)[0], from_file=given)
         scale_name = f"{linear}.weight_scale{'_inv' if self.weight.is_blocked and self.format == 'fp8' else ''}"
         scale_dtype = SCALE_DTYPES[self.weight.scale_format]
         yield _Item(scale_name, scale_dtype, scale_shape, lambda: self.quantized(linear)[1].reshape(scale_shape))
@@ -173,9 +179,15 @@ class _Quantizer:
         if linear in self.given:
             return self.given[linear]
         weight = _weight(self.weights, f"{linear}.weight", self.shapes[f"{linear}.weight"])
-        if self.weight.source == "delayed":
-            return ops.quantize(weight, scale=self.scales.weight_scale(linear))
-        return cast_by_content(weight, self.weight)
+        delayed = self.weight.source == "delayed"
+        found = (
+            ops.quantize(weight, scale=self.scales.weight_scale(linear))
+            if delayed
+            else cast_by_content(weight, self.weight)
+        )
+        if self.from_file:
+            release_pages(weight)
+        return found
 
     def _scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         shape = self.weight.scale_shape(rows, cols)
@@ -306,3 +318,5 @@ def _write_tensor(file: BinaryIO, item: _Item) -> None:
     if tuple(tensor.shape) != item.shape or tensor.dtype is not item.dtype:
         raise ScalesError(f"{item.name} came out as {tensor.dtype} {list(tensor.shape)}, not as planned.")
     file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if item.from_file:
+        release_pages(tensor)

@@ -25,9 +25,9 @@ from typing import IO, TYPE_CHECKING, Any
 from fp8serve.ending import end_process
 from fp8serve.errors import Fp8ServeError, JobError
 from fp8serve.model.files import fsync
+from fp8serve.model.lock import take_lock
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import Event, message
-from fp8serve.train.lock import take_lock
 
 if TYPE_CHECKING:
     from fp8serve.train.trainer import TrainResult

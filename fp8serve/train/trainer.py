@@ -33,6 +33,7 @@ import torch
 from fp8serve.errors import JobError
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.files import read_json
+from fp8serve.model.lock import take_lock
 from fp8serve.model.readers import reader_notes
 from fp8serve.model.stored import open_checkpoint
 from fp8serve.train import checkpoint, events, state
@@ -45,7 +46,6 @@ from fp8serve.train.export import export
 from fp8serve.train.forward import summed_loss
 from fp8serve.train.held_out import held_out_metrics
 from fp8serve.train.identity import check_same_job, dated, identity_of
-from fp8serve.train.lock import take_lock
 from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.order import Cursor, Step, walk
 from fp8serve.train.setup import Setup, environment, prepare

@@ -4,13 +4,13 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
-from fp8serve.errors import JobError, MachineError
+from fp8serve.errors import Fp8ServeError, JobError, MachineError
 
 
-def take_lock(path: Path, refusal: str) -> IO[str]:
+def take_lock(path: Path, refusal: str, error: type[Fp8ServeError] = JobError) -> IO[str]:
     """The locked file; closing it gives the lock up.
 
-    Raises JobError(`refusal`) when another process, or this one, holds it, MachineError where locks do not work.
+    Raises error(`refusal`) when another process, or this one, holds it, MachineError where locks do not work.
     """
     lock = None
     try:
@@ -18,10 +18,10 @@ def take_lock(path: Path, refusal: str) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         _close(lock)
-        raise JobError(refusal) from None
-    except OSError as error:
+        raise error(refusal) from None
+    except OSError as e:
         _close(lock)
-        raise MachineError(f"{path} cannot be locked: {error.strerror}; choose a directory on a local disk.") from None
+        raise MachineError(f"{path} cannot be locked: {e.strerror}; choose a directory on a local disk.") from None
     return lock
 
 

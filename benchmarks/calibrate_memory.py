@@ -1,0 +1,138 @@
+"""Calibrate a model larger than the memory that the process may have: time and peak against its file.
+
+    python benchmarks/calibrate_memory.py [--gib 1.25] [--limit-gib 1.0] [--rounding gptq] [--samples 8] [--seq-len 128]
+
+Writes a random Llama of `--gib` in BF16 into a temporary directory and calibrates it in a process of its own. As root
+on a machine with memory control groups (version 1 or 2) that process, and the pages of files that it reads, are held to
+`--limit-gib`; the kernel kills what needs more. Elsewhere there is no limit, and the peaks alone tell.
+
+Printed as JSON: bytes of the file, seconds, the peak of resident memory (VmHWM: mapped pages included), that of memory
+which no file backs (RssAnon, sampled), what the control group charged, and seconds of each stage.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+GIB = 2**30
+HIDDEN, WIDE = 2048, 5632
+LAYER_BYTES = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 4 + 3 * HIDDEN * WIDE)
+TEXTS = ["A layer is read once, runs over all batches, and is released before the next one is touched."]
+CALIBRATE = "import sys; from fp8serve.cli import main; sys.exit(main())"
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def write_model(folder: Path, gib: float) -> int:
+    """Bytes of the weights written, of which none stay in memory: a page counts for the group that reads it first."""
+    from fp8serve.train.scratch import write_random_model
+
+    layers = max(2, round(gib * GIB / LAYER_BYTES))
+    write_random_model(
+        folder, TEXTS, hidden_size=HIDDEN, layers=layers, heads=16, kv_heads=4, intermediate_size=WIDE, context=512
+    )
+    with (folder / "model.safetensors").open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.fstat(file.fileno()).st_size
+
+
+@contextmanager
+def limited(num_bytes: int) -> Iterator[Path | None]:
+    """A control group with this limit, or None where none can be made."""
+    parent, limit = _controller()
+    group = parent / f"calibrate-memory-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(num_bytes))
+    except OSError:
+        yield None
+        return
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def _controller() -> tuple[Path, str]:
+    """Where memory groups are made, and the file that takes the limit."""
+    if (GROUPS / "cgroup.controllers").exists():
+        return GROUPS, "memory.max"
+    return GROUPS / "memory", "memory.limit_in_bytes"
+
+
+def charged(group: Path | None) -> int | None:
+    """The most that the group was ever charged with."""
+    if group is None:
+        return None
+    for name in ("memory.peak", "memory.max_usage_in_bytes"):
+        if (group / name).exists():
+            return int((group / name).read_text())
+    return None
+
+
+def watched(command: list[str], group: Path | None) -> tuple[float, int, int]:
+    """(seconds, peak of resident bytes, peak of anonymous bytes) of a command run in the group."""
+    join = [] if group is None else [(str(group / "cgroup.procs"))]
+    shell = ["sh", "-c", 'if [ -n "$0" ]; then echo $$ > "$0"; fi; exec "$@"', *(join or [""]), *command]
+    started, peak, anonymous = time.perf_counter(), 0, 0
+    process = subprocess.Popen(shell, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        found = _status(process.pid)
+        peak, anonymous = max(peak, found.get("VmHWM", 0)), max(anonymous, found.get("RssAnon", 0))
+        time.sleep(0.05)
+    if process.returncode:
+        raise SystemExit(f"The calibration ended with status {process.returncode}.")
+    return time.perf_counter() - started, peak, anonymous
+
+
+def _status(pid: int) -> dict[str, int]:
+    """The sizes in /proc/PID/status, in bytes."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    return {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.endswith(" kB")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.25)
+    parser.add_argument("--limit-gib", type=float, default=1.0)
+    parser.add_argument("--rounding", choices=("nearest", "gptq"), default="nearest")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--folder", type=Path, help="where the model and the result are written")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+        model, out = Path(name) / "model", Path(name) / "out"
+        size = write_model(model, asked.gib)
+        options = ["--samples", asked.samples, "--seq-len", asked.seq_len, "--rounding", asked.rounding]
+        command = [sys.executable, "-c", CALIBRATE, "calibrate", model, "--out", out, *options]
+        with limited(int(asked.limit_gib * GIB)) as group:
+            seconds, peak, anonymous = watched([str(part) for part in command], group)
+            most = charged(group)
+        stages = json.loads((out / "calibration.json").read_text())["seconds"]
+    print(
+        json.dumps(
+            {
+                "file_bytes": size,
+                "limit_bytes": None if group is None else int(asked.limit_gib * GIB),
+                "charged_bytes": most,
+                "peak_resident_bytes": peak,
+                "peak_anonymous_bytes": anonymous,
+                "seconds": round(seconds, 1),
+                "stages": stages,
+            },
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

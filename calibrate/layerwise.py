@@ -1,0 +1,74 @@
+"""A decoder run layer by layer: one layer over all batches before the next is touched.
+
+So every weight is read from its file once, however many batches there are, and a model larger than memory costs one
+pass over the disk. In memory are one layer's weights and the hidden states of all batches, [tokens, hidden] in BF16.
+The numbers are those of whole passes, bit for bit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.mapped import release_pages
+
+from .data import Batch
+from .passes import Tap, attending, hooks
+from .progress import Stages
+
+T = TypeVar("T")
+
+
+class Stream:
+    """A batch on its way through the decoder. `hidden`: its state so far, BF16 [tokens, hidden]."""
+
+    def __init__(self, decoder: Decoder, batch: Batch, tap: Tap | None = None) -> None:
+        self._layers, self._attend = decoder.model.layers, attending(decoder, batch, tap)
+        self.batch, self.hidden = batch, decoder.model.embed(batch.ids)
+        self._rotations = decoder.model.rotary.rotations(batch.positions, self.hidden.dtype)
+
+    def run(self, index: int) -> Tensor:
+        """What the layer makes of the hidden state, which stays as it is."""
+        layer: Callable[..., Tensor] = self._layers[index]
+        return layer(self.hidden, self._rotations[index], self._attend)
+
+    def advance(self, index: int) -> None:
+        self.hidden = self.run(index)
+
+
+def streams(decoder: Decoder, batches: Sequence[Batch], tap: Tap | None = None) -> list[Stream]:
+    return [Stream(decoder, batch, tap) for batch in batches]
+
+
+def layers(decoder: Decoder, stage: str, stages: Stages | None) -> Iterator[int]:
+    """The index of every layer; the pages of one that is done are released.
+
+    So nobody may write to a weight that is a view of the file, which would be forgotten: who changes it replaces it.
+    """
+    for index in (stages or Stages()).steps(stage, range(decoder.config.num_layers)):
+        yield index
+        _release(decoder.model.layers[index])
+
+
+@contextmanager
+def releasing(decoder: Decoder) -> Iterator[None]:
+    """Inside, whole passes release the pages of every layer that has run, forwards and backwards."""
+
+    def ran(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        _release(layer)
+        args[0].register_hook(lambda gradient: _release(layer))  # type: ignore[no-untyped-call]
+
+    with hooks({str(index): layer for index, layer in enumerate(decoder.model.layers)}, lambda name: ran):
+        yield
+
+
+def _release(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        release_pages(parameter)
+
+
+def within(index: int, named: Mapping[str, T]) -> dict[str, T]:
+    """What belongs to a layer, of things by the names of tensors or modules."""
+    return {name: value for name, value in named.items() if name.startswith(f"model.layers.{index}.")}

@@ -1,0 +1,36 @@
+"""What was seen of every tensor as tensors of a file, and back into an observer, bit for bit."""
+
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.scaling import FIELDS, ScalingState
+
+from .observe import Observer, Seen
+from .result import HISTORY_SHOWN
+
+
+def recorded(observer: Observer) -> dict[str, Tensor]:
+    """By the tensor's name and a field: those of its state, and `seen`, FP64 [running amax, newest amaxes]."""
+    found: dict[str, Tensor] = {}
+    for name, state in observer.states().items():
+        found |= {f"{name}.{field}": getattr(state, field) for field in FIELDS}
+        seen = observer.seen[name]
+        found[f"{name}.seen"] = torch.tensor([seen.amax, *seen.newest], dtype=torch.float64)
+    return found
+
+
+def restore(observer: Observer, found: Mapping[str, Tensor]) -> None:
+    """Make an `observer` of the same tensors one that has seen what was recorded."""
+    for name, state in observer.states().items():
+        _set(state, {field: found[f"{name}.{field}"] for field in FIELDS})
+        amax, *newest = found[f"{name}.seen"].tolist()
+        steps, nonfinite = int(state.steps), int(state.nonfinite)
+        observer.seen[name] = Seen(amax, steps, nonfinite, deque(newest, maxlen=HISTORY_SHOWN))
+
+
+def _set(state: ScalingState, fields: Mapping[str, Tensor]) -> None:
+    for field, value in fields.items():
+        setattr(state, field, value.clone().to(state.scale.device))

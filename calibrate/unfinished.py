@@ -1,0 +1,125 @@
+"""What a calibration has finished so far, in a hidden directory beside its output, so that a killed one can go on.
+
+    .OUT.calibrating/run.json                 whose results these are: model, recipe, options, samples, versions
+                     observed.safetensors     what was seen of every tensor
+                     round-00000.safetensors  a layer's rounded weights, and so on
+
+A result is computed, written whole and read back from the mapped file, in a run that is never interrupted as in one
+that goes on: the bytes are the same, and what was finished needs no memory. The directory appears with the first result
+and goes when OUT is in place; it is locked while the run lives.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any, Self
+
+from torch import Tensor
+
+from fp8serve.errors import Fp8ServeError, MachineError, ModelError, shown
+from fp8serve.fp8.recipe import Recipe, to_json
+from fp8serve.model.checkpoint import fingerprint
+from fp8serve.model.files import fsync, present, read_json, save_tensors, write_json
+from fp8serve.model.lock import take_lock
+from fp8serve.model.shards import Shards, read_header
+
+from .data import Batches
+from .options import CalibrationOptions
+
+RUN = "run.json"
+METADATA = {"format": "fp8serve.unfinished"}
+Make = Callable[[], Mapping[str, Tensor]]
+Once = Callable[[str, Make], Mapping[str, Tensor]]  # (name of a result, what computes it) -> the result
+
+
+def every_time(name: str, make: Make) -> Mapping[str, Tensor]:
+    """A `Once` that keeps nothing."""
+    return make()
+
+
+class Unfinished:
+    """The results of the run `told`, which becomes `out`. `once` is a `Once`.
+
+    ModelError: there are results already and `resume` is not set, or they are another run's, or another process's.
+    """
+
+    def __init__(self, out: Path, told: Mapping[str, Any], resume: bool) -> None:
+        out = Path(os.path.abspath(out))
+        self.folder, self._out, self._told = out.parent / f".{out.name}.calibrating", out, told
+        self._lock: IO[str] | None = None
+        if present(self.folder / RUN):
+            self._go_on(resume)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Keep the results for a run that was interrupted: another one will not get further than one with a fault."""
+        if kind is None or (issubclass(kind, Fp8ServeError) and not issubclass(kind, MachineError)):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+    def _go_on(self, resume: bool) -> None:
+        remove = f"or remove {self.folder} to begin anew"
+        if not resume:
+            raise ModelError(f"A calibration of {self._out} was interrupted; go on with --resume, {remove}.")
+        before = read_json(self.folder / RUN)
+        for name in sorted({*before, *self._told}):
+            old, new = before.get(name), self._told.get(name)
+            if old != new:
+                raise ModelError(
+                    f"The interrupted calibration of {self._out} began with {name}={shown(old)}, not {shown(new)}; "
+                    f"say it as then, {remove}."
+                )
+        self._take()
+
+    def _take(self) -> None:
+        self._lock = take_lock(self.folder / "lock", f"Another process is calibrating {self._out}.", ModelError)
+
+    def once(self, name: str, make: Make) -> Mapping[str, Tensor]:
+        """The result of this name, mapped from its file; `make` computes it where there is none."""
+        path = self.folder / f"{name}.safetensors"
+        if not path.exists():
+            self._keep(path, make())
+        return Shards(*read_header(path))
+
+    def _keep(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        try:
+            self._begin()
+            temporary = path.with_suffix(".tmp")
+            save_tensors(temporary, {n: t.detach().cpu().contiguous() for n, t in tensors.items()}, METADATA)
+            fsync(temporary)
+            temporary.rename(path)
+            fsync(self.folder)
+        except OSError as e:
+            raise MachineError(f"{path} could not be written: {e.strerror or e}; go on later with --resume.") from e
+
+    def _begin(self) -> None:
+        if self._lock is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._take()
+            write_json(self.folder / "run.tmp", self._told)
+            fsync(self.folder / "run.tmp")
+            (self.folder / "run.tmp").rename(self.folder / RUN)
+
+
+def description(
+    source: Path, recipe: Recipe, asked: CalibrationOptions, batches: Batches, versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """What decides a calibration's results, by the names that people know: a run goes on only where all are equal."""
+    options = {name: value for name, value in asdict(asked).items() if name not in ("resume", "data", "holdout")}
+    told = {"model": fingerprint(source), "recipe": to_json(recipe), "samples read": _digest(batches)}
+    found: dict[str, Any] = json.loads(json.dumps(told | options | dict(versions)))
+    return found
+
+
+def _digest(batches: Batches) -> str:
+    digest = sha256()
+    for batch in (*batches.calibration, *batches.held_out):
+        digest.update(json.dumps([batch.ids.tolist(), batch.targets.tolist(), batch.lengths]).encode())
+    return digest.hexdigest()[:32]
