@@ -10,17 +10,18 @@ large values carry much: in many models they sit on the first token of every tex
 Both read the calibration text once more. What they find stands in the place of the largest value.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
-from fp8serve.model.decoder import INPUTS, Decoder
+from fp8serve.model.decoder import Decoder
 
 from .data import Batch, first_sequences
 from .passes import Linears, forward, hooks
+from .precision import groups
 from .progress import Stages
 
 PERCENTILE = 99.99
@@ -39,16 +40,16 @@ def percentile_amaxes(
 
     Exact for BF16, whatever the order of batches: every magnitude that BF16 has is counted.
     """
-    counts = {names[0]: torch.zeros(2**15, dtype=torch.int64) for names in _groups(decoder)}
+    counts = {names[0]: torch.zeros(2**15, dtype=torch.int64) for names in groups(linears)}
 
     def count(name: str, x: Tensor) -> None:
         bits = x.to(torch.bfloat16).view(torch.int16).bitwise_and(0x7FFF)  # without the sign they sort like numbers
         counts[name] += torch.bincount(bits.flatten().int(), minlength=2**15).cpu()
 
     for batch in (stages or Stages()).steps("percentile", batches):
-        with _inputs(decoder, linears, count):
+        with _inputs(linears, count):
             forward(decoder, batch)
-    return _for_all(decoder, {name: _percentile(found, percent) for name, found in counts.items()})
+    return _for_all(linears, {name: _percentile(found, percent) for name, found in counts.items()})
 
 
 def _percentile(counts: Tensor, percent: float) -> float:
@@ -67,20 +68,20 @@ def searched_amaxes(
     stages: Stages | None = None,
 ) -> Amaxes:
     """Of the input of each of `linears` the part of its largest value, in `seen`, whose scale moves outputs least."""
-    groups = {names[0]: names for names in _groups(decoder)}
-    errors = {name: torch.zeros(len(RANGES), dtype=torch.float64) for name in groups}
+    alike = {names[0]: names for names in groups(linears)}
+    errors = {name: torch.zeros(len(RANGES), dtype=torch.float64) for name in alike}
 
     def measure(name: str, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
-        squares = _squares([linears[n].weight for n in groups[name]])
+        squares = _squares([linears[n].weight for n in alike[name]])
         for i, part in enumerate(RANGES):
             error = _cast(rows, part * seen[f"{name}.input"]) - rows
             errors[name][i] += float(((error @ squares) * error).sum(dtype=torch.float64))
 
     for batch in (stages or Stages()).steps("search", first_sequences(batches, SEARCHED_TOKENS)):
-        with _inputs(decoder, linears, measure):
+        with _inputs(linears, measure):
             forward(decoder, batch)
-    return _for_all(decoder, {name: RANGES[int(e.argmin())] * seen[f"{name}.input"] for name, e in errors.items()})
+    return _for_all(linears, {name: RANGES[int(e.argmin())] * seen[f"{name}.input"] for name, e in errors.items()})
 
 
 def _squares(weights: Sequence[Tensor]) -> Tensor:
@@ -95,21 +96,15 @@ def _cast(x: Tensor, amax: float) -> Tensor:
     return (x * scale).clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float() / scale
 
 
-def _groups(decoder: Decoder) -> Iterator[list[str]]:
-    """The linears that read one input, by name."""
-    for index in range(decoder.config.num_layers):
-        yield from ([f"model.layers.{index}.{name}" for name in group] for group in INPUTS)
-
-
-def _for_all(decoder: Decoder, firsts: Mapping[str, float]) -> Amaxes:
+def _for_all(linears: Linears, firsts: Mapping[str, float]) -> Amaxes:
     """What was found for the first linear of every group, for all of them."""
-    return {f"{name}.input": firsts[names[0]] for names in _groups(decoder) for name in names}
+    return {f"{name}.input": firsts[names[0]] for names in groups(linears) for name in names}
 
 
-def _inputs(decoder: Decoder, linears: Linears, look: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+def _inputs(linears: Linears, look: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
     """Inside, `look` sees the input of the first linear of every group."""
 
     def make(name: str) -> Callable[..., None]:
         return lambda linear, args, out: look(name, args[0])
 
-    return hooks({names[0]: linears[names[0]] for names in _groups(decoder)}, make)
+    return hooks({names[0]: linears[names[0]] for names in groups(linears)}, make)

@@ -86,12 +86,19 @@ class Observer:
         part.linears, part.kv = within(index, self.linears), within(index, self.kv)
         return part
 
+    def forget(self, linear: str) -> None:
+        """Leave out what was seen of a linear that is not to be quantized."""
+        self.linears = {name: module for name, module in self.linears.items() if name != linear}
+        for role in self.roles:
+            del self.seen[f"{linear}.{role}"]
+
     @torch.no_grad()
     def end_batch(self) -> None:
         """Read what this batch recorded; after the context and the backward pass have ended. One transfer per batch."""
         if self.kv:
             update([Entry(state, fp8_max(self.recipe, "k")) for state in self.kv.values()], self.recipe)
-        states = self.states()
+        if not (states := self.states()):  # of a layer that stays in high precision
+            return
         rows = torch.stack([_row(state) for state in states.values()]).tolist()
         for name, (newest, steps, nonfinite) in zip(states, rows, strict=True):
             _note(self.seen[name], newest, int(steps), int(nonfinite))

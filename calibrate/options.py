@@ -15,6 +15,7 @@ from fp8serve.options import About, check, known_fields
 
 SHIPPED = "passages that ship with fp8serve"
 Files = tuple[str, ...]
+Patterns = tuple[str, ...]
 Rounding = Literal["nearest", "gptq"]
 InputScales = Literal["history", "percentile", "search"]
 
@@ -62,6 +63,18 @@ class CalibrationOptions(SampleOptions):
         Rounding,
         About("How weights are rounded; 'gptq': so that a layer's errors make up for each other, in more time."),
     ] = "nearest"
+    skip: Annotated[
+        Patterns | None, About("Linear layer that stays in BF16; a name or '*'.", unset="none", metavar="PATTERN")
+    ] = None
+    only: Annotated[
+        Patterns | None, About("Linear layer that becomes FP8, and no other.", unset="all", metavar="PATTERN")
+    ] = None
+    target_kl: Annotated[
+        float | None, Gt(0), About("Leave layers in BF16 until the KL divergence is this small.", metavar="NATS")
+    ] = None
+    max_ppl_increase: Annotated[
+        float | None, Ge(0), About("Leave layers in BF16 until perplexity rises by less.", metavar="PERCENT")
+    ] = None
     heal: Annotated[int, Ge(0), About("Steps of training towards what the model said before, on the samples.")] = 0
     heal_rate: Annotated[float, Gt(0), Le(1), About("Largest learning rate of these steps.")] = 3e-5
     input_scales: Annotated[

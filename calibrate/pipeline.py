@@ -62,10 +62,12 @@ from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
 from .lengths import fitting
 from .observe import Observer, observe, observer_of, settle
 from .options import CalibrationOptions
+from .precision import Target, fewest, kept_reports, left_out, ordered
+from .precision import restore as restore_precision
 from .progress import Progress, Stages
 from .recorded import recorded, restore
 from .report import html_report
-from .result import CalibrationReport, DataReport, HealingReport, LayerReport, Quality, TensorReport
+from .result import CalibrationReport, DataReport, HealingReport, KeptReport, LayerReport, Quality, TensorReport
 from .rounding import round_weights
 from .sensitivity import kl_shares
 from .unfinished import Unfinished, description
@@ -99,6 +101,7 @@ def calibrate(
     stages = Stages(progress)
     with stages.stage("load"):
         decoder, linears = load(source, asked.device)
+        kept = _named_to_stay(decoder, linears, asked)
         seq_len, notes = fitting(asked.seq_len, decoder.config)
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
@@ -108,22 +111,25 @@ def calibrate(
         gptq = asked.rounding == "gptq"
         once = unfinished.once
         rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages, once) if gptq else None
+        if _has_target(asked):
+            target = Target(asked.target_kl, asked.max_ppl_increase)
+            kept += _chosen_to_stay(decoder, linears, batches, recipe, observer, states, rounded, target, stages)
         healing = None
         if asked.heal:
             states, rounded, healing = _heal(
                 source, decoder, linears, batches, recipe, observer, rounded, asked, stages
             )
         quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
-        kept = stored_states(states, recipe)
+        stored = stored_states(states, recipe)
         size = weight_bytes(source)
         draft = CalibrationReport(
             model=str(source), out=str(out), recipe=json.loads(to_json(recipe)), format=asked.format,
             device=asked.device, data=_data_report(asked, batches), quality=quality, layers=layers,
-            tensors=_tensor_reports(observer, kept),
+            tensors=_tensor_reports(observer, stored),
             bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes + _on_healing(healing),
-            rounding=asked.rounding, healing=healing,
+            rounding=asked.rounding, healing=healing, kept=kept,
         )  # fmt: skip
-        checkpoint = _checkpoint(source, recipe, observer, kept, batches)
+        checkpoint = _checkpoint(source, recipe, observer, stored, batches)
         return _write(source, out, checkpoint, draft, asked, stages, rounded)
 
 
@@ -143,6 +149,57 @@ def _observe(
     observer = observer_of(decoder, linears, recipe, **watched)
     restore(observer, unfinished.once("observed", now))
     return observer
+
+
+def _named_to_stay(decoder: Decoder, linears: dict[str, Linear], asked: CalibrationOptions) -> tuple[KeptReport, ...]:
+    """Take those linears out of `linears` that stay in high precision because somebody named them."""
+    names = left_out(list(linears), asked.skip or (), asked.only or ())
+    return _keep(decoder, linears, kept_reports(decoder, names))
+
+
+def _keep(decoder: Decoder, linears: dict[str, Linear], kept: Sequence[KeptReport]) -> tuple[KeptReport, ...]:
+    names = [name for group in kept for name in group.names]
+    restore_precision(decoder, names)
+    for name in names:
+        del linears[name]
+    return tuple(kept)
+
+
+def _chosen_to_stay(
+    decoder: Decoder,
+    linears: dict[str, Linear],
+    batches: Batches,
+    recipe: Recipe,
+    observer: Observer,
+    states: dict[str, ScalingState],
+    rounded: Mapping[str, FrozenLinear] | None,
+    target: Target,
+    stages: Stages,
+) -> tuple[KeptReport, ...]:
+    """Take as many linears out of `linears`, and out of what was observed, as the target asks for.
+
+    RecipeError when it asks for all.
+    """
+
+    def measure(kept: Sequence[KeptReport]) -> Quality:
+        names = {name for group in kept for name in group.names}
+        rest = {name: linear for name, linear in linears.items() if name not in names}
+        return compare(decoder, rest, batches.held_out, recipe, states, stages, rounded)[0]
+
+    freeze = freezer(recipe, states, rounded)
+    shares = kl_shares(
+        decoder, linears, batches.held_out, lambda name, linear, x: freeze(name, linears[name])(x), stages=stages
+    )
+    candidates = ordered(linears, shares)
+    count = fewest(candidates, measure, target)
+    if count == len(candidates):
+        raise RecipeError("The target asks for every linear layer in high precision; allow more, or do not calibrate.")
+    kept = _keep(decoder, linears, candidates[:count])
+    for name in [name for group in kept for name in group.names]:
+        observer.forget(name)
+        for role in ("input", "weight", "grad_output"):
+            states.pop(f"{name}.{role}", None)
+    return kept
 
 
 def _chosen_amaxes(
@@ -223,10 +280,16 @@ def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -
     )  # fmt: skip
 
 
+def _has_target(asked: CalibrationOptions) -> bool:
+    return Target(asked.target_kl, asked.max_ppl_increase) != Target()
+
+
 def _check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions) -> None:
     """Everything that can be refused before a weight is read."""
     check_absent(out)
     _ = asked.max_shard_bytes  # DataError when it is no size
+    if asked.scales_only and (asked.skip or asked.only or _has_target(asked)):
+        raise RecipeError("scales_only writes no weights, so none can stay in high precision.")
     if asked.scales_only and asked.rounding != "nearest":
         raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
     if recipe is None:
@@ -347,10 +410,12 @@ def _write(
     with stages.stage("write"):
         if not asked.scales_only:
             quantized = {n: (m.weight_q, m.weight_scale_inv) for n, m in (rounded or {}).items()}
+            kept = [name for group in draft.kept for name in group.names]
             # healed scales are those of weights that `source` does not have
             weights = open_checkpoint(source) if draft.healing else None
+            quantized = {name: given for name, given in quantized.items() if name not in kept}
             write_calibrated(
-                out, source, checkpoint, weights=weights, quantized=quantized, format=draft.format,
+                out, source, checkpoint, weights=weights, quantized=quantized, kept=kept, format=draft.format,
                 extra_files=extra_files, max_shard_bytes=asked.max_shard_bytes,
             )  # fmt: skip
             return final[0]

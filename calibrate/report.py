@@ -14,7 +14,16 @@ from html import escape
 from rich.table import Table
 
 from .charts import Dot, dots, sparkline
-from .result import CalibrationReport, DataReport, EvalReport, LayerReport, Quality, TensorReport, worst_first
+from .result import (
+    CalibrationReport,
+    DataReport,
+    EvalReport,
+    KeptReport,
+    LayerReport,
+    Quality,
+    TensorReport,
+    worst_first,
+)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WORST = 12  # rows of the table of worst layers
@@ -33,6 +42,7 @@ def html_report(report: CalibrationReport) -> str:
         _layer_table(report, report.worst_layers[:WORST]),
         _details(f"All {len(report.layers)} layers", _layer_table(report, report.worst_layers)),
         _details(f"All {len(report.tensors)} scales", _tensor_table(report.tensors)),
+        *([_details(f"Stays in BF16: {_kept_bytes(report)}", _kept_table(report))] if report.kept else []),
         _details("Recipe, data, versions", _facts(report)),
     ]
     head = f"{_META}<title>{escape(title)}</title><style>{_STYLE}</style>"
@@ -137,6 +147,11 @@ def _tensor_table(tensors: Sequence[TensorReport]) -> str:
     return _table(("tensor", "amax", "scale", "batches seen", "amax per batch"), rows)
 
 
+def _kept_table(report: CalibrationReport) -> str:
+    rows = [[escape(", ".join(k.names)), _bytes(k.bytes), _num(k.kl)] for k in report.kept]
+    return _table(("linear layers", "more than in FP8", "KL that their FP8 would add (nats)"), rows)
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Cells of `rows` are HTML already."""
     top = "".join(f"<th>{escape(h)}</th>" for h in head)
@@ -166,11 +181,23 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     saturated = max((layer.saturated for layer in report.layers), default=0.0)
     underflowed = max((layer.underflowed for layer in report.layers), default=0.0)
     table.add_row("inputs cut off, lost to zero", f"{_percent(saturated)}, {_percent(underflowed)} at most")
+    if report.kept:
+        table.add_row("stays in BF16", f"{sum(len(k.names) for k in report.kept)} linear layers, {_kept_bytes(report)}")
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:worst]:
         table.add_row(layer.name, f"SQNR {_db(layer.sqnr_db)}{_cost(layer, quality)}")
+    for kept in report.kept:
+        table.add_row(" ".join(kept.names), f"stays in BF16{_kept_cost(kept)}")
     table.add_row("written to", report.out)
     return table
+
+
+def _kept_bytes(report: CalibrationReport) -> str:
+    return f"{_bytes(sum(k.bytes for k in report.kept))} more than in FP8"
+
+
+def _kept_cost(kept: KeptReport) -> str:
+    return f", {_bytes(kept.bytes)}" + ("" if kept.kl is None else f" (FP8: KL {kept.kl:.2g} nats)")
 
 
 def eval_table(report: EvalReport, worst: int = 5) -> Table:

@@ -73,6 +73,15 @@ class DataReport:
 
 
 @dataclass(frozen=True)
+class KeptReport:
+    """Linears of a layer that read one input and stay in high precision, or might."""
+
+    names: tuple[str, ...]
+    bytes: int  # that FP8 would save
+    kl: float | None  # nats per token that their FP8 would add; None where that was not measured
+
+
+@dataclass(frozen=True)
 class HealingReport:
     """Training of the FP8 model towards its own high precision; KL on the held-out samples, nats per token."""
 
@@ -108,6 +117,7 @@ class CalibrationReport:
     notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
     rounding: str = "nearest"  # of weights
     healing: HealingReport | None = None
+    kept: tuple[KeptReport, ...] = ()  # what stays in high precision
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
@@ -136,6 +146,7 @@ class CalibrationReport:
                     "tensors": tuple(TensorReport(**t | {"history": tuple(t["history"])}) for t in raw["tensors"]),
                     "notes": tuple(raw.get("notes", ())),
                     "healing": _healing(raw.get("healing")),
+                    "kept": tuple(KeptReport(**k | {"names": tuple(k["names"])}) for k in raw.get("kept", ())),
                 }
             )
         except (ValueError, TypeError, KeyError) as e:

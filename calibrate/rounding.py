@@ -19,13 +19,14 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.decoder import INPUTS, Decoder
+from fp8serve.model.decoder import Decoder
 
 from .compare import freezer
 from .data import Batch
 from .gptq import Moments, compensated
 from .layerwise import Stream, layers, streams, within
 from .passes import Linears, hooks
+from .precision import groups
 from .progress import Stages
 from .unfinished import Once, every_time
 
@@ -62,8 +63,8 @@ def round_weights(
 
 def _rounded_layer(index: int, running: Sequence[Stream], linears: Linears, frozen: FrozenLinears) -> dict[str, Tensor]:
     """Compensated weights for the `frozen` linears of a layer, E4M3 [N, K] by name."""
-    groups = [[f"model.layers.{index}.{name}" for name in group] for group in INPUTS]
-    moments = {names[0]: Moments.zeros(frozen[names[0]].in_features, _device(frozen[names[0]])) for names in groups}
+    alike = groups(frozen)
+    moments = {names[0]: Moments.zeros(frozen[names[0]].in_features, _device(frozen[names[0]])) for names in alike}
 
     def watch(name: str) -> Callable[..., None]:
         def hook(linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
@@ -77,7 +78,7 @@ def _rounded_layer(index: int, running: Sequence[Stream], linears: Linears, froz
             stream.run(index)
     return {
         name: compensated(linears[name].weight, moments[names[0]], frozen[name].weight_scale_inv)
-        for names in groups
+        for names in alike
         for name in names
     }
 

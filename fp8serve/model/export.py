@@ -11,7 +11,7 @@ them keeps ours: the quantizing scales, bit for bit, with their histories.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -97,6 +97,7 @@ def write_calibrated(
     *,
     weights: Mapping[str, Tensor] | None = None,
     quantized: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    kept: Sequence[str] = (),
     format: str = "compressed-tensors",
     extra_files: ExtraFiles | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -105,18 +106,18 @@ def write_calibrated(
 
     source: the directory that configuration, tokenizer and, without `weights`, the weights come from. weights: high
     precision, by parameter name, for instance `dict(model.named_parameters())` after training. quantized: by the name
-    of a linear its weight in FP8 and the dequantizing scale, where it is not to be rounded to nearest here. scales:
-    `scales.recipe` decides the granularity; `DelayedScaling` takes input and weight scales from it, the others need
-    none. format: one of FORMATS. The fingerprints in the written scales are those of `out` and, without `weights`, of
-    `source`.
+    of a linear its weight in FP8 and the dequantizing scale, where it is not to be rounded to nearest here. kept:
+    linears that stay in high precision. scales: `scales.recipe` decides the granularity; `DelayedScaling` takes input
+    and weight scales from it, the others need none. format: one of FORMATS. The fingerprints in the written scales are
+    those of `out` and, without `weights`, of `source`.
     ModelError, ScalesError: `out` is taken; the format cannot express the recipe; a scale is missing or unusable.
     """
     source, out = Path(source), Path(out)
     check_absent(out)
     config = dict(read_json(source / "config.json"))
     high_precision = weights if weights is not None else open_checkpoint(source)
-    writer = _Quantizer(config, high_precision, quantized or {}, scales, format, from_file=weights is None)
-    files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv))
+    writer = _Quantizer(config, high_precision, quantized or {}, kept, scales, format, from_file=weights is None)
+    files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv), kept=kept)
     config["quantization_config"] = files.pop("quantization_config")
     origin = "" if weights is not None else fingerprint(source)
     with whole_directory(out) as folder:
@@ -136,6 +137,7 @@ class _Quantizer:
         config: Mapping[str, Any],
         weights: Mapping[str, Tensor],
         given: Mapping[str, tuple[Tensor, Tensor]],
+        kept: Sequence[str],
         scales: ScalingCheckpoint,
         format_: str,
         from_file: bool,
@@ -148,7 +150,7 @@ class _Quantizer:
         self.from_file = from_file
         self.dtype = _dtype(config)
         self.shapes = _shapes(config)
-        self.linears = _linears(config)
+        self.linears = {name: None for name in _linears(config) if name not in set(kept)}
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
         if self.input.source == "delayed":
             check_covers(scales, self.linears, "The scaling state")

@@ -4,6 +4,7 @@ Layouts are those of compressed-tensors (as llm-compressor writes it), of vLLM's
 Unknown keys are errors for compressed-tensors' reader, so nothing of ours is put there.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,19 @@ from fp8serve.model.interop import CT_INPUTS, CT_WEIGHTS, MODELOPT
 IGNORED = ["lm_head"]
 
 
-def quantization_files(format_: str, recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
-    """{"quantization_config": for config.json, further file names: their JSON}. ModelError: it cannot say it."""
+def quantization_files(format_: str, recipe: Recipe, kv_cache: bool, kept: Sequence[str] = ()) -> dict[str, Any]:
+    """{"quantization_config": for config.json, further file names: their JSON}. ModelError: it cannot say it.
+
+    kept: linears in high precision, beside the output layer.
+    """
+    ignored = [*IGNORED, *kept]
     if format_ not in FORMATS:
         raise ModelError(f"The format {format_!r} does not exist; choose one of {', '.join(FORMATS)}.")
     if format_ == "compressed-tensors":
-        return {"quantization_config": _compressed_tensors(recipe, kv_cache)}
-    return _modelopt(recipe, kv_cache) if format_ == "modelopt" else {"quantization_config": _fp8(recipe)}
+        return {"quantization_config": _compressed_tensors(recipe, kv_cache, ignored)}
+    if format_ == "modelopt":
+        return _modelopt(recipe, kv_cache, ignored)
+    return {"quantization_config": _fp8(recipe, ignored)}
 
 
 def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -> dict[str, Any]:
@@ -42,7 +49,7 @@ def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -
     }
 
 
-def _compressed_tensors(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
+def _compressed_tensors(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
     weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
     block = list(weight.block) if weight.is_blocked else None
     strategy = CT_WEIGHTS[weight.granularity]
@@ -61,7 +68,7 @@ def _compressed_tensors(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "ignore": list(IGNORED),
+        "ignore": ignored,
     }
 
 
@@ -71,7 +78,7 @@ def _ct_inputs(spec: QuantSpec) -> dict[str, Any]:
     return _ct_args(CT_INPUTS[spec.granularity], True, None, group_size=spec.block[1])
 
 
-def _fp8(recipe: Recipe) -> dict[str, Any]:
+def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
     weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
     if not inputs.is_fp8:
         raise ModelError("The format 'fp8' always quantizes inputs; write 'w8a16' as compressed-tensors.")
@@ -81,12 +88,12 @@ def _fp8(recipe: Recipe) -> dict[str, Any]:
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "weight_block_size": list(weight.block),
-            "ignored_layers": list(IGNORED),
+            "ignored_layers": ignored,
         }
     if weight.granularity == "row":
         raise ModelError("The format 'fp8' has no scale per output channel; write compressed-tensors.")
     scheme = "dynamic" if inputs.source == "current" else "static"
-    return {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": list(IGNORED)}
+    return {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ignored}
 
 
 def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
@@ -95,7 +102,7 @@ def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
     return next((algo for algo, known in MODELOPT.items() if known == asked), None)
 
 
-def _modelopt(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
+def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
     algo = _modelopt_algo(recipe.specs.linear["input"], recipe.specs.linear["weight"])
     if algo is None:
         raise ModelError(
@@ -104,7 +111,7 @@ def _modelopt(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
     producer = {"name": "modelopt", "version": "fp8serve"}  # the name is how readers know the format
     args = {"dynamic": False, "num_bits": 8, "type": "float"}
     config: dict[str, Any] = {
-        "ignore": list(IGNORED),
+        "ignore": ignored,
         "quant_algo": algo,
         "producer": producer,
         "quant_method": "modelopt",
@@ -116,6 +123,6 @@ def _modelopt(recipe: Recipe, kv_cache: bool) -> dict[str, Any]:
     quantization = {
         "quant_algo": algo,
         "kv_cache_quant_algo": "FP8" if kv_cache else None,
-        "exclude_modules": list(IGNORED),
+        "exclude_modules": ignored,
     }
     return {"quantization_config": config, "hf_quant_config.json": {"producer": producer, "quantization": quantization}}

@@ -1,0 +1,99 @@
+"""Which linears stay in high precision: those that somebody names, and those that cost most for what they save.
+
+`skip` and `only` name linears by patterns. A target (`target_kl`, `max_ppl_increase`) is met at the smallest price in
+bytes: linears are ordered by the KL divergence that their FP8 adds (sensitivity.py) for each byte that it saves, and as
+many of the first as are needed go back to high precision. How many is found by bisection, measured and not predicted.
+Linears that read one input are one choice: they are served as one product.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fp8serve.errors import RecipeError
+from fp8serve.fp8.linear import Linear
+from fp8serve.model.decoder import INPUTS, Decoder
+from fp8serve.model.targets import matches
+
+from .result import KeptReport, Quality
+
+Names = tuple[str, ...]
+
+
+def left_out(linears: Sequence[str], skip: Iterable[str], only: Iterable[str]) -> list[str]:
+    """The `linears` that stay in high precision. RecipeError: a pattern fits none of them, or all are left out."""
+    skip, only = tuple(skip), tuple(only)
+    for pattern in (*skip, *only):
+        if not any(matches(pattern, name) for name in linears):
+            raise RecipeError(f"{pattern!r} fits no linear layer; they have names such as {', '.join(linears[:3])}.")
+    out = [n for n in linears if any(matches(p, n) for p in skip) or (only and not any(matches(p, n) for p in only))]
+    if len(out) == len(linears):
+        raise RecipeError("Every linear layer is left out, so there is nothing to calibrate.")
+    return out
+
+
+def groups(linears: Iterable[str]) -> list[Names]:
+    """Linears of a layer that read one input, together."""
+    named = set(linears)
+    prefixes = dict.fromkeys(".".join(name.split(".")[:-2]) for name in linears)
+    found = [tuple(n for s in group if (n := f"{prefix}.{s}") in named) for prefix in prefixes for group in INPUTS]
+    return [group for group in found if group]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What FP8 may cost on the held-out samples; None: nothing is asked of that figure."""
+
+    kl: float | None = None  # nats per token
+    ppl_increase: float | None = None  # percent
+
+    def is_met(self, quality: Quality) -> bool:
+        """Whether a measured quality is good enough."""
+        if self.kl is not None and (quality.kl_divergence or 0.0) > self.kl:
+            return False
+        before = quality.reference_perplexity or quality.perplexity
+        return self.ppl_increase is None or quality.perplexity <= before * (1 + self.ppl_increase / 100)
+
+
+def ordered(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[KeptReport]:
+    """The groups of `linears`, those first whose FP8 adds most KL divergence for each byte that it saves."""
+    found = [
+        KeptReport(names, sum(_saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
+        for names in groups(linears)
+    ]
+    return sorted(found, key=lambda group: -(group.kl or 0.0) / group.bytes)
+
+
+def _saved(linear: nn.Module) -> int:
+    """Bytes by which FP8 is less than BF16."""
+    return int(linear.get_parameter("weight").numel())
+
+
+def kept_reports(decoder: Decoder, names: Sequence[str]) -> tuple[KeptReport, ...]:
+    """Of linears that somebody named: what they would cost is not measured."""
+    found = ((group, sum(_saved(decoder.get_submodule(n)) for n in group)) for group in groups(names))
+    return tuple(KeptReport(group, saved, None) for group, saved in found)
+
+
+def restore(decoder: Decoder, names: Iterable[str]) -> None:
+    """Make the converted linears of these names of `decoder` what they were, with the same weights."""
+    for name in names:
+        linear = decoder.get_submodule(name)
+        plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")  # type: ignore[arg-type]
+        plain.weight, plain.bias = linear.weight, linear.bias  # type: ignore[assignment]
+        decoder.set_submodule(name, plain)
+
+
+def fewest(candidates: Sequence[KeptReport], measure: Callable[[Sequence[KeptReport]], Quality], target: Target) -> int:
+    """How many of the first `candidates` have to stay in high precision for the target to be met.
+
+    measure: the quality with these of the candidates in high precision. With all of them every target is met.
+    """
+    if target.is_met(measure([])):
+        return 0
+    low, high = 0, len(candidates)  # with `high` it is met
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if target.is_met(measure(candidates[:middle])) else (middle, high)
+    return high

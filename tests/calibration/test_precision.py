@@ -1,0 +1,152 @@
+"""Linears that stay in high precision: by name, or as few as meet a target; written, served and read by others."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.calibration.precision import Target, fewest, groups, left_out
+from fp8serve.calibration.report import html_report, summary_table
+from fp8serve.calibration.result import CalibrationReport, KeptReport, Quality
+from fp8serve.engine.engine import Engine
+from fp8serve.errors import Fp8ServeError, RecipeError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.recipe import from_name
+from fp8serve.model.checkpoint import linear_names, load_scales, load_servable, open_checkpoint
+
+from .test_healing import divergence
+
+SMALL = {"samples": 48, "seq_len": 48, "batch_size": 4}
+DOWN = "model.layers.1.mlp.down_proj"
+QKV = tuple(f"model.layers.0.self_attn.{p}_proj" for p in "qkv")
+
+
+def run(model: Path, out: Path, recipe: str = "delayed", **options: object) -> CalibrationReport:
+    return calibrate(model, out=out, recipe=from_name(recipe), **(SMALL | options))  # type: ignore[arg-type]
+
+
+def in_fp8(folder: Path) -> set[str]:
+    return {name for name, module in load_servable(folder).named_modules() if isinstance(module, FrozenLinear)}
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "fp8", "modelopt"])
+def test_named_layers_stay_as_they_are(format_: str, model_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = run(model_dir, out, skip=["*.self_attn.?_proj", DOWN], format=format_)
+    every = set(linear_names(load_servable(model_dir, "bf16")))
+    stays = {n for n in every if ".self_attn." in n} | {DOWN}
+    assert {name for kept in report.kept for name in kept.names} == stays
+    assert in_fp8(out) == every - stays
+    weights, before = open_checkpoint(out), open_checkpoint(model_dir)
+    assert all(torch.equal(weights[f"{name}.weight"], before[f"{name}.weight"]) for name in stays)
+    assert not any(name.rpartition(".")[0] in stays for name in load_scales(out / "scales.safetensors", out).tensors)
+    assert {layer.name for layer in report.layers} == every - stays
+    assert divergence(out, model_dir) == pytest.approx(report.quality.kl_divergence, rel=1e-6)
+    assert CalibrationReport.from_json((out / "calibration.json").read_text()) == report
+    assert "Stays in BF16" in html_report(report)
+    assert any("stays in BF16" in str(cell) for column in summary_table(report).columns for cell in column.cells)
+
+
+def test_only_named_layers_are_quantized(model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "out", "rowwise", only=["model.layers.0.*"])
+    assert in_fp8(tmp_path / "out") == {n for n in linear_names(load_servable(model_dir, "bf16")) if ".0." in n}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
+def test_the_engine_serves_both_kinds_side_by_side(recipe: str, model_dir: Path, tmp_path: Path) -> None:
+    """A group of joined layers of both kinds, too; the same greedy tokens as the model computed layer by layer."""
+    run(model_dir, tmp_path / "out", recipe, skip=[QKV[0], "model.layers.1.mlp.*"])
+    engine = Engine(tmp_path / "out")
+    found = engine.generate([[5, 6, 7, 8, 9]], max_new_tokens=8, ignore_eos=True)
+    assert len(found[0].token_ids) == 8
+    assert {n for n, m in engine.loaded.runner.model.named_modules() if isinstance(m, FrozenLinear)} == in_fp8(
+        tmp_path / "out"
+    )
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_transformers_reads_both_kinds(recipe: str, model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "out", recipe, skip=[*QKV, DOWN])
+    auto = transformers.AutoModelForCausalLM
+    model, problems = auto.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    with torch.no_grad():
+        model(torch.tensor([[3, 4, 5]]))
+    assert not any(problems.values())
+    ours = open_checkpoint(tmp_path / "out")
+    for name in ours:
+        assert torch.equal(model.get_parameter(name), ours[name].float())
+
+
+def test_a_target_is_met_at_a_small_price(model_dir: Path, tmp_path: Path) -> None:
+    plain = run(model_dir, tmp_path / "plain").quality.kl_divergence
+    assert plain is not None
+    report = run(model_dir, tmp_path / "out", target_kl=0.6 * plain)
+    assert report.quality.kl_divergence is not None
+    assert report.quality.kl_divergence <= 0.6 * plain
+    names = [name for kept in report.kept for name in kept.names]
+    assert 0 < len(names) < 12
+    assert all(kept.kl for kept in report.kept)
+    assert in_fp8(tmp_path / "out").isdisjoint(names)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head", *names]
+    tight = run(model_dir, tmp_path / "tight", max_ppl_increase=0.3)
+    assert tight.quality.perplexity <= 1.003 * (tight.quality.reference_perplexity or 0)
+
+
+def test_a_target_that_is_met_already_changes_nothing(model_dir: Path, tmp_path: Path) -> None:
+    report = run(model_dir, tmp_path / "out", target_kl=10.0)
+    run(model_dir, tmp_path / "plain")
+    assert report.kept == ()
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "plain")]
+    assert files[0] == files[1]
+
+
+def test_it_goes_with_rounding_and_healing(model_dir: Path, tmp_path: Path) -> None:
+    options = {"rounding": "gptq", "heal": 20, "heal_rate": 3e-4, "kv_cache": True, "input_scales": "history"}
+    report = run(model_dir, tmp_path / "out", skip=[*QKV], target_kl=0.03, **options)
+    assert report.healing is not None
+    assert {n for kept in report.kept for n in kept.names}.issuperset(QKV)
+    assert divergence(tmp_path / "out", model_dir) < 0.05
+    search = run(model_dir, tmp_path / "search", skip=[QKV[0]], input_scales="search")
+    assert QKV[0] not in {layer.name for layer in search.layers}
+
+
+def test_the_fewest_are_found() -> None:
+    candidates = [KeptReport((str(i),), 1, 1.0) for i in range(20)]
+    asked: list[int] = []
+
+    def measure(kept: object) -> Quality:
+        asked.append(len(kept))  # type: ignore[arg-type]
+        return Quality(10, 11.0, 10.0, 1.0 - len(kept) / 20, 0.5)  # type: ignore[arg-type]
+
+    assert fewest(candidates, measure, Target(kl=0.349)) == 14
+    assert len(asked) <= 6
+    assert fewest(candidates, measure, Target(kl=1.0)) == 0
+    assert fewest(candidates, measure, Target(ppl_increase=9.0)) == 20
+
+
+def test_what_reads_one_input_is_one_choice() -> None:
+    names = [f"model.layers.0.{n}" for n in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")]
+    assert groups(names) == [tuple(names[:2]), (names[2],), (names[3],)]
+    assert left_out(names, ["down_proj"], ()) == [names[3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"skip": ["model.layers.9.*"]}, "'model.layers.9.*' fits no linear layer; they have names such as model.lay"),
+        ({"skip": ["*"]}, "Every linear layer is left out"),
+        ({"only": ["lm_head"]}, "'lm_head' fits no linear layer"),
+        ({"target_kl": 1e-9}, "The target asks for every linear layer in high precision"),
+        ({"target_kl": 0.0}, "target_kl"),
+        ({"skip": ["q_proj"], "scales_only": True}, "so none can stay in high precision"),
+    ],
+)
+def test_what_cannot_be_asked_for(options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(Fp8ServeError, match=sentence) as refused:
+        run(model_dir, tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert type(refused.value) is RecipeError or "target_kl" in sentence
+    assert list(tmp_path.iterdir()) == []
