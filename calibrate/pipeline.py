@@ -59,6 +59,7 @@ from .lengths import fitting
 from .observe import Observer, observe, observer_of, settle
 from .options import CalibrationOptions
 from .progress import Progress, Stages
+from .ranks import ALONE, Ranks
 from .recorded import recorded, restore
 from .report import html_report
 from .result import CalibrationReport, DataReport, LayerReport, Quality, TensorReport
@@ -75,6 +76,7 @@ def calibrate(
     out: Path | str,
     recipe: Recipe = DELAYED,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
     **options: Any,
 ) -> CalibrationReport:
     """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (docs/formats.md).
@@ -83,6 +85,7 @@ def calibrate(
     on an eighth as many. What is held out is never observed, also where `data` repeats it. kv_cache: a scale for the
     keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
     rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small.
+    ranks: the processes that calibrate together, each calling this function alike (ranks.py); rank 0 writes.
     progress(stage, done, total) is called after every step of a stage: a layer, or a batch.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
@@ -97,12 +100,16 @@ def calibrate(
         seq_len, notes = fitting(asked.seq_len, decoder.config)
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
-    unfinished = Unfinished(out, description(source, recipe, asked, batches, versions()), asked.resume)
-    observer = _observe(decoder, linears, batches, recipe, asked, stages, unfinished)
+    unfinished = Unfinished(out, description(source, recipe, asked, batches, versions()), asked.resume, ranks)
+    observer = _observe(decoder, linears, batches, recipe, asked, stages, unfinished, ranks)
     states = settle(observer)
     gptq = asked.rounding == "gptq"
     once = unfinished.once
-    rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages, once) if gptq else None
+    rounded = (
+        round_weights(decoder, linears, batches.calibration, recipe, states, stages, once, ranks) if gptq else None
+    )
+    if not ranks.first:
+        return cast(CalibrationReport, ranks.hear())
     quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
     kept = stored_states(states, recipe)
     size = weight_bytes(source)
@@ -114,7 +121,7 @@ def calibrate(
     checkpoint = _checkpoint(source, recipe, observer, kept, batches)
     report = _write(source, out, checkpoint, draft, asked, stages, rounded)
     unfinished.remove()
-    return report
+    return ranks.tell(report)
 
 
 def _observe(
@@ -125,9 +132,10 @@ def _observe(
     asked: CalibrationOptions,
     stages: Stages,
     unfinished: Unfinished,
+    ranks: Ranks,
 ) -> Observer:
     def now() -> dict[str, Tensor]:
-        return recorded(observe(decoder, linears, batches.calibration, recipe, **watched, stages=stages))
+        return recorded(observe(decoder, linears, batches.calibration, recipe, **watched, stages=stages, ranks=ranks))
 
     watched = {"kv_cache": asked.kv_cache, "gradients": asked.gradients}
     observer = observer_of(decoder, linears, recipe, **watched)
