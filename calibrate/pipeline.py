@@ -103,11 +103,9 @@ def calibrate(
     unfinished = Unfinished(out, description(source, recipe, asked, batches, versions()), asked.resume, ranks)
     observer = _observe(decoder, linears, batches, recipe, asked, stages, unfinished, ranks)
     states = settle(observer)
-    gptq = asked.rounding == "gptq"
-    once = unfinished.once
-    rounded = (
-        round_weights(decoder, linears, batches.calibration, recipe, states, stages, once, ranks) if gptq else None
-    )
+    rounded, once = None, unfinished.once
+    if asked.rounding == "gptq":
+        rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages, once, ranks)
     if not ranks.first:
         return cast(CalibrationReport, ranks.hear())
     quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
