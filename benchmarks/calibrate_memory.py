@@ -1,6 +1,6 @@
 """Calibrate a model larger than the memory that the process may have: time and peak against its file.
 
-    python benchmarks/calibrate_memory.py [--gib 1.25] [--limit-gib 1.0] [--rounding gptq] [--samples 8] [--seq-len 128]
+    python benchmarks/calibrate_memory.py [--gib 1.25] [--hidden 2048] [--limit-gib 1.0] [--rounding gptq]
 
 Writes a random Llama of `--gib` in BF16 into a temporary directory and calibrates it in a process of its own. As root
 on a machine with memory control groups (version 1 or 2) that process, and the pages of files that it reads, are held to
@@ -22,20 +22,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 GIB = 2**30
-HIDDEN, WIDE = 2048, 5632
-LAYER_BYTES = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 4 + 3 * HIDDEN * WIDE)
 TEXTS = ["A layer is read once, runs over all batches, and is released before the next one is touched."]
 CALIBRATE = "import sys; from fp8serve.cli import main; sys.exit(main())"
 GROUPS = Path("/sys/fs/cgroup")
 
 
-def write_model(folder: Path, gib: float) -> int:
+def write_model(folder: Path, gib: float, hidden: int) -> int:
     """Bytes of the weights written, of which none stay in memory: a page counts for the group that reads it first."""
     from fp8serve.train.scratch import write_random_model
 
-    layers = max(2, round(gib * GIB / LAYER_BYTES))
+    wide = hidden * 11 // 4
+    layers = max(2, round(gib * GIB / (2 * hidden * (2 * hidden + hidden // 2 + 3 * wide))))
     write_random_model(
-        folder, TEXTS, hidden_size=HIDDEN, layers=layers, heads=16, kv_heads=4, intermediate_size=WIDE, context=512
+        folder, TEXTS, hidden_size=hidden, layers=layers, heads=16, kv_heads=4, intermediate_size=wide, context=512
     )
     with (folder / "model.safetensors").open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -103,6 +102,7 @@ def _status(pid: int) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.25)
+    parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--limit-gib", type=float, default=1.0)
     parser.add_argument("--rounding", choices=("nearest", "gptq"), default="nearest")
     parser.add_argument("--samples", type=int, default=8)
@@ -111,7 +111,7 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         model, out = Path(name) / "model", Path(name) / "out"
-        size = write_model(model, asked.gib)
+        size = write_model(model, asked.gib, asked.hidden)
         options = ["--samples", asked.samples, "--seq-len", asked.seq_len, "--rounding", asked.rounding]
         command = [sys.executable, "-c", CALIBRATE, "calibrate", model, "--out", out, *options]
         with limited(int(asked.limit_gib * GIB)) as group:

@@ -13,10 +13,12 @@ Keys and values of the attention have states of the same kind here (`model.layer
 Scales are made by `fp8.scaling.update` only.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,14 +27,17 @@ from fp8serve.errors import ScalesError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
-from fp8serve.fp8.scaling import Entry, ScalingState, fp8_max, update
+from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
 from fp8serve.model.decoder import Decoder
 
 from .data import Batch
 from .layerwise import layers, releasing, streams, within
 from .passes import Linears, attention_names, backward, blame, forward, tracked
 from .progress import Stages
+from .ranks import ALONE, Ranks
 from .result import HISTORY_SHOWN
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,6 +48,7 @@ class Seen:
     batches: int = 0
     nonfinite: int = 0  # batches whose amax was infinite
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_SHOWN))
+    staged: list[float] = field(default_factory=list)  # of every batch its amax; 0 where the tensor did not occur
 
 
 class Observer:
@@ -93,11 +99,28 @@ class Observer:
             del self.seen[f"{linear}.{role}"]
 
     @torch.no_grad()
+    def replay(self, batches: Sequence[Mapping[str, float]]) -> None:
+        """See the amaxes of these batches, and no others, as `end_batch` would have."""
+        states = self.states()
+        entries = [Entry(state, fp8_max(self.recipe, name.rpartition(".")[2])) for name, state in states.items()]
+        for name, state in states.items():
+            _begin_anew(state)
+            self.seen[name] = Seen()
+        for amaxes in batches:
+            for name, state in states.items():
+                state.stage(torch.tensor(amaxes[name], device=state.scale.device))
+            update(entries, self.recipe)
+            self._read(states)
+
+    @torch.no_grad()
     def end_batch(self) -> None:
         """Read what this batch recorded; after the context and the backward pass have ended. One transfer per batch."""
         if self.kv:
             update([Entry(state, fp8_max(self.recipe, "k")) for state in self.kv.values()], self.recipe)
-        if not (states := self.states()):  # of a layer that stays in high precision
+        self._read(self.states())
+
+    def _read(self, states: Mapping[str, ScalingState]) -> None:
+        if not states:  # of a layer that stays in high precision
             return
         rows = torch.stack([_row(state) for state in states.values()]).tolist()
         for name, (newest, steps, nonfinite) in zip(states, rows, strict=True):
@@ -109,12 +132,19 @@ def observing(recipe: DelayedScaling) -> DelayedScaling:
     return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len), reduce_amax=False)
 
 
+def _begin_anew(state: ScalingState) -> None:
+    fresh = ScalingState.create(len(state.amax_history), state.scale.device)
+    for name in FIELDS:
+        getattr(state, name).copy_(getattr(fresh, name))
+
+
 def _row(state: ScalingState) -> Tensor:
     """[newest amax, steps recorded, steps dropped] as FP64 [3]."""
     return torch.stack([x.double() for x in (state.amax_history[-1], state.steps, state.nonfinite)])
 
 
 def _note(seen: Seen, newest: float, steps: int, nonfinite: int) -> None:
+    seen.staged.append(math.inf if nonfinite > seen.nonfinite else newest if steps > seen.batches else 0.0)
     if steps > seen.batches:  # a tensor that did not occur in this batch has not moved
         seen.amax = max(seen.amax, newest)
         seen.newest.append(newest)
@@ -179,14 +209,29 @@ def observe(
     kv_cache: bool = False,
     gradients: bool = False,
     stages: Stages | None = None,
+    ranks: Ranks = ALONE,
 ) -> Observer:
     """Run every batch once in high precision and record. ScalesError: a tensor is not finite or can have no scale."""
     observer = observer_of(decoder, linears, recipe, kv_cache=kv_cache, gradients=gradients)
     passes = _forward_and_backward if gradients else _layer_by_layer
-    passes(decoder, batches, observer, stages)
+    with ranks.together():
+        passes(decoder, ranks.own(batches), observer, stages)
+    if ranks.size > 1:
+        observer.replay(_in_order(ranks.gather(_by_batch(observer)), len(batches)))
     needed = observer.kv if delayed(recipe) is None else observer.seen
     check(observer.seen, needed, len(batches))
     return observer
+
+
+def _by_batch(observer: Observer) -> list[dict[str, float]]:
+    """What every batch staged, by the names of tensors."""
+    columns = {name: seen.staged for name, seen in observer.seen.items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _in_order(shares: Sequence[Sequence[T]], count: int) -> list[T]:
+    """Batches that were dealt out to ranks one by one."""
+    return [shares[index % len(shares)][index // len(shares)] for index in range(count)]
 
 
 @torch.no_grad()

@@ -65,6 +65,7 @@ from .options import CalibrationOptions
 from .precision import Target, fewest, kept_reports, left_out, ordered
 from .precision import restore as restore_precision
 from .progress import Progress, Stages
+from .ranks import ALONE, Ranks
 from .recorded import recorded, restore
 from .report import html_report
 from .result import CalibrationReport, DataReport, HealingReport, KeptReport, LayerReport, Quality, TensorReport
@@ -81,6 +82,7 @@ def calibrate(
     out: Path | str,
     recipe: Recipe = DELAYED,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
     **options: Any,
 ) -> CalibrationReport:
     """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (docs/formats.md).
@@ -90,6 +92,7 @@ def calibrate(
     keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
     rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small. heal: how
     many steps the model is trained under the recipe towards what it said in high precision (healing.py).
+    ranks: the processes that calibrate together, each calling this function alike (ranks.py); rank 0 writes.
     progress(stage, done, total) is called after every step of a stage: a layer, or a batch.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
@@ -105,12 +108,14 @@ def calibrate(
         seq_len, notes = fitting(asked.seq_len, decoder.config)
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
-    with Unfinished(out, description(source, recipe, asked, batches, versions()), asked.resume) as unfinished:
-        observer = _observe(decoder, linears, batches, recipe, asked, stages, unfinished)
+    with Unfinished(out, description(source, recipe, asked, batches, versions()), asked.resume, ranks) as unfinished:
+        observer = _observe(decoder, linears, batches, recipe, asked, stages, unfinished, ranks)
         states = settle(observer, _chosen_amaxes(decoder, linears, batches.calibration, observer, asked, stages))
-        gptq = asked.rounding == "gptq"
-        once = unfinished.once
-        rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages, once) if gptq else None
+        rounded, once = None, unfinished.once
+        if asked.rounding == "gptq":
+            rounded = round_weights(decoder, linears, batches.calibration, recipe, states, stages, once, ranks)
+        if not ranks.first:
+            return cast(CalibrationReport, ranks.hear())
         if _has_target(asked):
             target = Target(asked.target_kl, asked.max_ppl_increase)
             kept += _chosen_to_stay(decoder, linears, batches, recipe, observer, states, rounded, target, stages)
@@ -130,7 +135,7 @@ def calibrate(
             rounding=asked.rounding, healing=healing, kept=kept,
         )  # fmt: skip
         checkpoint = _checkpoint(source, recipe, observer, stored, batches)
-        return _write(source, out, checkpoint, draft, asked, stages, rounded)
+        return ranks.tell(_write(source, out, checkpoint, draft, asked, stages, rounded))
 
 
 def _observe(
@@ -141,9 +146,10 @@ def _observe(
     asked: CalibrationOptions,
     stages: Stages,
     unfinished: Unfinished,
+    ranks: Ranks,
 ) -> Observer:
     def now() -> dict[str, Tensor]:
-        return recorded(observe(decoder, linears, batches.calibration, recipe, **watched, stages=stages))
+        return recorded(observe(decoder, linears, batches.calibration, recipe, **watched, stages=stages, ranks=ranks))
 
     watched = {"kv_cache": asked.kv_cache, "gradients": asked.gradients}
     observer = observer_of(decoder, linears, recipe, **watched)

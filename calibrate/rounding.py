@@ -28,6 +28,7 @@ from .layerwise import Stream, layers, streams, within
 from .passes import Linears, hooks
 from .precision import groups
 from .progress import Stages
+from .ranks import ALONE, Ranks
 from .unfinished import Once, every_time
 
 FrozenLinears = Mapping[str, FrozenLinear]
@@ -42,16 +43,19 @@ def round_weights(
     states: Mapping[str, ScalingState],
     stages: Stages | None = None,
     once: Once = every_time,
+    ranks: Ranks = ALONE,
 ) -> dict[str, FrozenLinear]:
     """Every one of `linears` as it is to be served under `recipe`, with scales from `states`, by name.
 
     once: keeps the rounded weights of a layer, and knows those of an earlier run.
     """
     freeze, found = freezer(recipe, states), dict[str, FrozenLinear]()
-    running = streams(decoder, batches)
+    running = streams(decoder, ranks.own(batches))
     for index in layers(decoder, "round", stages):
         frozen = {name: freeze(name, linear) for name, linear in within(index, linears).items()}
-        weights = once(f"round-{index:05}", partial(_rounded_layer, index, running, linears, frozen))
+        weights = once(
+            f"round-{index:05}", partial(_rounded_layer, index, running, linears, frozen, ranks, len(batches))
+        )
         for name, layer in frozen.items():
             layer.weight_q = weights[name].to(_device(layer))
         with _in_place(decoder, frozen):
@@ -61,10 +65,53 @@ def round_weights(
     return found
 
 
-def _rounded_layer(index: int, running: Sequence[Stream], linears: Linears, frozen: FrozenLinears) -> dict[str, Tensor]:
-    """Compensated weights for the `frozen` linears of a layer, E4M3 [N, K] by name."""
+def _rounded_layer(
+    index: int, running: Sequence[Stream], linears: Linears, frozen: FrozenLinears, ranks: Ranks, batches: int
+) -> dict[str, Tensor]:
+    """Compensated weights for the `frozen` linears of a layer, E4M3 [N, K] by name. `running`: this rank's batches."""
+    moments = _layer_moments(index, running, linears, frozen, ranks, batches)
+    names = list(moments)
+
+    def weight(number: int) -> dict[str, Tensor]:
+        name = names[number]
+        return {name: compensated(linears[name].weight, moments[name], frozen[name].weight_scale_inv)}
+
+    def no_weight(number: int) -> dict[str, Tensor]:
+        name = names[number]
+        return {name: torch.empty_like(frozen[name].weight_q, memory_format=torch.contiguous_format)}
+
+    parts = ranks.in_turn(len(names), weight, no_weight)
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _layer_moments(
+    index: int, running: Sequence[Stream], linears: Linears, frozen: FrozenLinears, ranks: Ranks, batches: int
+) -> dict[str, Moments]:
+    """Of the inputs of a layer's linears by name, over all batches; one object where they read the same input."""
     alike = groups(frozen)
-    moments = {names[0]: Moments.zeros(frozen[names[0]].in_features, _device(frozen[names[0]])) for names in alike}
+    watched = {names[0]: frozen[names[0]] for names in alike}
+    totals = _moments(watched)
+
+    def of_batch(number: int) -> dict[str, Tensor]:
+        return _by_field(_moments_of(running[number // ranks.size], index, linears, watched))
+
+    for part in ranks.in_turn(batches, of_batch, lambda number: _by_field(_moments(watched))):
+        for field, total in _by_field(totals).items():
+            total += part[field]
+    return {name: totals[names[0]] for names in alike for name in names}
+
+
+def _moments(layers: FrozenLinears) -> dict[str, Moments]:
+    return {name: Moments.zeros(layer.in_features, _device(layer)) for name, layer in layers.items()}
+
+
+def _by_field(moments: Mapping[str, Moments]) -> dict[str, Tensor]:
+    return {f"{name}.{field}": getattr(m, field) for name, m in moments.items() for field in ("products", "noise")}
+
+
+def _moments_of(stream: Stream, index: int, linears: Linears, frozen: FrozenLinears) -> dict[str, Moments]:
+    """Of one batch alone: ranks add them up in the order of batches, to the bits of one process."""
+    moments = _moments(frozen)
 
     def watch(name: str) -> Callable[..., None]:
         def hook(linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
@@ -74,13 +121,8 @@ def _rounded_layer(index: int, running: Sequence[Stream], linears: Linears, froz
         return hook
 
     with hooks({name: linears[name] for name in moments}, watch):
-        for stream in running:
-            stream.run(index)
-    return {
-        name: compensated(linears[name].weight, moments[names[0]], frozen[name].weight_scale_inv)
-        for names in alike
-        for name in names
-    }
+        stream.run(index)
+    return moments
 
 
 def _device(layer: FrozenLinear) -> torch.device:

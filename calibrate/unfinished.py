@@ -6,7 +6,7 @@
 
 A result is computed, written whole and read back from the mapped file, in a run that is never interrupted as in one
 that goes on: the bytes are the same, and what was finished needs no memory. The directory appears with the first result
-and goes when OUT is in place; it is locked while the run lives.
+and goes when OUT is in place; it is locked while the run lives. Of several ranks the first one writes, for all to read.
 """
 
 import json
@@ -29,6 +29,7 @@ from fp8serve.model.shards import Shards, read_header
 
 from .data import Batches
 from .options import CalibrationOptions
+from .ranks import ALONE, Ranks
 
 RUN = "run.json"
 METADATA = {"format": "fp8serve.unfinished"}
@@ -47,19 +48,22 @@ class Unfinished:
     ModelError: there are results already and `resume` is not set, or they are another run's, or another process's.
     """
 
-    def __init__(self, out: Path, told: Mapping[str, Any], resume: bool) -> None:
+    def __init__(self, out: Path, told: Mapping[str, Any], resume: bool, ranks: Ranks = ALONE) -> None:
         out = Path(os.path.abspath(out))
         self.folder, self._out, self._told = out.parent / f".{out.name}.calibrating", out, told
         self._lock: IO[str] | None = None
-        if present(self.folder / RUN):
-            self._go_on(resume)
+        self._ranks = ranks
+        with ranks.together():
+            if ranks.first and present(self.folder / RUN):
+                self._go_on(resume)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Keep the results for a run that was interrupted: another one will not get further than one with a fault."""
-        if kind is None or (issubclass(kind, Fp8ServeError) and not issubclass(kind, MachineError)):
+        over = kind is None or (issubclass(kind, Fp8ServeError) and not issubclass(kind, MachineError))
+        if over and self._ranks.first:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
@@ -84,8 +88,11 @@ class Unfinished:
     def once(self, name: str, make: Make) -> Mapping[str, Tensor]:
         """The result of this name, mapped from its file; `make` computes it where there is none."""
         path = self.folder / f"{name}.safetensors"
-        if not path.exists():
-            self._keep(path, make())
+        if not any(self._ranks.gather(path.exists())):
+            made = make()
+            with self._ranks.together():
+                if self._ranks.first:
+                    self._keep(path, made)
         return Shards(*read_header(path))
 
     def _keep(self, path: Path, tensors: Mapping[str, Tensor]) -> None:

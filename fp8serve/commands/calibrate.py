@@ -9,8 +9,10 @@ Examples:
   fp8serve calibrate ./llama --out ./llama-fp8
   fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --holdout test.jsonl --kv-cache
   fp8serve calibrate ./llama --out ./scales --scales-only --json
+  torchrun --standalone --nproc-per-node 2 -m fp8serve calibrate ./llama --out ./llama-fp8 --rounding gptq
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -29,12 +31,14 @@ def command(
     options: Chosen[CalibrationOptions],
     json: AsJson = False,
 ) -> None:
+    from fp8serve.calibration.pipeline import calibrate
+    from fp8serve.calibration.ranks import torchrun
+    from fp8serve.calibration.report import summary_table
     from fp8serve.hub import find_model
 
-    directory, recipe = find_model(model), scaling().recipe
-    from fp8serve.calibration.pipeline import calibrate
-    from fp8serve.calibration.report import summary_table
-
-    with stages("Calibrating") as progress:
-        report = calibrate(directory, out=out, recipe=recipe, progress=progress, **options.values)
-    print_report(report, summary_table, json)
+    with torchrun() as ranks:
+        directory, recipe = find_model(model), scaling().recipe
+        with stages("Calibrating") if ranks.first else nullcontext() as progress:
+            report = calibrate(directory, out=out, recipe=recipe, progress=progress, ranks=ranks, **options.values)
+    if ranks.first:
+        print_report(report, summary_table, json)

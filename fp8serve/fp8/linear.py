@@ -63,7 +63,7 @@ class LinearCall:
         """Quantize the named tensor for the directions asked for; its amax is staged if the recipe has states."""
         if not (rowwise or columnwise):
             if self.observing:
-                self._stage(name, arithmetic.amax(x))
+                self._stage(name, arithmetic.amax_now(x))
             return Operand(None, None)
         receive = getattr(x, "received_quantized", None)  # of a weight that FSDP2 gathered in FP8 (fsdp.py)
         if receive is not None:

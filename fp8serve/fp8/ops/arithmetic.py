@@ -38,6 +38,16 @@ def amax(x: Tensor, dims: tuple[int, ...] = ()) -> Tensor:
     return magnitude.amax(dims)
 
 
+def amax_now(x: Tensor) -> Tensor:
+    """`amax` of everything, in one pass over x in its own type where x is on the CPU, has no NaN and is not traced."""
+    if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling():
+        low, high = x.detach().aminmax()
+        found = torch.maximum(low.abs(), high.abs()).float()
+        if not found.isnan():
+            return found
+    return amax(x)
+
+
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast FP32 to FP8, contiguous: nearest even, +-max beyond the range, NaN stays NaN."""
     limit = FP8_MAX[dtype]

@@ -1,0 +1,89 @@
+"""Processes that calibrate together write the bytes of one process."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.calibration.ranks import Ranks
+from fp8serve.errors import DataError, Fp8ServeError
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
+from tests.fp8.distributed.ranks import on_ranks
+from tests.patience import PATIENCE
+
+from .test_unfinished import content
+
+pytestmark = pytest.mark.distributed
+
+SMALL = {"samples": 10, "seq_len": 32, "batch_size": 2}  # five batches: no number of ranks here divides them
+CASES: dict[str, tuple[Recipe | None, dict[str, object]]] = {
+    "delayed": (DelayedScaling(amax_history_len=4), {}),
+    "delayed gptq": (DelayedScaling(), {"rounding": "gptq"}),
+    "rowwise gptq": (from_name("rowwise"), {"rounding": "gptq"}),
+    "kv-cache": (from_name("rowwise"), {"kv_cache": True}),
+    "most recent": (DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent"), {"kv_cache": True}),
+    "gradients": (DelayedScaling(amax_history_len=3), {"gradients": True}),
+}
+
+
+def run(model: str, out: str, case: str, ranks: Ranks) -> int:
+    recipe, options = CASES[case]
+    report = calibrate(model, out=out, recipe=recipe, ranks=ranks, **SMALL | options)  # type: ignore[arg-type]
+    return report.data.batches
+
+
+def _together(rank: int, world: int, model: str, out: str, case: str) -> int:
+    return run(model, out, case, Ranks(rank, world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_the_bytes_of_one_process(case: str, world: int, model_dir: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as each of the ranks
+    try:
+        run(str(model_dir), str(tmp_path / "one"), case, Ranks())
+    finally:
+        torch.set_num_threads(before)
+    heard = on_ranks(world, _together, world, str(model_dir), str(tmp_path / "many"), case)
+    assert heard == [5] * world
+    assert content(tmp_path / "many") == content(tmp_path / "one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "one"]
+
+
+def _fails(rank: int) -> list[str]:
+    ranks = Ranks(rank, 3)
+    try:
+        with ranks.together():
+            if rank == 1:
+                raise DataError("The second share is damaged.")
+    except Fp8ServeError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def test_an_error_on_one_rank_is_an_error_on_all() -> None:
+    assert on_ranks(3, _fails) == [["DataError", "The second share is damaged."]] * 3
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fp8serve"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *start, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+
+
+def test_the_command_under_torchrun(model_dir: Path, tmp_path: Path) -> None:
+    options = ["--samples", "4", "--seq-len", "24", "--batch-size", "1", "--json"]
+    done = torchrun("calibrate", str(model_dir), "--out", str(tmp_path / "out"), *options)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r'"perplexity"', done.stdout)) == 1, done.stdout  # one of them speaks
+    again = torchrun("calibrate", str(model_dir), "--out", str(tmp_path / "out"), *options)
+    assert again.returncode == 1
+    assert again.stderr.count("is not empty; choose another output directory") == 1, again.stderr
+    assert "internal error" not in again.stderr

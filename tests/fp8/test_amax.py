@@ -1,0 +1,42 @@
+"""`amax_now` says what `amax` says, whatever the values."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops.arithmetic import amax, amax_now
+
+VALUES = {
+    "plain": [0.5, -3.0, 2.0],
+    "zeros": [0.0, -0.0],
+    "a NaN, which does not count": [1.0, math.nan, -2.0],
+    "only NaN": [math.nan],
+    "an infinity": [-math.inf, 1.0],
+    "both": [math.nan, math.inf],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_it_is_amax(values: list[float], dtype: torch.dtype) -> None:
+    x = torch.tensor(values, dtype=dtype)
+    found = amax_now(x)
+    assert found.dtype == torch.float32
+    assert found.shape == ()
+    assert torch.equal(found.view(torch.int32), amax(x).view(torch.int32))
+
+
+def test_of_a_transposed_matrix_that_has_gradients() -> None:
+    x = torch.randn(5, 7, requires_grad=True).t()
+    assert torch.equal(amax_now(x), amax(x).detach())
+
+
+def test_it_can_be_traced() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return amax_now(x) * 2
+
+    x = torch.tensor([1.0, math.nan, -3.0])
+    assert torch.equal(torch.compile(twice, backend="eager", fullgraph=True)(x), torch.tensor(6.0))
