@@ -1,9 +1,12 @@
 """Sample data -> amax histories -> scales. Installed as `fp8serve.calibration`.
 
-data       which token sequences are read        observe    what was seen of every tensor, and the scales from it
-passes     forward, backward, hooks              compare    high precision and FP8 side by side
-measure    perplexity, KL, SQNR, saturation      pipeline   calibrate(): a directory in, an FP8 directory out
-evaluate   evaluate(): how good a directory is   report     the page and the tables; charts draws, result holds
-layerwise  one layer over all batches            ranks      several processes, with the bits of one
-unfinished what a killed run goes on from        recorded   what was seen, as a file holds it
+pipeline   calibrate(): a directory in, an FP8 directory out      job        a calibration under way
+refused    what cannot be asked for                               written    the directory that is left
+data       which token sequences are read                         observe    what was seen of every tensor, and scales
+passes     forward, backward, hooks                               layerwise  one layer over all batches
+methods    what may be done to the model: input_scales, precision (what stays in BF16), healing
+rounding   weights rounded layer by layer, by gptq                unfinished results kept for --resume
+ranks      several processes that calibrate together              compare    high precision and FP8 side by side
+measure    perplexity, KL, SQNR, saturation                       sensitivity  what each layer costs
+evaluate   evaluate(): how good a directory is                    report     the page and the tables; charts, result
 """

@@ -16,6 +16,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.model.decoder import INPUTS, Decoder
 from fp8serve.model.targets import matches
 
+from .options import CalibrationOptions
 from .result import KeptReport, Quality
 
 Names = tuple[str, ...]
@@ -47,6 +48,12 @@ class Target:
 
     kl: float | None = None  # nats per token
     ppl_increase: float | None = None  # percent
+
+    @classmethod
+    def of(cls, asked: CalibrationOptions) -> "Target | None":
+        """What the options ask for."""
+        found = cls(asked.target_kl, asked.max_ppl_increase)
+        return None if found == cls() else found
 
     def is_met(self, quality: Quality) -> bool:
         """Whether a measured quality is good enough."""

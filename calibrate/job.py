@@ -1,0 +1,67 @@
+"""A calibration under way: what was asked, what was seen, and the model as it would be served now."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.scaling import ScalingState
+from fp8serve.model.decoder import Decoder
+
+from .compare import compare, freezer
+from .data import Batches
+from .measure import LayerTally
+from .observe import Observer
+from .options import CalibrationOptions
+from .progress import Stages
+from .result import HealingReport, KeptReport, Quality
+from .sensitivity import kl_shares
+
+
+@dataclass
+class Job:
+    """`linears` become FP8, by name: as they are in `rounded`, or, without, rounded to nearest by `states`."""
+
+    source: Path
+    recipe: Recipe
+    asked: CalibrationOptions
+    stages: Stages
+    decoder: Decoder
+    linears: dict[str, Linear]
+    batches: Batches
+    observer: Observer
+    states: dict[str, ScalingState]
+    rounded: dict[str, FrozenLinear] | None = None
+    kept: list[KeptReport] = field(default_factory=list)  # what stays in high precision
+    healing: HealingReport | None = None
+
+    def compare(
+        self, linears: Mapping[str, Linear] | None = None, rounded: Mapping[str, FrozenLinear] | None = None
+    ) -> tuple[Quality, dict[str, LayerTally]]:
+        """What FP8 costs on the held-out batches, of these linears or of all, rounded as given or as they are."""
+        chosen, given = self.linears if linears is None else linears, self.rounded if rounded is None else rounded
+        return compare(self.decoder, chosen, self.batches.held_out, self.recipe, self.states, self.stages, given)
+
+    def shares(self) -> dict[str, float]:
+        """What each linear's FP8 adds to the KL divergence on the held-out batches, nats per token."""
+        freeze = freezer(self.recipe, self.states, self.rounded)
+        return kl_shares(
+            self.decoder,
+            self.linears,
+            self.batches.held_out,
+            lambda name, linear, x: freeze(name, self.linears[name])(x),
+            stages=self.stages,
+        )
+
+    def keep(self, groups: Sequence[KeptReport]) -> list[str]:
+        """These linears stay in high precision: nothing of them is stored. Their names."""
+        names = [name for group in groups for name in group.names]
+        for name in names:
+            del self.linears[name]
+            self.observer.forget(name)
+            for role in self.observer.roles:
+                self.states.pop(f"{name}.{role}", None)
+        self.kept += groups
+        return names

@@ -1,0 +1,80 @@
+"""What a calibration may do to a model beyond rounding it: each method changes the job (job.py) that it is given."""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+from fp8serve.errors import RecipeError
+from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.decoder import Decoder
+
+from .data import Batches
+from .healing import Schedule, heal
+from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
+from .job import Job
+from .observe import Observer
+from .options import CalibrationOptions
+from .passes import Linears
+from .precision import Target, fewest, ordered, restore
+from .progress import Stages
+from .result import HealingReport, KeptReport, Quality
+
+
+def amaxes_of_inputs(
+    decoder: Decoder, linears: Linears, batches: Batches, observer: Observer, asked: CalibrationOptions, stages: Stages
+) -> Mapping[str, float]:
+    """Of inputs whose scale is not to be made from their history."""
+    seen = {name: seen.amax for name, seen in observer.seen.items()}
+    if asked.input_scales == "percentile":
+        percent = asked.percentile or PERCENTILE
+        return percentile_amaxes(decoder, linears, batches.calibration, percent, stages)
+    if asked.input_scales == "search":
+        return searched_amaxes(decoder, linears, batches.calibration, seen, stages)
+    return {}
+
+
+def meet(job: Job, target: Target) -> None:
+    """Leave as many linears in high precision as the target asks for. RecipeError when it asks for all."""
+
+    def measure(kept: Sequence[KeptReport]) -> Quality:
+        names = {name for group in kept for name in group.names}
+        return job.compare({name: linear for name, linear in job.linears.items() if name not in names})[0]
+
+    candidates = ordered(job.linears, job.shares())
+    count = fewest(candidates, measure, target)
+    if count == len(candidates):
+        raise RecipeError("The target asks for every linear layer in high precision; allow more, or do not calibrate.")
+    restore(job.decoder, job.keep(candidates[:count]))
+
+
+def heal_weights(job: Job) -> None:
+    """Train the model in FP8; what that gave is dropped again if it is no better on the held-out batches."""
+    asked, observer = job.asked, job.observer
+    old, seen = copy.deepcopy(job.states), copy.deepcopy(observer.seen)
+    before = job.compare()[0].kl_divergence
+    healed, losses = heal(
+        job.decoder,
+        job.linears,
+        load_servable(job.source, "bf16", device=asked.device),
+        job.batches.calibration,
+        job.recipe,
+        Schedule(asked.heal, asked.heal_rate),
+        observer,
+        rounded=job.rounded,
+        seed=asked.seed,
+        stages=job.stages,
+    )
+    after = job.compare(rounded=healed)[0].kl_divergence
+    job.healing = HealingReport(asked.heal, asked.heal_rate, tuple(losses), before, after)
+    if job.healing.helped:
+        job.rounded = healed
+    else:
+        job.states, observer.seen = old, seen
+
+
+def said_of_healing(report: HealingReport | None) -> tuple[str, ...]:
+    """The sentence for the notes."""
+    if report is None:
+        return ()
+    change = f"KL on the held-out samples from {report.kl_before:.4f} to {report.kl_after:.4f} nats"
+    kept = "" if report.helped else ", which is no better: the weights were written as they were before"
+    return (f"Healing took {report.steps} steps and moved the {change}{kept}.",)

@@ -1,0 +1,57 @@
+"""What cannot be asked of a calibration: everything that is refused before a weight is read."""
+
+from pathlib import Path
+
+from fp8serve.errors import RecipeError
+from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
+from fp8serve.model.files import check_absent
+from fp8serve.model.quantization_config import quantization_files
+
+from .device import check_device
+from .options import CalibrationOptions
+from .precision import Target
+
+
+def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions) -> Recipe:
+    """The recipe. ModelError, DataError, RecipeError, MachineError: an option cannot be used, or not with another."""
+    check_absent(out)
+    _ = asked.max_shard_bytes  # DataError when it is no size
+    if recipe is None:
+        raise RecipeError(
+            "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
+        )
+    to_json(recipe)  # RecipeError when it holds a function, which no file can carry
+    quantization_files(asked.format, recipe, asked.kv_cache)  # ModelError when the format cannot say it
+    if recipe.override_linear_precision[0]:
+        raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
+    _check_scales(recipe, asked)
+    _check_weights(recipe, asked)
+    check_device(asked.device)
+    return recipe
+
+
+def _check_scales(recipe: Recipe, asked: CalibrationOptions) -> None:
+    if asked.input_scales != "history" and delayed(recipe) is None:
+        raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales of inputs; leave out input_scales.")
+    if asked.percentile is not None and asked.input_scales != "percentile":
+        raise RecipeError("A percentile is used with input_scales 'percentile' only.")
+    if asked.gradients and delayed(recipe) is None:
+        raise RecipeError(
+            f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration."
+        )
+    if asked.scales_only and not (asked.kv_cache or delayed(recipe) is not None):
+        raise RecipeError(
+            f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
+        )
+
+
+def _check_weights(recipe: Recipe, asked: CalibrationOptions) -> None:
+    """Of what changes weights, or leaves some as they are."""
+    if asked.scales_only and (asked.skip or asked.only or Target.of(asked)):
+        raise RecipeError("scales_only writes no weights, so none can stay in high precision.")
+    if asked.scales_only and asked.rounding != "nearest":
+        raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
+    if asked.heal and (asked.scales_only or asked.input_scales != "history"):
+        raise RecipeError("Healing changes weights and lets scales follow them; leave out scales_only, input_scales.")
+    if asked.heal and not trains(recipe):
+        raise RecipeError(f"Nothing trains under the recipe {name_of(recipe)!r}, so it cannot heal.")
