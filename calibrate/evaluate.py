@@ -13,7 +13,7 @@ import torch
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import Recipe, name_of
+from fp8serve.fp8.recipe import Recipe, RecipeChoice, from_name, name_of
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
@@ -36,23 +36,24 @@ def evaluate(
     data: Path | str | Sequence[Path | str] | None = None,
     against: Path | str | None = None,
     *,
-    recipe: Literal["stored", "bf16"] | Recipe = "stored",
+    recipe: RecipeChoice | Recipe = "stored",
     scales: Path | str | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> EvalReport:
     """Perplexity of `model_dir` under `recipe` ("stored": the FP8 that lies in it), and its distance from `against`.
 
+    recipe: a name, as on the command line, or a Recipe.
     options: the fields of SampleOptions. `against`: a directory run in BF16, with the same vocabulary; it adds its
     perplexity, KL(against || model), agreement on the likeliest token, and the SQNR of every FP8 linear against the
     linear of the same name there.
-    ModelError, DataError, ScalesError: an input cannot be used, or the two models do not fit each other.
+    ModelError, DataError, RecipeError, ScalesError: an input cannot be used, or the two models do not fit each other.
     """
     asked = SampleOptions.of({"data": data, **options})
     check_device(asked.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
-        model = load_servable(source, recipe, scales=scales, device=asked.device)
+        model = load_servable(source, _named(recipe), scales=scales, device=asked.device)
         reference = None if against is None else _reference(model, source, Path(against), asked.device)
         limit, notes = fitting(asked.seq_len, *(m.config for m in (model, reference) if m is not None))
         files = data_files(asked.data)
@@ -74,6 +75,13 @@ def evaluate(
         seconds=stages.total(),
         notes=notes,
     )
+
+
+def _named(recipe: RecipeChoice | Recipe) -> Literal["stored", "bf16"] | Recipe:
+    """The recipe of a name; "stored" and "bf16" name none. RecipeError: there is no such name."""
+    if recipe == "stored" or not isinstance(recipe, str):
+        return recipe
+    return from_name(recipe) or "bf16"
 
 
 def _reference(model: Decoder, source: Path, against: Path, device: str) -> Decoder:

@@ -1,3 +1,4 @@
+import json
 import math
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from fp8serve.calibration.data import load_samples
 from fp8serve.calibration.evaluate import evaluate
 from fp8serve.calibration.pipeline import calibrate
-from fp8serve.errors import Fp8ServeError, ModelError
+from fp8serve.cli import main
+from fp8serve.errors import Fp8ServeError, ModelError, RecipeError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -68,6 +70,22 @@ def test_other_recipes_and_given_scales(model_dir: Path, fp8_dir: Path) -> None:
     beside = evaluate(model_dir, scales=scales, **SMALL)  # type: ignore[arg-type]
     stored = evaluate(fp8_dir, **SMALL)  # type: ignore[arg-type]
     assert beside.quality.perplexity == pytest.approx(stored.quality.perplexity, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "w8a16"])
+def test_the_command_takes_every_recipe_that_needs_no_scales(
+    name: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--samples", "2", "--seq-len", "16", "--json"]
+    assert main(["eval", str(model_dir), "--recipe", name, "--against", str(model_dir), *few]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"] == name
+    assert 0 < found["quality"]["kl_divergence"] < 0.5
+
+
+def test_an_unknown_recipe_is_refused(model_dir: Path) -> None:
+    with pytest.raises(RecipeError, match="There is no recipe 'rowwize'; choose one of"):
+        evaluate(model_dir, recipe="rowwize", **SMALL)  # type: ignore[arg-type]
 
 
 def test_models_that_do_not_fit_each_other_are_refused(fp8_dir: Path, tmp_path: Path) -> None:
