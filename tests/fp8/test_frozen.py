@@ -17,8 +17,8 @@ from fp8serve import (
     scaling_state,
 )
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.ops import dequantize
+from fp8serve.fp8.frozen import FrozenLinear, _multiply_unquantized, multiply
+from fp8serve.fp8.ops import dequantize, reference
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.spec import QuantSpec
 
@@ -67,6 +67,21 @@ def test_weights_alone_are_quantized(granularity: Literal["tensor", "row"]) -> N
     assert "input=unquantized" in repr(frozen)
     frozen.make_rows_independent()
     assert torch.equal(frozen(x) - layer.bias, found)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+def test_what_a_gpu_does_with_weights_alone_is_the_same(kind: str) -> None:
+    """Its kernels multiply alike operands only: the weight is widened, and the scale is applied where it is exact."""
+    weight = torch.randn(300, 200)
+    if kind == "block":
+        q, scale = reference.quantize_block(weight, torch.float8_e4m3fn, 128, False)
+    else:
+        cast = reference.quantize_rowwise if kind == "row" else reference.quantize_current
+        q, scale = cast(weight, torch.float8_e4m3fn, False)
+    x, bias = torch.randn(5, 200).bfloat16(), torch.randn(300)
+    found = _multiply_unquantized(x, q, scale, bias, torch.float32)
+    expected = multiply(x, torch.ones(()), q, scale, bias, torch.float32)
+    assert (found - expected).norm() < (2**-8 if kind == "block" else 1e-6) * expected.norm()
 
 
 def test_quantized_tensors_make_the_same_layer() -> None:

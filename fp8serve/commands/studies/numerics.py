@@ -27,7 +27,7 @@ def command(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="Hugging Face-format directory in high precision, or a name on the hub.",
+            help="Hugging Face-format directory in high precision, GGUF file, smollm2, or a name on the hub.",
             show_default="a small one, trained for the purpose",
         ),
     ] = None,
