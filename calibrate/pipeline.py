@@ -55,11 +55,11 @@ from fp8serve.model.shards import open_shards
 from fp8serve.model.tokenizer import Tokenizer
 
 from .compare import compare, freezer
-from .data import Batch, Batches, calibration_batches, data_files, source_names
+from .data import Batch, Batches, calibration_batches, source_names
 from .device import check_device
 from .healing import Schedule, heal
 from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
-from .lengths import fitting
+from .lengths import fitting, shortfall
 from .observe import Observer, observe, observer_of, settle
 from .options import CalibrationOptions
 from .precision import Target, fewest, kept_reports, left_out, ordered
@@ -121,10 +121,11 @@ def calibrate(
             )
         quality, layers = _measure(decoder, linears, batches, recipe, states, rounded, stages)
         stored = stored_states(states, recipe)
-        size = weight_bytes(source)
+        size, data = weight_bytes(source), _data_report(asked, batches)
+        notes += shortfall(asked.samples, seq_len, data.samples, data.tokens)
         draft = CalibrationReport(
             model=str(source), out=str(out), recipe=json.loads(to_json(recipe)), format=asked.format,
-            device=asked.device, data=_data_report(asked, batches), quality=quality, layers=layers,
+            device=asked.device, data=data, quality=quality, layers=layers,
             tensors=_tensor_reports(observer, stored),
             bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes + _on_healing(healing),
             rounding=asked.rounding, healing=healing, kept=kept,
@@ -275,8 +276,8 @@ def _measure(
 
 def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -> Batches:
     return calibration_batches(
-        data_files(asked.data), tokenizer, vocab_size, samples=asked.samples, seq_len=asked.seq_len,
-        batch_size=asked.batch_size, seed=asked.seed, device=asked.device, holdout=data_files(asked.holdout),
+        asked.data, tokenizer, vocab_size, samples=asked.samples, seq_len=asked.seq_len,
+        batch_size=asked.batch_size, seed=asked.seed, device=asked.device, holdout=asked.holdout,
     )  # fmt: skip
 
 
@@ -330,16 +331,18 @@ def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
 
 def _data_report(asked: CalibrationOptions, batches: Batches) -> DataReport:
     return DataReport(
-        source=source_names(data_files(asked.data)),
+        source=source_names(asked.data),
         samples=sum(len(b.lengths) for b in batches.calibration),
         seq_len=asked.seq_len,
         batches=len(batches.calibration),
         tokens=sum(b.tokens for b in batches.calibration),
         held_out_samples=sum(len(b.lengths) for b in batches.held_out),
         held_out_tokens=sum(b.tokens for b in batches.held_out),
-        held_out_source=source_names(data_files(asked.holdout)),
+        held_out_source=source_names(asked.holdout),
         excluded=batches.excluded,
         seed=asked.seed,
+        documents=batches.documents,
+        held_out_documents=batches.held_out_documents,
     )
 
 
