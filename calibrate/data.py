@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import DataError, ModelError
+from fp8serve.model.data_files import source_name
 from fp8serve.model.examples import Example, read_examples, tokenize_whole
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -38,6 +39,7 @@ class Sample:
 
     ids: tuple[int, ...]
     scored: tuple[bool, ...]
+    document: bytes = b""  # the key of the example that it comes from
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,27 @@ class Batches:
     calibration: list[Batch]
     held_out: list[Batch]
     excluded: int = 0
+    documents: int = 0  # examples that the calibration samples come from
+    held_out_documents: int = 0
+
+    @property
+    def samples(self) -> int:
+        """To calibrate on."""
+        return sum(len(batch.lengths) for batch in self.calibration)
+
+    @property
+    def tokens(self) -> int:
+        """To calibrate on."""
+        return sum(batch.tokens for batch in self.calibration)
 
 
-def data_files(data: Path | str | Sequence[Path | str] | None) -> list[Path] | None:
-    """One file, several, or None for the shipped passages."""
-    if data is None:
-        return None
-    return [Path(data)] if isinstance(data, str | Path) else [Path(d) for d in data]
+def source_names(data: Sequence[Path | str] | None) -> tuple[str, ...]:
+    return ("the passages shipped with fp8serve",) if data is None else tuple(map(source_name, data))
 
 
-def source_names(files: list[Path] | None) -> tuple[str, ...]:
-    return ("the passages shipped with fp8serve",) if files is None else tuple(str(f) for f in files)
+def documents(samples: Sequence[Sample]) -> int:
+    """How many examples the samples come from."""
+    return len({s.document for s in samples})
 
 
 def load_samples(
@@ -92,9 +104,9 @@ class _Source:
     """The different examples of some files by their keys, in an order that only the content and the seed decide."""
 
     def __init__(self, data: Sequence[Path | str] | None, seed: int) -> None:
-        paths = [PASSAGES] if data is None else [Path(p) for p in data]
-        self.named = ", ".join(str(p) for p in paths) or "no files"
-        self._examples = {_key(example, seed): example for example in read_examples(paths)}
+        sources = [PASSAGES] if data is None else data
+        self.named = ", ".join(map(source_name, sources)) or "no files"
+        self._examples = {_key(example, seed): example for example in read_examples(sources)}
         self.keys = sorted(self._examples)
 
     def samples(
@@ -105,7 +117,7 @@ class _Source:
         read = 0
         for key in keys:
             pieces = tokenize_whole(self._examples[key], tokenizer, seq_len)
-            found += [Sample(tuple(p.ids), tuple(p.loss_mask)) for p in pieces if len(p.ids) >= 2]
+            found += [Sample(tuple(p.ids), tuple(p.loss_mask), key) for p in pieces if len(p.ids) >= 2]
             read += 1
             if len(found) >= count:
                 break
@@ -195,8 +207,11 @@ def calibration_batches(
         raise DataError(f"All of the data ({source.named}) is held out as well; give other data to calibrate on.")
     found, _ = source.samples(keys, tokenizer, vocab_size, samples, seq_len)
     random.Random(seed).shuffle(found)
+    found, held = found[:samples], held[:wanted]
     return Batches(
-        make_batches(found[:samples], batch_size, device),
-        make_batches(held[:wanted], batch_size, device),
+        make_batches(found, batch_size, device),
+        make_batches(held, batch_size, device),
         len(source.keys) - len(keys) if data is not None else 0,
+        documents(found),
+        documents(held),
     )

@@ -18,9 +18,9 @@ from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
 
-from .data import Batch, data_files, load_samples, make_batches, source_names
+from .data import Batch, documents, load_samples, make_batches, source_names
 from .device import check_device
-from .lengths import fitting
+from .lengths import fitting, shortfall
 from .measure import LayerTally, TokenTally, add_logits
 from .options import SampleOptions
 from .passes import against as compared
@@ -56,24 +56,26 @@ def evaluate(
         model = load_servable(source, _named(recipe), scales=scales, device=asked.device)
         reference = None if against is None else _reference(model, source, Path(against), asked.device)
         limit, notes = fitting(asked.seq_len, *(m.config for m in (model, reference) if m is not None))
-        files = data_files(asked.data)
         found = load_samples(
-            files, Tokenizer.from_dir(source), model.config.vocab_size,
+            asked.data, Tokenizer.from_dir(source), model.config.vocab_size,
             count=asked.samples, seq_len=limit, seed=asked.seed,
         )  # fmt: skip
     batches = make_batches(found, asked.batch_size, asked.device)
     quality, layers = _measure(model, reference, batches, stages)
+    tokens = sum(batch.tokens for batch in batches)
     return EvalReport(
         model=str(source),
         against=None if against is None else str(against),
         recipe=recipe if isinstance(recipe, str) else name_of(recipe),
-        source=source_names(files),
+        source=source_names(asked.data),
         samples=len(found),
         seq_len=limit,
         quality=quality,
         layers=layers,
         seconds=stages.total(),
-        notes=notes,
+        notes=notes + shortfall(asked.samples, limit, len(found), tokens),
+        documents=documents(found),
+        tokens=tokens,
     )
 
 

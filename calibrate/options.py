@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Len
 from fp8serve.errors import DataError, RecipeError, shown
 from fp8serve.fp8.amax_rules import RuleName
 from fp8serve.fp8.recipe import Recipe, RecipeChoice, ServedName, from_name
+from fp8serve.model.data_files import DATA, STDIN
 from fp8serve.model.file_formats import FileFormat
 from fp8serve.options import About, check, known_fields
 
@@ -24,7 +25,7 @@ InputScales = Literal["history", "percentile", "search"]
 class SampleOptions:
     """Which sequences are read, and where they are computed. DataError for a value that cannot be used."""
 
-    data: Annotated[Files | None, About("Text or JSON-lines file.", unset=SHIPPED, metavar="PATH")] = None
+    data: Annotated[Files | None, About(f"{DATA} '-': standard input.", unset=SHIPPED, metavar="PATH")] = None
     samples: Annotated[int, Ge(1), About("Sequences to read.")] = 128
     seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 512
     batch_size: Annotated[int, Ge(1), About("Sequences in a batch.")] = 4
@@ -33,6 +34,8 @@ class SampleOptions:
 
     def __post_init__(self) -> None:
         check(self, DataError)
+        if [*(self.data or ()), *(getattr(self, "holdout", None) or ())].count(STDIN) > 1:
+            raise DataError("Standard input ('-') can be read once only; give a file in the other place.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:

@@ -32,9 +32,9 @@ from fp8serve.model.checkpoint import linear_names, load_servable
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
 
-from .data import Batches, calibration_batches, data_files
+from .data import Batches, calibration_batches
 from .job import Job
-from .lengths import fitting
+from .lengths import fitting, shortfall
 from .methods import amaxes_of_inputs, heal_weights, meet
 from .observe import Observer, observe, observer_of, settle
 from .options import CalibrationOptions
@@ -84,6 +84,7 @@ def calibrate(
         seq_len, notes = fitting(asked.seq_len, decoder.config)
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
+        notes += shortfall(asked.samples, seq_len, batches.samples, batches.tokens)
     for name in [name for group in kept for name in group.names]:
         restore(decoder, [name])
         del linears[name]
@@ -132,8 +133,8 @@ def _measure(job: Job) -> tuple[Quality, tuple[LayerReport, ...]]:
 
 def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -> Batches:
     return calibration_batches(
-        data_files(asked.data), tokenizer, vocab_size, samples=asked.samples, seq_len=asked.seq_len,
-        batch_size=asked.batch_size, seed=asked.seed, device=asked.device, holdout=data_files(asked.holdout),
+        asked.data, tokenizer, vocab_size, samples=asked.samples, seq_len=asked.seq_len,
+        batch_size=asked.batch_size, seed=asked.seed, device=asked.device, holdout=asked.holdout,
     )  # fmt: skip
 
 

@@ -68,6 +68,10 @@ def _cost(layer: LayerReport, quality: Quality) -> str:
     return f" (KL {layer.kl:.2g} nats{part})"
 
 
+def _counts(samples: int, documents: int) -> str:
+    return f"{samples:,} samples from {documents:,} documents"
+
+
 def _excluded(data: DataReport) -> str:
     return f", without {data.excluded} examples that are held out" if data.excluded else ""
 
@@ -86,7 +90,7 @@ def _cards(report: CalibrationReport) -> str:
         "Same top token": (_percent(quality.top1_agreement), f"KL {_num(quality.kl_divergence)} nats"),
         "Lowest SQNR": (_db(worst), f"{len(report.layers)} FP8 layers"),
         "Weights": (_bytes(report.bytes_after), f"{_percent(ratio)} of {_bytes(report.bytes_before)}"),
-        "Calibrated on": (f"{report.data.tokens:,} tokens", f"{report.data.samples} samples"),
+        "Calibrated on": (f"{report.data.tokens:,} tokens", _counts(report.data.samples, report.data.documents)),
         "Time": (f"{report.seconds.get('total', 0):.1f} s", report.device),
     }
     return f'<section class="cards">{"".join(_card(name, *texts) for name, texts in cards.items())}</section>'
@@ -177,7 +181,9 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     table.add_row("same top token", f"{_percent(quality.top1_agreement)} (KL {_num(quality.kl_divergence)} nats)")
     table.add_row("weights", f"{_bytes(report.bytes_before)} -> {_bytes(report.bytes_after)}")
     table.add_row("calibrated on", f"{data.tokens:,} tokens of {', '.join(data.source)}{_excluded(data)}")
+    table.add_row("", _counts(data.samples, data.documents))
     table.add_row("measured on", f"{data.held_out_tokens:,} other tokens, of {', '.join(data.held_out_source)}")
+    table.add_row("", _counts(data.held_out_samples, data.held_out_documents))
     saturated = max((layer.saturated for layer in report.layers), default=0.0)
     underflowed = max((layer.underflowed for layer in report.layers), default=0.0)
     table.add_row("inputs cut off, lost to zero", f"{_percent(saturated)}, {_percent(underflowed)} at most")
@@ -205,6 +211,8 @@ def eval_table(report: EvalReport, worst: int = 5) -> Table:
     quality = report.quality
     table = Table(title=f"{report.model} ({report.recipe})", title_justify="left", show_header=False)
     table.add_row("perplexity", _num(quality.perplexity) + f" over {quality.tokens:,} tokens")
+    read = f"{report.tokens:,} tokens of {', '.join(report.source)}"
+    table.add_row("read", f"{read} ({_counts(report.samples, report.documents)})")
     if report.against is not None:
         table.add_row("reference", report.against)
         table.add_row("reference perplexity", _num(quality.reference_perplexity) + _change(quality))

@@ -70,6 +70,8 @@ class DataReport:
     held_out_tokens: int
     excluded: int
     seed: int
+    documents: int = 0  # examples that the samples come from
+    held_out_documents: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class EvalReport:
     layers: tuple[LayerReport, ...]  # empty without a reference
     seconds: float
     notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
+    documents: int = 0  # examples that the samples come from
+    tokens: int = 0  # read; those that were scored are `quality.tokens`
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)

@@ -18,7 +18,7 @@ from fp8serve.model.readers import reader_notes
 from fp8serve.model.scales import FILE_NAME
 from fp8serve.model.shards import open_shards
 
-from .data import Batches, data_files, source_names
+from .data import Batches, source_names
 from .job import Job
 from .methods import said_of_healing
 from .observe import Observer
@@ -100,16 +100,18 @@ def _draft(
 
 def _data_report(asked: CalibrationOptions, batches: Batches) -> DataReport:
     return DataReport(
-        source=source_names(data_files(asked.data)),
-        samples=sum(len(b.lengths) for b in batches.calibration),
+        source=source_names(asked.data),
+        samples=batches.samples,
         seq_len=asked.seq_len,
         batches=len(batches.calibration),
-        tokens=sum(b.tokens for b in batches.calibration),
+        tokens=batches.tokens,
         held_out_samples=sum(len(b.lengths) for b in batches.held_out),
         held_out_tokens=sum(b.tokens for b in batches.held_out),
-        held_out_source=source_names(data_files(asked.holdout)),
+        held_out_source=source_names(asked.holdout),
         excluded=batches.excluded,
         seed=asked.seed,
+        documents=batches.documents,
+        held_out_documents=batches.held_out_documents,
     )
 
 
@@ -127,7 +129,7 @@ def _checkpoint(job: Job, stored: Mapping[str, ScalingState]) -> ScalingCheckpoi
         model=fingerprint(job.source),
         observations={
             "batches": len(batches),
-            "tokens": sum(b.tokens for b in batches),
+            "tokens": job.batches.tokens,
             "tensors": {name: job.observer.seen[name].batches for name in stored},
         },
         created_by=f"fp8serve {fp8serve.__version__} calibrate",

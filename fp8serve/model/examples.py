@@ -8,17 +8,15 @@ template. Only completions and the assistant's turns are learnt; the rest is con
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError, Fp8ServeError, one_line, shown
-from fp8serve.model.files import read_text
+from fp8serve.model.data_files import read_lines, source_name
 from fp8serve.model.tokenizer import Tokenizer
 
-MAX_DATA_BYTES = 4 << 30  # of one file, which is held in memory
 PASSAGE_CHARS = 2000  # paragraphs of a text file are joined up to about this: some 500 tokens
-TEXT_SUFFIXES = (".txt", ".md")
-JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -57,42 +55,50 @@ class TokenizedExample:
     loss_mask: list[bool]
 
 
-def read_examples(paths: Iterable[Path | str]) -> list[Example]:
-    """All examples of all files, in order. `.txt`/`.md`: passages of whole paragraphs. `.jsonl`: one object a line.
+def read_examples(sources: Iterable[Path | str]) -> list[Example]:
+    """All examples of all sources (data_files.py), in order: of text passages of whole paragraphs, of JSON lines an
+    object a line.
 
-    DataError: a file is missing, empty, of another kind, or has a broken line, which is named by its number.
+    DataError: a source is missing, empty, of another kind, or has a broken line, which is named by its number.
     """
-    return [example for path in paths for example in _read(Path(path))]
+    return [example for given in sources for example in _read(given)]
 
 
-def _read(path: Path) -> list[Example]:
-    text = read_text(path, MAX_DATA_BYTES, DataError)
-    suffix = path.suffix.lower()
-    if suffix in TEXT_SUFFIXES:
-        found: list[Example] = list(_passages(text, path))
-    elif suffix in JSON_LINES_SUFFIXES:
-        found = [_example(line, f"{path}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    else:
-        raise DataError(f"{path} is neither text (.txt, .md) nor JSON lines (.jsonl); convert it to one of them.")
+def _read(given: Path | str) -> list[Example]:
+    name = source_name(given)
+    is_json, lines = read_lines(given)
+    found = list(_rows(lines, name) if is_json else _passages(lines, name))
     if not found:
-        raise DataError(f"{path} holds no examples; it is empty.")
+        raise DataError(f"{name} holds no examples; it is empty.")
     return found
 
 
-def _passages(text: str, path: Path) -> Iterator[TextExample]:
+def _rows(lines: Iterator[str], name: str) -> Iterator[Example]:
+    return (example_of_line(line, f"{name}:{n}") for n, line in enumerate(lines, 1) if line.strip())
+
+
+def _passages(lines: Iterator[str], name: str) -> Iterator[TextExample]:
     """Consecutive paragraphs together while they are short; a paragraph is never split."""
     passage: list[str] = []
-    for paragraph in (p.strip("\n") for p in text.replace("\r\n", "\n").split("\n\n")):
+    for paragraph in _paragraphs(lines):
         if passage and sum(map(len, passage)) + len(paragraph) > PASSAGE_CHARS:
-            yield TextExample("\n\n".join(passage), str(path))
+            yield TextExample("\n\n".join(passage), name)
             passage = []
-        if paragraph.strip():
-            passage.append(paragraph)
+        passage.append(paragraph)
     if passage:
-        yield TextExample("\n\n".join(passage), str(path))
+        yield TextExample("\n\n".join(passage), name)
 
 
-def _example(line: str, where: str) -> Example:
+def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
+    """What empty lines divide."""
+    for is_text, group in groupby(lines, key=bool):
+        paragraph = "\n".join(group)
+        if is_text and paragraph.strip():
+            yield paragraph
+
+
+def example_of_line(line: str, where: str) -> Example:
+    """The example on a line of JSON; DataError names `where` and what is wrong."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
@@ -147,6 +153,10 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {i} has no `role`.")
+        if message.get("tool_calls") or message.get("function_call"):
+            raise DataError(f"{where}: message {i} has tool calls, which prompts here cannot hold; make them text.")
+        if isinstance(message.get("content"), list):
+            raise DataError(f"{where}: message {i} has `content` in parts; join their text into one string.")
         if not isinstance(message.get("content"), str):
             raise DataError(f"{where}: message {i} has no text in `content`.")
         if message.get("weight", 1) not in (0, 1):

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError, one_line, shown
 
@@ -32,21 +32,38 @@ def present(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def read_file(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -> bytes:
-    """The content of a regular file of at most `limit` bytes; anything else is an `error`, and at once."""
+def open_file(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -> BinaryIO:
+    """A regular file of at most `limit` bytes, open for reading; anything else is an `error`, and at once."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO without a writer opens, too
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise error(f"{path} is not a regular file; put the file itself there.")
-            content = b"" if found.st_size > limit else file.read(limit + 1)
+        # a FIFO without a writer opens, too
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     except FileNotFoundError:
         what = "is a link to a file that does not exist" if path.is_symlink() else "does not exist"
         raise error(f"{path} {what}.") from None
     except (OSError, ValueError) as e:  # ValueError: a name with a null byte
         raise error(f"{path} cannot be read: {getattr(e, 'strerror', None) or e}.") from None
-    if max(found.st_size, len(content)) > limit:
-        raise error(f"{path} is larger than {limit >> 20} MiB, the most that is read; give a smaller file.")
+    found = os.fstat(file.fileno())
+    if stat.S_ISREG(found.st_mode) and found.st_size <= limit:
+        return file
+    file.close()
+    if stat.S_ISREG(found.st_mode):
+        raise _too_large(path, limit, error)
+    raise error(f"{path} is not a regular file; put the file itself there.")
+
+
+def _too_large(path: Path, limit: int, error: type[Fp8ServeError]) -> Fp8ServeError:
+    return error(f"{path} is larger than {limit >> 20} MiB, the most that is read; give a smaller file.")
+
+
+def read_file(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -> bytes:
+    """The content of a file that `open_file` opens."""
+    with open_file(path, limit, error) as file:
+        try:
+            content = file.read(limit + 1)
+        except OSError as e:
+            raise error(f"{path} cannot be read: {e.strerror or e}.") from None
+    if len(content) > limit:
+        raise _too_large(path, limit, error)
     return content
 
 

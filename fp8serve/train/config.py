@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from fp8serve.errors import JobError, RecipeError
 from fp8serve.fp8 import recipe
 from fp8serve.fp8.recipe import Recipe, RecipeName
+from fp8serve.model.data_files import DATA, STDIN
 from fp8serve.model.file_formats import FileFormat
 from fp8serve.options import About, check
 
@@ -57,7 +58,7 @@ class TrainConfig:
     """
 
     model: Annotated[str, Len(1)]
-    data: Annotated[Files, Len(1), About("Text or JSON-lines file.", metavar="PATH")]
+    data: Annotated[Files, Len(1), About(DATA, metavar="PATH")]
     out: Annotated[str, Len(1), About("Directory for checkpoints/ and, at the end, model/.", metavar="PATH")]
     recipe: Annotated[str, Len(1), About("How tensors are scaled.", narrowed=RecipeName)] = "delayed"
     recipe_options: Annotated[
@@ -108,6 +109,8 @@ class TrainConfig:
             _date("template_date", self.template_date)
         if self.eval_every is not None and not self.eval_data:
             raise JobError("eval_every was given without eval_data; name the files to validate on, or leave it out.")
+        if STDIN in (*self.data, *self.eval_data):
+            raise JobError("Data are read again when a run goes on, so standard input ('-') will not do; name a file.")
         _check_recipe(self)
 
     @property

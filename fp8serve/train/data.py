@@ -12,7 +12,6 @@ import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +56,7 @@ class RowCounts:
 
 def load_rows(paths: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
     """Read and tokenize `paths`. Raises DataError for a bad file or line, and when no row has a token to learn."""
-    examples = read_examples([Path(p) for p in paths])
+    examples = read_examples(paths)
     rows, report = rows_of(examples, tokenizer, seq_len)
     if not rows:
         raise DataError(

@@ -9,13 +9,12 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError
 from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.examples import JSON_LINES_SUFFIXES, MAX_DATA_BYTES, Example, example_from, read_examples
-from fp8serve.model.files import read_text
+from fp8serve.model.data_files import read_lines
+from fp8serve.model.examples import Example, example_of_line, read_examples
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row, RowCounts, check_length, rows_of
@@ -76,13 +75,13 @@ def _good_rows(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Row], Ro
     rows: list[Row] = []
     bad: list[dict[str, Any]] = []
     report = RowCounts(0, 0, 0, 0, 0, 0)
-    for path, line, found in (e for name in config.data for e in _examples(Path(name))):
+    for path, line, found in (e for name in config.data for e in _examples(name)):
         try:
             if isinstance(found, DataError):
                 raise found
             made, one = rows_of([found], tokenizer, config.seq_len)
         except DataError as error:
-            bad.append({"file": str(path), "line": line, "message": str(error)})
+            bad.append({"file": path, "line": line, "message": str(error)})
             continue
         rows += made
         report = RowCounts(*(getattr(report, name) + getattr(one, name) for name in _COUNTS))
@@ -90,36 +89,26 @@ def _good_rows(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Row], Ro
 
 
 _COUNTS = [field.name for field in dataclasses.fields(RowCounts)]
-_Found = tuple[Path, int | None, Example | DataError]
+_Found = tuple[str, int | None, Example | DataError]
 
 
-def _examples(path: Path) -> Iterator[_Found]:
+def _examples(given: str) -> Iterator[_Found]:
     """(file, line, example) with an error in the place of each example that is none."""
     try:
-        if path.suffix.lower() in JSON_LINES_SUFFIXES:
-            yield from _lines(path)
+        is_json, lines = read_lines(given)
+        if is_json:
+            yield from ((given, n, _parse(line, f"{given}:{n}")) for n, line in enumerate(lines, 1) if line.strip())
         else:
-            yield from ((path, None, example) for example in read_examples([path]))
+            yield from ((given, None, example) for example in read_examples([given]))
     except DataError as error:
-        yield path, None, error
-
-
-def _lines(path: Path) -> Iterator[_Found]:
-    for number, line in enumerate(read_text(path, MAX_DATA_BYTES, DataError).split("\n"), 1):
-        if line.strip():
-            yield path, number, _parse(line, f"{path}:{number}")
+        yield given, None, error
 
 
 def _parse(line: str, where: str) -> Example | DataError:
     try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            return DataError(f"{where} is a JSON {type(row).__name__} where an object was expected.")
-        return example_from(row, where)
+        return example_of_line(line, where)
     except DataError as error:
         return error
-    except (ValueError, RecursionError) as error:
-        return DataError(f"{where} is not valid JSON: {error}.")
 
 
 def _marked(row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:

@@ -19,7 +19,7 @@ def make_report(layers: int = 4, model: str = "models/tiny") -> CalibrationRepor
         recipe={"recipe": "DelayedScaling", "margin": 0},
         format="compressed-tensors",
         device="cpu",
-        data=DataReport(("mine.jsonl",), 128, 512, 32, 12345, ("shipped passages",), 16, 900, 0, 0),
+        data=DataReport(("mine.jsonl",), 128, 512, 32, 12345, ("shipped passages",), 16, 900, 0, 0, 40, 9),
         quality=Quality(890, 12.6, 12.5, 0.002, 0.98),
         layers=tuple(LayerReport(n, sqnr[n], 0.001 if "down" in n else 0.0) for n in names),
         tensors=tuple(

@@ -12,7 +12,7 @@ from fp8serve.calibration.data import (
     load_samples,
     make_batches,
 )
-from fp8serve.calibration.options import SampleOptions
+from fp8serve.calibration.options import CalibrationOptions, SampleOptions
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -127,6 +127,23 @@ def test_unusable_data_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None
 def test_settings_that_read_nothing_are_refused(name: str, least: int) -> None:
     with pytest.raises(DataError, match=f"{name} must be greater than or equal to {least}, not {least - 1}"):
         SampleOptions.of({name: least - 1})
+
+
+def test_standard_input_is_read_once(tmp_path: Path) -> None:
+    assert SampleOptions.of({"data": "-"}).data == ("-",)
+    for given in ({"data": ["-", "-"]}, {"data": "-", "holdout": ["a.txt", "-"]}):
+        with pytest.raises(DataError, match="can be read once only; give a file in the other place"):
+            CalibrationOptions.of(given)
+
+
+def test_documents_are_counted_not_their_windows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", ["short one", "a rather longer text " * 30, "short one"])
+    holdout = write_lines(tmp_path / "h.jsonl", ["something else"])
+    found = calibration_batches(
+        [data], tokenizer, VOCAB, samples=64, seq_len=16, batch_size=4, seed=0, holdout=[holdout]
+    )
+    assert (found.documents, found.held_out_documents) == (2, 1)
+    assert sum(len(b.lengths) for b in found.calibration) > 2
 
 
 def test_a_broken_line_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:

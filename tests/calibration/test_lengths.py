@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8serve.calibration.evaluate import evaluate
+from fp8serve.calibration.lengths import shortfall
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.report import html_report
 from fp8serve.calibration.result import CalibrationReport
@@ -66,3 +67,23 @@ def test_commands_say_it_beside_the_result(short: Path, tmp_path: Path, capsys: 
         out, err = capsys.readouterr()
         assert err.splitlines() == [CUT]
         assert json.loads(out)["notes"] == [CUT]
+
+
+def test_far_less_data_than_asked_for_is_said(model_dir: Path, tmp_path: Path) -> None:
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join(json.dumps({"text": f"The text with number {i}."}) + "\n" for i in range(3)))
+    report = calibrate(model_dir, data=data, out=tmp_path / "out", samples=16, seq_len=64)
+    tokens = report.data.tokens
+    gave = f"the data gave 3 samples with {tokens} tokens, because there is no more text."
+    assert report.notes == (f"16 samples of 64 tokens were asked for; {gave}",)
+    assert (report.data.documents, report.data.held_out_documents) == (3, 1)
+    found = evaluate(tmp_path / "out", data=data, samples=3, seq_len=128)
+    gave = f"the data gave 3 samples with {tokens} tokens, because short documents are not joined."
+    assert found.notes == (f"3 samples of 128 tokens were asked for; {gave}",)
+    assert (found.documents, found.tokens, found.quality.tokens) == (3, tokens, tokens - 3)
+    assert "3 samples from 3 documents" in html_report(report)
+
+
+def test_the_last_window_of_a_text_may_be_short() -> None:
+    assert shortfall(4, 32, 4, 124) == shortfall(4, 32, 4, 128) == ()
+    assert all((shortfall(4, 32, 4, 63), shortfall(4, 32, 3, 96)))

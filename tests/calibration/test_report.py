@@ -96,16 +96,33 @@ def printed(table: object) -> str:
 def test_tables_name_quality_size_and_worst_layers() -> None:
     report = make_report()
     text = printed(summary_table(report))
-    for part in ("12.5 -> 12.6", "98 %", "1.907 MiB -> 1.049 MiB", report.worst_layers[0].name):
+    for part in (
+        "128 samples from 40 documents",
+        "16 samples from 9 documents",
+        "12.5 -> 12.6",
+        "98 %",
+        "1.907 MiB -> 1.049 MiB",
+        report.worst_layers[0].name,
+    ):
         assert part in text
 
 
 def test_the_eval_table_shows_reference_figures_only_with_a_reference() -> None:
     quality = make_report().quality
     alone = dataclasses.replace(quality, reference_perplexity=None, kl_divergence=None, top1_agreement=None)
-    common = {"model": "m", "recipe": "stored", "source": ("d",), "samples": 4, "seq_len": 8, "seconds": 1.0}
+    common = {
+        "model": "m",
+        "recipe": "stored",
+        "source": ("d",),
+        "samples": 4,
+        "seq_len": 8,
+        "seconds": 1.0,
+        "documents": 3,
+        "tokens": 99,
+    }
     with_reference = EvalReport(**common, against="r", quality=quality, layers=make_report().layers)  # type: ignore[arg-type]
     without = EvalReport(**common, against=None, quality=alone, layers=())  # type: ignore[arg-type]
     assert "KL" in printed(eval_table(with_reference))
     assert "KL" not in printed(eval_table(without))
+    assert "99 tokens of d (4 samples from 3 documents)" in " ".join(printed(eval_table(without)).split())
     assert json.loads(without.to_json())["quality"]["perplexity"] == 12.6

@@ -79,6 +79,8 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
         ({"messages": CHAT, "tools": [{"type": "function"}]}, "has `tools`, which prompts here do not describe"),
         ({"messages": [{"content": "x"}]}, "message 0 has no `role`"),
         ({"messages": [{"role": "user"}]}, "message 0 has no text in `content`"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "message 0 has `content` in parts; join"),
+        ({"messages": [*CHAT[:1], {"role": "assistant", "tool_calls": [{}]}]}, "message 1 has tool calls, which"),
         ({"messages": CHAT[:1]}, "no message is the assistant's"),
         ({"messages": [CHAT[1] | {"weight": 0.5}]}, "weight 0.5, which is neither 0 nor 1"),
     ],

@@ -1,0 +1,161 @@
+"""What a name given for data may be: a file, a gzip file, standard input, a file on the hub; and what is refused."""
+
+import gzip
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.errors import DataError
+from fp8serve.model import data_files
+from fp8serve.model.examples import TextExample, read_examples
+
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+def texts(*sources: Path | str) -> list[str]:
+    return [e.text for e in read_examples(sources) if isinstance(e, TextExample)]
+
+
+def pipe(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson"])
+def test_a_gzip_file_is_what_it_unpacks_to(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"d{suffix}.gz").write_bytes(gzip.compress(LINES))
+    (tmp_path / "t.txt.GZ").write_bytes(gzip.compress("\ufeffprose\r\n\r\nmore".encode()))
+    assert texts(tmp_path / f"d{suffix}.gz", tmp_path / "t.txt.GZ") == ["one", "two", "prose\n\nmore"]
+
+
+ZIPPED = gzip.compress(LINES)
+
+
+@pytest.mark.parametrize("content", [LINES, ZIPPED[:-12], ZIPPED[:20] + b"xx" + ZIPPED[22:], b"\x1f"])
+def test_a_damaged_gzip_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl.gz").write_bytes(content)
+    with pytest.raises(DataError, match=r"d\.jsonl\.gz is no whole gzip file: "):
+        read_examples([tmp_path / "d.jsonl.gz"])
+
+
+@pytest.mark.parametrize(("unpacked", "message"), [(b"\n", "larger than 1 MiB"), (b" ", "a line of more than 0 MiB")])
+def test_limits_hold_for_what_a_gzip_file_unpacks_to(
+    unpacked: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_files, "MAX_DATA_BYTES", 1 << 20)
+    monkeypatch.setattr(data_files, "MAX_LINE_BYTES", 1 << 16)
+    bomb = tmp_path / "bomb.jsonl.gz"
+    bomb.write_bytes(gzip.compress(unpacked * (2 << 20)))
+    assert bomb.stat().st_size < 1 << 14
+    with pytest.raises(DataError, match=rf"bomb\.jsonl\.gz (is|has) {message}"):
+        read_examples([bomb])
+
+
+def test_standard_input_is_json_lines_where_it_begins_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe(b"\r\n \n" + LINES, monkeypatch)
+    assert texts("-") == ["one", "two"]
+    pipe("Grüße\n\n{not JSON}\n".encode(), monkeypatch)
+    assert texts("-") == ["Grüße\n\n{not JSON}"]
+    pipe(LINES + b"{", monkeypatch)
+    with pytest.raises(DataError, match="standard input:3 is not valid JSON"):
+        read_examples(["-"])
+    pipe(b"", monkeypatch)
+    with pytest.raises(DataError, match="standard input holds no examples; it is empty"):
+        read_examples(["-"])
+
+
+def test_a_terminal_and_a_closed_standard_input_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(LINES))
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    with pytest.raises(DataError, match="Standard input is a terminal; give a file"):
+        read_examples(["-"])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(DataError, match="Standard input is closed; give a file"):
+        read_examples(["-"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "voilà".encode("latin-1"), "not UTF-8 text: byte 4 cannot"),
+        ("a.jsonl", LINES + b'{"text": "\xe0"}', "not UTF-8 text: byte 42 cannot"),
+        ("a.txt", b"one\ntw\0o", "is not text: byte 6 is zero"),
+        ("a.jsonl", b"\0" * 20, "is not text: byte 0 is zero"),
+        ("a.gz", gzip.compress(b"text"), "neither text .* nor JSON lines"),
+        ("a.csv.gz", gzip.compress(b"text"), "neither text .* nor JSON lines"),
+    ],
+)
+def test_bytes_that_are_no_text(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_examples([tmp_path / name])
+
+
+def test_a_text_of_one_line_of_ten_megabytes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"word " * (2 << 20))
+    assert texts(tmp_path / "a.txt") == ["word " * (2 << 20)]
+
+
+class Hub:
+    """Stands for huggingface_hub: one data set, whose files are those of a directory."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.asked = folder, []  # type: tuple[Path, list[Any]]
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", self.download)
+        monkeypatch.setattr("huggingface_hub.list_repo_files", self.names)
+
+    def download(self, repo: str, file: str, **options: Any) -> str:
+        self.asked.append((repo, file, options["repo_type"], options["revision"]))
+        if not (self.folder / file).exists():
+            raise OSError(f"404 Client Error.\n\nEntry Not Found: {file}.")
+        return str(self.folder / file)
+
+    def names(self, repo: str, **options: Any) -> list[str]:
+        return sorted(p.name for p in self.folder.iterdir())
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.jsonl").write_bytes(LINES)
+    (tmp_path / "hub" / "README.md").write_text("A card.")
+    return Hub(tmp_path / "hub", monkeypatch)
+
+
+def test_a_file_of_a_data_set_on_the_hub(hub: Hub) -> None:
+    assert texts("hf://datasets/org/my.set@v1/train.jsonl") == ["one", "two"]
+    assert texts("hf://datasets/org/my.set") == ["one", "two"]  # it has no other
+    assert hub.asked == [
+        ("org/my.set", "train.jsonl", "dataset", "v1"),
+        ("org/my.set", "train.jsonl", "dataset", None),
+    ]
+
+
+def test_a_data_set_with_several_files_wants_a_name(hub: Hub) -> None:
+    (hub.folder / "test.jsonl.gz").write_bytes(gzip.compress(LINES))
+    with pytest.raises(DataError, match=r"holds 2 files, such as test\.jsonl\.gz; add /FILE"):
+        read_examples(["hf://datasets/org/set"])
+    for name in ("train.jsonl", "test.jsonl.gz"):
+        (hub.folder / name).rename(hub.folder / f"{name}.parquet")
+    with pytest.raises(DataError, match="holds no text or JSON lines"):
+        read_examples(["hf://datasets/org/set"])
+
+
+def test_what_the_hub_does_not_give_is_one_sentence(hub: Hub) -> None:
+    with pytest.raises(DataError) as refused:
+        read_examples(["hf://datasets/org/set/none.txt"])
+    said = "hf://datasets/org/set/none.txt could not be had from the hub: 404 Client Error."
+    assert str(refused.value) == said
+    for name in ("hf://org/set/a.txt", "hf://datasets/set", "hf://models/org/set/a.txt"):
+        with pytest.raises(DataError, match="is no data set on the hub; write hf://datasets/OWNER/NAME/FILE"):
+            read_examples([name])
+
+
+def test_a_path_is_never_a_name_on_the_hub_or_standard_input(hub: Hub) -> None:
+    for name in ("hf://datasets/org/set/train.jsonl", "-"):
+        with pytest.raises(DataError):
+            read_examples([Path(name)])
+    assert not hub.asked
