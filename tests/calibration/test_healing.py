@@ -8,9 +8,7 @@ import torch
 
 from fp8serve.calibration.data import calibration_batches
 from fp8serve.calibration.healing import Schedule, heal
-from fp8serve.calibration.measure import TokenTally, add_logits
 from fp8serve.calibration.observe import observe, settle
-from fp8serve.calibration.passes import forward
 from fp8serve.calibration.pipeline import calibrate, load
 from fp8serve.calibration.result import CalibrationReport
 from fp8serve.errors import Fp8ServeError, ModelError
@@ -20,8 +18,8 @@ from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
 from fp8serve.model.tokenizer import Tokenizer
 
 from .conftest import VOCAB
+from .test_rounding import SMALL, divergence
 
-SMALL = {"samples": 48, "seq_len": 48, "batch_size": 4}
 RATE = 3e-4  # the tiny model's weights are random and large
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(),
@@ -34,19 +32,6 @@ RECIPES: dict[str, Recipe] = {
 
 def run(model: Path, out: Path, recipe: Recipe, **options: object) -> CalibrationReport:
     return calibrate(model, out=out, recipe=recipe, **(SMALL | {"heal_rate": RATE} | options))  # type: ignore[arg-type]
-
-
-@torch.no_grad()
-def divergence(folder: Path, model: Path) -> float:
-    """KL(model || folder) in nats per token, on the samples that a calibration holds out."""
-    tokenizer, served, exact = Tokenizer.from_dir(folder), load_servable(folder), load_servable(model, "bf16")
-    found = calibration_batches(None, tokenizer, VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
-    tally = TokenTally()
-    for batch in found.held_out:
-        add_logits(tally, batch.targets, (served, forward(served, batch)), (exact, forward(exact, batch)))
-    kl = tally.quality(compared=True).kl_divergence
-    assert kl is not None
-    return kl
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

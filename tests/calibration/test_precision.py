@@ -17,9 +17,8 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import from_name
 from fp8serve.model.checkpoint import linear_names, load_scales, load_servable, open_checkpoint
 
-from .test_healing import divergence
+from .test_rounding import SMALL, divergence
 
-SMALL = {"samples": 48, "seq_len": 48, "batch_size": 4}
 DOWN = "model.layers.1.mlp.down_proj"
 QKV = tuple(f"model.layers.0.self_attn.{p}_proj" for p in "qkv")
 
