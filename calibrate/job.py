@@ -32,10 +32,11 @@ class Job:
     linears: dict[str, Linear]
     batches: Batches
     observer: Observer
-    states: dict[str, ScalingState]
+    states: dict[str, ScalingState] = field(default_factory=dict)
     rounded: dict[str, FrozenLinear] | None = None
     kept: list[KeptReport] = field(default_factory=list)  # what stays in high precision
     healing: HealingReport | None = None
+    notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
 
     def compare(
         self, linears: Mapping[str, Linear] | None = None, rounded: Mapping[str, FrozenLinear] | None = None

@@ -5,30 +5,22 @@ from collections.abc import Mapping, Sequence
 
 from fp8serve.errors import RecipeError
 from fp8serve.model.checkpoint import load_servable
-from fp8serve.model.decoder import Decoder
 
-from .data import Batches
 from .healing import Schedule, heal
 from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
 from .job import Job
-from .observe import Observer
-from .options import CalibrationOptions
-from .passes import Linears
 from .precision import Target, fewest, ordered, restore
-from .progress import Stages
 from .result import HealingReport, KeptReport, Quality
 
 
-def amaxes_of_inputs(
-    decoder: Decoder, linears: Linears, batches: Batches, observer: Observer, asked: CalibrationOptions, stages: Stages
-) -> Mapping[str, float]:
+def amaxes_of_inputs(job: Job) -> Mapping[str, float]:
     """Of inputs whose scale is not to be made from their history."""
-    seen = {name: seen.amax for name, seen in observer.seen.items()}
+    asked, samples = job.asked, job.batches.calibration
     if asked.input_scales == "percentile":
-        percent = asked.percentile or PERCENTILE
-        return percentile_amaxes(decoder, linears, batches.calibration, percent, stages)
+        return percentile_amaxes(job.decoder, job.linears, samples, asked.percentile or PERCENTILE, job.stages)
     if asked.input_scales == "search":
-        return searched_amaxes(decoder, linears, batches.calibration, seen, stages)
+        seen = {name: seen.amax for name, seen in job.observer.seen.items()}
+        return searched_amaxes(job.decoder, job.linears, samples, seen, job.stages)
     return {}
 
 

@@ -36,7 +36,7 @@ from .data import Batches, calibration_batches
 from .job import Job
 from .lengths import fitting, shortfall
 from .methods import amaxes_of_inputs, heal_weights, meet
-from .observe import Observer, observe, observer_of, settle
+from .observe import observe, observer_of, settle
 from .options import CalibrationOptions
 from .precision import Target, kept_reports, left_out, restore
 from .progress import Progress, Stages
@@ -77,24 +77,14 @@ def calibrate(
     """
     out, source, asked = Path(out), Path(model_dir), CalibrationOptions.of(options)
     check_settings(out, recipe, asked)
-    stages = Stages(progress)
-    with stages.stage("load"):
-        decoder, linears = load(source, asked.device)
-        kept = kept_reports(decoder, left_out(list(linears), asked.skip or (), asked.only or ()))
-        seq_len, notes = fitting(asked.seq_len, decoder.config)
-        asked = replace(asked, seq_len=seq_len)
-        batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
-        notes += shortfall(asked.samples, seq_len, batches.samples, batches.tokens)
-    for name in [name for group in kept for name in group.names]:
-        restore(decoder, [name])
-        del linears[name]
-    with Unfinished(out, description(source, recipe, asked, batches, versions()), asked.resume, ranks) as unfinished:
-        observer = _observe(decoder, linears, batches, recipe, asked, stages, unfinished, ranks)
-        states = settle(observer, amaxes_of_inputs(decoder, linears, batches, observer, asked, stages))
-        job = Job(source, recipe, asked, stages, decoder, linears, batches, observer, states, kept=list(kept))
+    job = _load(source, recipe, asked, Stages(progress))
+    told = description(source, recipe, job.asked, job.batches, versions())
+    with Unfinished(out, told, asked.resume, ranks) as unfinished:
+        _observe(job, unfinished, ranks)
         if asked.rounding == "gptq":
+            samples = job.batches.calibration
             job.rounded = round_weights(
-                decoder, linears, batches.calibration, recipe, states, stages, unfinished.once, ranks
+                job.decoder, job.linears, samples, recipe, job.states, job.stages, unfinished.once, ranks
             )
         if not ranks.first:
             return cast(CalibrationReport, ranks.hear())
@@ -102,26 +92,37 @@ def calibrate(
             meet(job, target)
         if asked.heal:
             heal_weights(job)
-        return ranks.tell(write(job, out, *_measure(job), notes))
+        return ranks.tell(write(job, out, *_measure(job)))
 
 
-def _observe(
-    decoder: Decoder,
-    linears: dict[str, Linear],
-    batches: Batches,
-    recipe: Recipe,
-    asked: CalibrationOptions,
-    stages: Stages,
-    unfinished: Unfinished,
-    ranks: Ranks,
-) -> Observer:
+def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stages) -> Job:
+    """The model and the samples; nothing observed yet."""
+    with stages.stage("load"):
+        decoder, linears = load(source, asked.device)
+        kept = kept_reports(decoder, left_out(list(linears), asked.skip or (), asked.only or ()))
+        for name in [name for group in kept for name in group.names]:
+            restore(decoder, [name])
+            del linears[name]
+        seq_len, notes = fitting(asked.seq_len, decoder.config)
+        asked = replace(asked, seq_len=seq_len)
+        batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
+        notes += shortfall(asked.samples, seq_len, batches.samples, batches.tokens)
+        observer = observer_of(decoder, linears, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients)
+    return Job(source, recipe, asked, stages, decoder, linears, batches, observer, kept=list(kept), notes=notes)
+
+
+def _observe(job: Job, unfinished: Unfinished, ranks: Ranks) -> None:
+    """What was seen of every tensor, now or by an interrupted run, and the scales from it."""
+
     def now() -> dict[str, Tensor]:
-        return recorded(observe(decoder, linears, batches.calibration, recipe, **watched, stages=stages, ranks=ranks))
+        watched = {"kv_cache": job.asked.kv_cache, "gradients": job.asked.gradients}
+        samples = job.batches.calibration
+        return recorded(
+            observe(job.decoder, job.linears, samples, job.recipe, **watched, stages=job.stages, ranks=ranks)
+        )
 
-    watched = {"kv_cache": asked.kv_cache, "gradients": asked.gradients}
-    observer = observer_of(decoder, linears, recipe, **watched)
-    restore_observer(observer, unfinished.once("observed", now))
-    return observer
+    restore_observer(job.observer, unfinished.once("observed", now))
+    job.states = settle(job.observer, amaxes_of_inputs(job))
 
 
 def _measure(job: Job) -> tuple[Quality, tuple[LayerReport, ...]]:

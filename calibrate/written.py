@@ -27,12 +27,10 @@ from .report import html_report
 from .result import CalibrationReport, DataReport, LayerReport, Quality, TensorReport
 
 
-def write(
-    job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], notes: tuple[str, ...]
-) -> CalibrationReport:
+def write(job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...]) -> CalibrationReport:
     """Write `out`; the report as it was written, or would have been."""
     stored = stored_states(job.states, job.recipe)
-    draft = _draft(job, out, stored, quality, layers, notes)
+    draft = _draft(job, out, stored, quality, layers)
     checkpoint = _checkpoint(job, stored)
     with job.stages.stage("write"):
         if not job.asked.scales_only:
@@ -73,7 +71,6 @@ def _draft(
     stored: Mapping[str, ScalingState],
     quality: Quality,
     layers: tuple[LayerReport, ...],
-    notes: tuple[str, ...],
 ) -> CalibrationReport:
     """The report but for what only the written directory tells."""
     size = weight_bytes(job.source)
@@ -91,7 +88,7 @@ def _draft(
         bytes_after=size,
         seconds={},
         versions=versions(),
-        notes=notes + said_of_healing(job.healing),
+        notes=job.notes + said_of_healing(job.healing),
         rounding=job.asked.rounding,
         healing=job.healing,
         kept=tuple(job.kept),
