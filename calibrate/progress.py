@@ -30,7 +30,8 @@ class Stages:
         for done, item in enumerate(items, 1):
             yield item
             self._report(name, done, len(items))
-        self.seconds[name] = round(time.perf_counter() - started, 3)
+        spent = self.seconds.get(name, 0.0) + time.perf_counter() - started  # a stage may come more than once
+        self.seconds[name] = round(spent, 3)
 
     def total(self) -> float:
         """Seconds since this object was made."""
