@@ -21,6 +21,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from .data import Batch, data_files, load_samples, make_batches, source_names
 from .device import check_device
 from .lengths import fitting
+from .made import call, made
 from .measure import LayerTally, TokenTally, add_logits
 from .options import SampleOptions
 from .passes import against as compared
@@ -39,13 +40,14 @@ def evaluate(
     recipe: Literal["stored", "bf16"] | Recipe = "stored",
     scales: Path | str | None = None,
     progress: Progress | None = None,
+    command: str | None = None,
     **options: Any,
 ) -> EvalReport:
     """Perplexity of `model_dir` under `recipe` ("stored": the FP8 that lies in it), and its distance from `against`.
 
     options: the fields of SampleOptions. `against`: a directory run in BF16, with the same vocabulary; it adds its
     perplexity, KL(against || model), agreement on the likeliest token, and the SQNR of every FP8 linear against the
-    linear of the same name there.
+    linear of the same name there. command: how a reader of the report repeats it; None: this call.
     ModelError, DataError, ScalesError: an input cannot be used, or the two models do not fit each other.
     """
     asked = SampleOptions.of({"data": data, **options})
@@ -60,6 +62,7 @@ def evaluate(
             files, Tokenizer.from_dir(source), model.config.vocab_size,
             count=asked.samples, seq_len=limit, seed=asked.seed,
         )  # fmt: skip
+    told = {"data": data, "against": against, "recipe": recipe, "scales": scales}
     batches = make_batches(found, asked.batch_size, asked.device)
     quality, layers = _measure(model, reference, batches, stages)
     return EvalReport(
@@ -73,6 +76,7 @@ def evaluate(
         layers=layers,
         seconds=stages.total(),
         notes=notes,
+        made=made(command or call("evaluate", source, **told, **options)),
     )
 
 
@@ -94,6 +98,9 @@ def _measure(
         other = None if reference is None else (reference, forward(reference, batch))
         add_logits(tokens, batch.targets, (model, hidden), other)
     shares = {} if reference is None else _shares(reference, linears, batches, stages)
+    if reference is not None:
+        for name, linear in linears.items():
+            layers[name].add_weight(reference.get_parameter(f"{name}.weight"), linear)
     reports = tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
     return tokens.quality(compared=reference is not None), reports
 

@@ -7,6 +7,7 @@
     compare    every held-out batch twice, in high precision and as it will be served, layer by layer and token by token
     rank       forwards and backwards over some held-out tokens: what each layer adds to the KL divergence
     write      the whole directory or nothing
+    generate   a few held-out prompts continued by the model and by what was written (generated.py)
 
 Layers are computed one after the other, each over all batches (layerwise.py), so that a BF16 checkpoint larger than
 memory is read once in each stage. Peak memory: one layer's weights as mapped pages, which the system may drop (a
@@ -22,8 +23,9 @@ report, and the directory gets FP8 weights and, if asked for, scales of the KV c
 import copy
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +37,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, name_of, to_json, trains
-from fp8serve.fp8.scaling import ScalingState
+from fp8serve.fp8.scaling import ScalingState, fp8_max
 from fp8serve.model.checkpoint import (
     ScalingCheckpoint,
     TensorScale,
@@ -57,9 +59,11 @@ from fp8serve.model.tokenizer import Tokenizer
 from .compare import compare, freezer
 from .data import Batch, Batches, calibration_batches, data_files, source_names
 from .device import check_device
+from .generated import Generated, before_and_after
 from .healing import Schedule, heal
 from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
 from .lengths import fitting
+from .made import call, made
 from .observe import Observer, observe, observer_of, settle
 from .options import CalibrationOptions
 from .progress import Progress, Stages
@@ -79,6 +83,7 @@ def calibrate(
     out: Path | str,
     recipe: Recipe = DELAYED,
     progress: Progress | None = None,
+    command: str | None = None,
     **options: Any,
 ) -> CalibrationReport:
     """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (docs/formats.md).
@@ -88,7 +93,8 @@ def calibrate(
     keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
     rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small. heal: how
     many steps the model is trained under the recipe towards what it said in high precision (healing.py).
-    progress(stage, done, total) is called after every step of a stage: a layer, or a batch.
+    progress(stage, done, total) is called after every step of a stage: a layer, or a batch. command: how a reader of
+    the report repeats it; None: this call.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
     finite, was never observed or is always zero. In every such case `out` is not written. What was finished before a
@@ -122,9 +128,11 @@ def calibrate(
             tensors=_tensor_reports(observer, kept),
             bytes_before=size, bytes_after=size, seconds={}, versions=versions(), notes=notes + _on_healing(healing),
             rounding=asked.rounding, healing=healing,
+            made=made(command or call("calibrate", source, out=out, recipe=recipe, **options)),
         )  # fmt: skip
         checkpoint = _checkpoint(source, recipe, observer, kept, batches)
-        return _write(source, out, checkpoint, draft, asked, stages, rounded)
+        generate = partial(before_and_after, decoder, batches.held_out, asked, stages)
+        return _write(source, out, checkpoint, draft, asked, stages, rounded, generate)
 
 
 def _observe(
@@ -314,11 +322,17 @@ def _tensor_reports(observer: Observer, kept: Mapping[str, ScalingState]) -> tup
             name=name,
             amax=seen.amax,
             scale=float(kept[name].scale) if name in kept else None,
+            limit=_limit(name, kept[name], observer.recipe) if name in kept else None,
             observations=seen.batches,
             history=tuple(float(f"{value:.6g}") for value in seen.newest),
         )
         for name, seen in observer.seen.items()
     )
+
+
+def _limit(name: str, state: ScalingState, recipe: Recipe) -> float:
+    """The largest magnitude of a tensor that its scale represents."""
+    return fp8_max(recipe, name.rpartition(".")[2]) / float(state.scale)
 
 
 def weight_bytes(folder: Path) -> int:
@@ -334,14 +348,20 @@ def _write(
     asked: CalibrationOptions,
     stages: Stages,
     rounded: Mapping[str, FrozenLinear] | None,
+    generate: Callable[[Path], Generated],
 ) -> CalibrationReport:
     """Write `out` whole or not at all; the report as it was written, or would have been."""
     final = [draft]
 
     def extra_files(folder: Path) -> dict[str, str | bytes]:
-        seconds = stages.seconds | {"total": stages.total()}
-        notes = (*draft.notes, *reader_notes(open_checkpoint(folder)))
-        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds, notes=notes)
+        generated, told = generate(folder)
+        final[0] = report = replace(
+            draft,
+            bytes_after=weight_bytes(folder),
+            notes=(*draft.notes, *reader_notes(open_checkpoint(folder)), *told),
+            generated=generated,
+            seconds=stages.seconds | {"total": stages.total()},
+        )
         return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
 
     with stages.stage("write"):
