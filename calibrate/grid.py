@@ -48,7 +48,7 @@ class GridTally:
             return None
         zeros, *shares = (_short(int(c) / elements) for c in (self.counts[0], *self._binades()))
         top = _short(int(self.counts[TOP_CODE]) / elements)
-        return CastReport(decibels(self.signal, self.noise), self._headroom(), zeros, tuple(shares), top)
+        return CastReport(sqnr(self.signal, self.noise), self._headroom(), zeros, tuple(shares), top)
 
     def _binades(self) -> Tensor:
         by_exponent = self.counts.view(16, 8).sum(1)
@@ -61,7 +61,7 @@ class GridTally:
         return round(math.log2(FP8_MAX[E4M3] / self.peak), 4) + 0.0  # no minus zero
 
 
-def decibels(signal: float, noise: float) -> float | None:
+def sqnr(signal: float, noise: float) -> float | None:
     """10 log10 of the ratio of two powers. None: no noise at all (or no signal), where a ratio says nothing."""
     return None if noise == 0 or signal == 0 else 10 * math.log10(signal / noise)
 

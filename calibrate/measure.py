@@ -23,7 +23,7 @@ from fp8serve.fp8.tally import tally
 from fp8serve.model.decoder import Decoder
 
 from .data import IGNORED
-from .grid import GridTally, decibels
+from .grid import GridTally, sqnr
 from .result import LayerReport, Quality
 
 LOGIT_ROWS = 256
@@ -116,7 +116,7 @@ class LayerTally:
     @property
     def sqnr_db(self) -> float | None:
         """None: no noise at all (or no signal), where a ratio says nothing."""
-        return decibels(self.signal, self.noise)
+        return sqnr(self.signal, self.noise)
 
     def report(self, name: str, kl: float | None = None) -> LayerReport:
         of = max(self.elements, 1)

@@ -66,9 +66,9 @@ from .lengths import fitting
 from .made import call, made
 from .observe import Observer, observe, observer_of, settle
 from .options import CalibrationOptions
+from .page.pages import html_report
 from .progress import Progress, Stages
 from .recorded import recorded, restore
-from .report import html_report
 from .result import CalibrationReport, DataReport, HealingReport, LayerReport, Quality, TensorReport
 from .rounding import round_weights
 from .sensitivity import kl_shares

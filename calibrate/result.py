@@ -66,6 +66,11 @@ class LayerReport:
     input: CastReport | None = None  # None: not in FP8
     weight: CastReport | None = None
 
+    @property
+    def headroom(self) -> float | None:
+        """Of the input; None where it has none."""
+        return None if self.input is None else self.input.headroom
+
 
 def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
     """By the KL divergence that each adds; where that is not known by SQNR, exact layers last."""
