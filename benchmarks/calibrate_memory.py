@@ -113,6 +113,7 @@ def main() -> None:
         model, out = Path(name) / "model", Path(name) / "out"
         size = write_model(model, asked.gib, asked.hidden)
         options = ["--samples", asked.samples, "--seq-len", asked.seq_len, "--rounding", asked.rounding]
+        options += ["--generated-samples", 0]  # it would be read from its file a hundred times
         command = [sys.executable, "-c", CALIBRATE, "calibrate", model, "--out", out, *options]
         with limited(int(asked.limit_gib * GIB)) as group:
             seconds, peak, anonymous = watched([str(part) for part in command], group)

@@ -8,5 +8,7 @@ methods    what may be done to the model: input_scales, precision (what stays in
 rounding   weights rounded layer by layer, by gptq                unfinished results kept for --resume
 ranks      several processes that calibrate together              compare    high precision and FP8 side by side
 measure    perplexity, KL, SQNR, saturation                       sensitivity  what each layer costs
-evaluate   evaluate(): how good a directory is                    report     the page and the tables; charts, result
+evaluate   evaluate(): how good a directory is                    result     what a report holds
+grid       where values land on E4M3                              generated  what a model says before and after
+page/      a report as a page                                     report     as a table for the terminal
 """

@@ -44,6 +44,8 @@ def compare(
     for index in layers(decoder, "compare", stages):
         of_layer = within(index, linears)
         frozen = {name: freeze(name, linear) for name, linear in of_layer.items()}
+        for name, linear in of_layer.items():
+            tallies[name].add_weight(linear.weight, frozen[name])
         for one, other in zip(exact, quantized, strict=True):
             one.advance(index)
             with in_fp8(of_layer, lambda name, linear, frozen=frozen: frozen[name], tallies):  # type: ignore[misc]

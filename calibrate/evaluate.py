@@ -21,6 +21,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from .data import Batch, documents, load_samples, make_batches, source_names
 from .device import check_device
 from .lengths import fitting, shortfall
+from .made import call, made
 from .measure import LayerTally, TokenTally, add_logits
 from .options import SampleOptions
 from .passes import against as compared
@@ -39,6 +40,7 @@ def evaluate(
     recipe: RecipeChoice | Recipe = "stored",
     scales: Path | str | None = None,
     progress: Progress | None = None,
+    command: str | None = None,
     **options: Any,
 ) -> EvalReport:
     """Perplexity of `model_dir` under `recipe` ("stored": the FP8 that lies in it), and its distance from `against`.
@@ -46,7 +48,7 @@ def evaluate(
     recipe: a name, as on the command line, or a Recipe.
     options: the fields of SampleOptions. `against`: a directory run in BF16, with the same vocabulary; it adds its
     perplexity, KL(against || model), agreement on the likeliest token, and the SQNR of every FP8 linear against the
-    linear of the same name there.
+    linear of the same name there. command: how a reader of the report repeats it; None: this call.
     ModelError, DataError, RecipeError, ScalesError: an input cannot be used, or the two models do not fit each other.
     """
     asked = SampleOptions.of({"data": data, **options})
@@ -60,6 +62,7 @@ def evaluate(
             asked.data, Tokenizer.from_dir(source), model.config.vocab_size,
             count=asked.samples, seq_len=limit, seed=asked.seed,
         )  # fmt: skip
+    told = {"data": data, "against": against, "recipe": recipe, "scales": scales}
     batches = make_batches(found, asked.batch_size, asked.device)
     quality, layers = _measure(model, reference, batches, stages)
     tokens = sum(batch.tokens for batch in batches)
@@ -76,6 +79,7 @@ def evaluate(
         notes=notes + shortfall(asked.samples, limit, len(found), tokens),
         documents=documents(found),
         tokens=tokens,
+        made=made(command or call("evaluate", source, **told, **options)),
     )
 
 
@@ -104,6 +108,9 @@ def _measure(
         other = None if reference is None else (reference, forward(reference, batch))
         add_logits(tokens, batch.targets, (model, hidden), other)
     shares = {} if reference is None else _shares(reference, linears, batches, stages)
+    if reference is not None:
+        for name, linear in linears.items():
+            layers[name].add_weight(reference.get_parameter(f"{name}.weight"), linear)
     reports = tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
     return tokens.quality(compared=reference is not None), reports
 

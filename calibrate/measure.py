@@ -10,18 +10,20 @@ sum (y - y_fp8)^2) in dB, sums in FP64 over all tokens. About 25 dB is usual for
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from fp8serve.errors import DataError, ModelError
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import expand
 from fp8serve.fp8.tally import tally
 from fp8serve.model.decoder import Decoder
 
 from .data import IGNORED
+from .grid import GridTally, sqnr
 from .result import LayerReport, Quality
 
 LOGIT_ROWS = 256
@@ -81,7 +83,8 @@ def add_logits(
 
 @dataclass
 class LayerTally:
-    """Signal and noise power of one linear's output, and how much of its input FP8 could not hold (fp8/tally.py)."""
+    """Signal and noise power of one linear's output, how much of its input FP8 could not hold (fp8/tally.py), and where
+    the values of input and weight land (grid.py)."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -89,6 +92,8 @@ class LayerTally:
     rounded_to_top: int = 0
     underflowed: int = 0
     elements: int = 0
+    input: GridTally = field(default_factory=GridTally)
+    weight: GridTally = field(default_factory=GridTally)
 
     def add_output(self, exact: Tensor, got: Tensor) -> None:
         wide = exact.double()
@@ -102,15 +107,18 @@ class LayerTally:
         self.saturated += int(found.saturated)
         self.rounded_to_top += int(found.rounded_to_top)
         self.underflowed += int(found.underflowed)
+        self.input.add(x, q, scale_inv)
+
+    def add_weight(self, weight: Tensor, linear: FrozenLinear) -> None:
+        """weight [N, K] in high precision, and the linear that holds it in FP8."""
+        self.weight.add(weight.detach(), linear.weight_q, linear.weight_scale_inv)
 
     @property
     def sqnr_db(self) -> float | None:
         """None: no noise at all (or no signal), where a ratio says nothing."""
-        if self.noise == 0 or self.signal == 0:
-            return None
-        return 10 * math.log10(self.signal / self.noise)
+        return sqnr(self.signal, self.noise)
 
     def report(self, name: str, kl: float | None = None) -> LayerReport:
         of = max(self.elements, 1)
         fractions = (self.saturated / of, self.rounded_to_top / of, self.underflowed / of)
-        return LayerReport(name, self.sqnr_db, *fractions, kl)
+        return LayerReport(name, self.sqnr_db, *fractions, kl, self.input.report(), self.weight.report())

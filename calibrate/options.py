@@ -86,6 +86,9 @@ class CalibrationOptions(SampleOptions):
     percentile: Annotated[
         float | None, Gt(0), Le(100), About("Percent of the elements of an input in its range.", unset="99.99")
     ] = None
+    generated_samples: Annotated[
+        int, Ge(0), Le(64), About("Held-out prompts that both models continue, for the report.")
+    ] = 4
     scales_only: Annotated[bool, About("Write scales.safetensors and no weights.")] = False
     max_shard_size: Annotated[str, About("Largest file of weights, such as 2GB or 500MiB.", metavar="SIZE")] = "5GiB"
     resume: Annotated[bool, About("Go on with a calibration of the same output that was interrupted.")] = False

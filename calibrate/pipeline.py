@@ -8,6 +8,7 @@
     compare    every held-out batch twice, in high precision and as it will be served, layer by layer and token by token
     rank       forwards and backwards over some held-out tokens: what each layer adds to the KL divergence
     write      the whole directory or nothing
+    generate   a few held-out prompts continued by the model and by what was written (generated.py)
 
 Layers are computed one after the other, each over all batches (layerwise.py), so that a BF16 checkpoint larger than
 memory is read once in each stage. Peak memory: one layer's weights as mapped pages, which the system may drop (a
@@ -35,6 +36,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from .data import Batches, calibration_batches
 from .job import Job
 from .lengths import fitting, shortfall
+from .made import call, made
 from .methods import amaxes_of_inputs, heal_weights, meet
 from .observe import observe, observer_of, settle
 from .options import CalibrationOptions
@@ -59,6 +61,7 @@ def calibrate(
     recipe: Recipe = DELAYED,
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
+    command: str | None = None,
     **options: Any,
 ) -> CalibrationReport:
     """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (docs/formats.md).
@@ -69,7 +72,8 @@ def calibrate(
     rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small. heal: how
     many steps the model is trained under the recipe towards what it said in high precision (healing.py).
     ranks: the processes that calibrate together, each calling this function alike (ranks.py); rank 0 writes.
-    progress(stage, done, total) is called after every step of a stage: a layer, or a batch.
+    progress(stage, done, total) is called after every step of a stage: a layer, or a batch. command: how a reader of
+    the report repeats it; None: this call.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
     finite, was never observed or is always zero. In every such case `out` is not written. What was finished before a
@@ -77,9 +81,10 @@ def calibrate(
     """
     out, source, asked = Path(out), Path(model_dir), CalibrationOptions.of(options)
     check_settings(out, recipe, asked)
+    told = command or call("calibrate", source, out=out, recipe=recipe, **options)
     job = _load(source, recipe, asked, Stages(progress))
-    told = description(source, recipe, job.asked, job.batches, versions())
-    with Unfinished(out, told, asked.resume, ranks) as unfinished:
+    about = description(source, recipe, job.asked, job.batches, versions())
+    with Unfinished(out, about, asked.resume, ranks) as unfinished:
         _observe(job, unfinished, ranks)
         if asked.rounding == "gptq":
             samples = job.batches.calibration
@@ -92,7 +97,7 @@ def calibrate(
             meet(job, target)
         if asked.heal:
             heal_weights(job)
-        return ranks.tell(write(job, out, *_measure(job)))
+        return ranks.tell(write(job, out, *_measure(job), made(told)))
 
 
 def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stages) -> Job:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from fp8serve.errors import DataError
 
 HISTORY_SHOWN = 64  # newest amaxes per tensor in the report; scales.safetensors holds the whole history
@@ -34,6 +36,21 @@ class TensorReport:
     scale: float | None  # multiplies to quantize; None: the recipe computes it on the fly
     observations: int  # batches that recorded an amax
     history: tuple[float, ...]  # amax per batch, oldest first, the newest HISTORY_SHOWN
+    limit: float | None = None  # the largest magnitude that the scale represents
+
+
+@dataclass(frozen=True)
+class CastReport:
+    """A tensor on the grid of E4M3 (grid.py): an input on the held-out samples, or a weight. Fractions are of all
+    elements."""
+
+    sqnr_db: float | None  # None: no error at all, or zeros
+    headroom: (
+        float | None
+    )  # powers of two from the largest magnitude up to what the scale represents; negative: cut off
+    zeros: float
+    binades: tuple[float, ...]  # of the 16 exponents, upwards: subnormal, 2^-6 to 2^-5, ..., 2^8 and above
+    at_top: float  # the format's largest value, cut off or rounded to it
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,13 @@ class LayerReport:
     rounded_to_top: float = 0.0  # within it, as the largest FP8 value
     underflowed: float = 0.0  # not zero, and zero in FP8
     kl: float | None = None  # nats per token that this layer's FP8 adds; see sensitivity.py
+    input: CastReport | None = None  # None: not in FP8
+    weight: CastReport | None = None
+
+    @property
+    def headroom(self) -> float | None:
+        """Of the input; None where it has none."""
+        return None if self.input is None else self.input.headroom
 
 
 def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
@@ -100,6 +124,26 @@ class HealingReport:
 
 
 @dataclass(frozen=True)
+class GeneratedReport:
+    """What both models say after a prompt of the held-out samples, the likeliest token every time."""
+
+    prompt: str
+    before: str  # in high precision
+    after: str  # as written
+    tokens: int  # that each was asked for
+    same_tokens: int  # how many of the first are the same
+
+
+@dataclass(frozen=True)
+class Made:
+    """How to repeat it, and what is different each time."""
+
+    command: str
+    date: str  # ISO 8601, UTC
+    machine: str
+
+
+@dataclass(frozen=True)
 class CalibrationReport:
     """Everything that calibration.json holds."""
 
@@ -120,6 +164,8 @@ class CalibrationReport:
     rounding: str = "nearest"  # of weights
     healing: HealingReport | None = None
     kept: tuple[KeptReport, ...] = ()  # what stays in high precision
+    generated: tuple[GeneratedReport, ...] = ()
+    made: Made | None = None
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
@@ -137,26 +183,10 @@ class CalibrationReport:
     def from_json(cls, text: str) -> "CalibrationReport":
         """The inverse of `to_json`. DataError: not a calibration report."""
         try:
-            raw = json.loads(text)
-            data = raw["data"] | {key: tuple(raw["data"][key]) for key in ("source", "held_out_source")}
-            return cls(
-                **raw
-                | {
-                    "data": DataReport(**data),
-                    "quality": Quality(**raw["quality"]),
-                    "layers": tuple(LayerReport(**layer) for layer in raw["layers"]),
-                    "tensors": tuple(TensorReport(**t | {"history": tuple(t["history"])}) for t in raw["tensors"]),
-                    "notes": tuple(raw.get("notes", ())),
-                    "healing": _healing(raw.get("healing")),
-                    "kept": tuple(KeptReport(**k | {"names": tuple(k["names"])}) for k in raw.get("kept", ())),
-                }
-            )
-        except (ValueError, TypeError, KeyError) as e:
-            raise DataError(f"This is not a calibration report of this version: {e}.") from None
-
-
-def _healing(raw: dict[str, Any] | None) -> HealingReport | None:
-    return None if raw is None else HealingReport(**raw | {"losses": tuple(raw["losses"])})
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as e:
+            where = ".".join(map(str, e.errors()[0]["loc"])) or "the text"
+            raise DataError(f"This is not a calibration report: {where}: {e.errors()[0]['msg']}.") from None
 
 
 def _line(value: Any) -> str:
@@ -182,6 +212,7 @@ class EvalReport:
     notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
     documents: int = 0  # examples that the samples come from
     tokens: int = 0  # read; those that were scored are `quality.tokens`
+    made: Made | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)

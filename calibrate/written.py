@@ -10,7 +10,7 @@ import torch
 
 import fp8serve
 from fp8serve.fp8.recipe import Recipe, to_json
-from fp8serve.fp8.scaling import ScalingState
+from fp8serve.fp8.scaling import ScalingState, fp8_max
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, open_checkpoint, save_scales
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.files import whole_directory
@@ -19,18 +19,19 @@ from fp8serve.model.scales import FILE_NAME
 from fp8serve.model.shards import open_shards
 
 from .data import Batches, source_names
+from .generated import before_and_after
 from .job import Job
 from .methods import said_of_healing
 from .observe import Observer
 from .options import CalibrationOptions
-from .report import html_report
-from .result import CalibrationReport, DataReport, LayerReport, Quality, TensorReport
+from .page.pages import html_report
+from .result import CalibrationReport, DataReport, LayerReport, Made, Quality, TensorReport
 
 
-def write(job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...]) -> CalibrationReport:
-    """Write `out`; the report as it was written, or would have been."""
+def write(job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Made) -> CalibrationReport:
+    """Write `out`; the report as it was written, or would have been. origin: how the report was made."""
     stored = stored_states(job.states, job.recipe)
-    draft = _draft(job, out, stored, quality, layers)
+    draft = replace(_draft(job, out, stored, quality, layers), made=origin)
     checkpoint = _checkpoint(job, stored)
     with job.stages.stage("write"):
         if not job.asked.scales_only:
@@ -44,9 +45,14 @@ def _write_directory(job: Job, out: Path, checkpoint: ScalingCheckpoint, draft: 
     final = [draft]
 
     def extra_files(folder: Path) -> dict[str, str | bytes]:
-        seconds = job.stages.seconds | {"total": job.stages.total()}
-        notes = (*draft.notes, *reader_notes(open_checkpoint(folder)))
-        final[0] = report = replace(draft, bytes_after=weight_bytes(folder), seconds=seconds, notes=notes)
+        generated, told = before_and_after(job.decoder, job.batches.held_out, job.asked, job.stages, folder)
+        final[0] = report = replace(
+            draft,
+            bytes_after=weight_bytes(folder),
+            notes=(*draft.notes, *reader_notes(open_checkpoint(folder)), *told),
+            generated=generated,
+            seconds=job.stages.seconds | {"total": job.stages.total()},
+        )
         return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
 
     rounded = {name: layer for name, layer in (job.rounded or {}).items() if name in job.linears}
@@ -145,11 +151,17 @@ def _tensor_reports(observer: Observer, kept: Mapping[str, ScalingState]) -> tup
             name=name,
             amax=seen.amax,
             scale=float(kept[name].scale) if name in kept else None,
+            limit=_limit(name, kept[name], observer.recipe) if name in kept else None,
             observations=seen.batches,
             history=tuple(float(f"{value:.6g}") for value in seen.newest),
         )
         for name, seen in observer.seen.items()
     )
+
+
+def _limit(name: str, state: ScalingState, recipe: Recipe) -> float:
+    """The largest magnitude of a tensor that its scale represents."""
+    return fp8_max(recipe, name.rpartition(".")[2]) / float(state.scale)
 
 
 def weight_bytes(folder: Path) -> int:

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     debug = "--debug" in args
     try:
-        app(["--debug"] * debug + [a for a in args if a != "--debug"], prog_name="fp8serve")
+        app(["--debug"] * debug + [a for a in args if a != "--debug"], prog_name="fp8serve", obj=args)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

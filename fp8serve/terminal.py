@@ -4,6 +4,7 @@ A progress bar appears only when standard error is a terminal; with --json stand
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,13 @@ Model = Annotated[
     typer.Argument(metavar="MODEL", help="Hugging Face-format directory, GGUF file, smollm2, or a name on the hub."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+
+def typed_command() -> str:
+    """What was typed, for a shell; inside a command."""
+    import click
+
+    return shlex.join(["fp8serve", *click.get_current_context().find_root().obj])
 
 
 class Advance(Protocol):

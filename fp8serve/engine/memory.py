@@ -6,16 +6,15 @@ memory that this process may use), less what the largest step takes, which is ru
 their own, of no more than such a step, and so count as another. What is left becomes the cache.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.model.config import ModelConfig
+from fp8serve.model.memory import free_memory
 
 CPU_SHARE = 4  # the cache takes at most a quarter of free memory: weights are mapped, and need room to stay there
 GPU_SHARE = 0.9
@@ -111,19 +110,3 @@ def gpu_bytes_of(run: Callable[[], object], device: torch.device) -> int:
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def free_memory() -> int:
-    """Bytes that the machine has free, or that the container (control group version 2) still may take, if fewer."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0].isdigit():
-        free = min(free, int(limit[0]) - int(used[0]))
-    return max(free, 0)
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.invariant import OwnLinear
-from fp8serve.engine.memory import free_memory
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import is_packable
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.fusing import Projections
 from fp8serve.model.mapped import release_pages
+from fp8serve.model.memory import free_memory
 
 ROOM = 0.6  # of free memory may become packed weights; up to a quarter is the cache's
 

@@ -4,6 +4,10 @@ from xml.etree import ElementTree
 import pytest
 
 from fp8serve.calibration.charts import HEIGHT, WIDTH, Dot, dots, sparkline
+from fp8serve.calibration.page.bars import bars
+from fp8serve.calibration.page.curve import curve
+from fp8serve.calibration.page.heat import heat
+from fp8serve.calibration.result import CastReport
 
 
 def svg_of(text: str) -> ElementTree.Element:
@@ -55,3 +59,58 @@ def test_a_sparkline_runs_from_left_to_right_and_survives_zeros() -> None:
     assert xs == sorted(xs)
     assert len(xs) == 3
     assert sparkline([0.0, 0.0])
+
+
+# -- the page's own drawings ---------------------------------------------------------------------------------------
+
+
+def areas(svg: ElementTree.Element) -> dict[str, float]:
+    """Of the cells of each colour: class and opacity -> square pixels."""
+    found = {}
+    for path in svg.findall("path"):
+        cells = re.findall(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H", path.attrib["d"])
+        key = path.attrib["class"] + path.attrib.get("fill-opacity", "")
+        found[key] = sum((float(x2) - float(x)) * (float(y2) - float(y)) for x, y, x2, y2 in cells)
+    return found
+
+
+def test_a_heat_map_has_a_cell_for_every_value() -> None:
+    svg = svg_of(heat([[0.0, -1.0, -9.0], [0.5, 0.0, None]], ["first", "second"], "batch"))
+    found = areas(svg)
+    cell = found["hot"]  # what lies above 0
+    assert found["h1.00"] == pytest.approx(2 * cell, rel=0.01)
+    assert sum(found.values()) == pytest.approx(5 * cell, rel=0.01)
+    assert [r.findtext("title") for r in svg.findall("rect")] == ["first", "second"]
+
+
+def test_a_shorter_row_of_a_heat_map_ends_at_the_right() -> None:
+    svg = svg_of(heat([[0.0, 0.0, 0.0, 0.0], [1.0]], ["", ""], "batch"))
+    (hot,) = (p.attrib["d"] for p in svg.findall("path") if p.attrib["class"] == "hot")
+    assert hot.split("H")[1].startswith("460")
+
+
+def test_there_is_no_heat_map_of_one_batch() -> None:
+    assert heat([[0.0]], ["one"], "batch") == heat([], [], "batch") == ""
+
+
+def test_bars_are_as_high_as_their_shares() -> None:
+    shares = [0.0] * 16
+    shares[0], shares[8] = 0.1, 0.4
+    svg = svg_of(bars(CastReport(30.0, 0.0, 0.2, tuple(shares), 0.0)))
+    drawn = [(r.attrib["class"], float(r.attrib["height"])) for r in svg.findall("rect")]
+    assert len(drawn) == 17
+    assert [look for look, _ in drawn] == ["hot", "hot", *["h"] * 15]
+    assert drawn[0][1] == pytest.approx(drawn[9][1] / 2, abs=0.1)
+    assert drawn[1][1] == pytest.approx(drawn[9][1] / 4, abs=0.1)
+    assert svg.findall("rect")[9].findtext("title") == "2^1 to 2^2: 40 %"
+
+
+def test_a_curve_shows_its_limit_and_stays_below_the_frame() -> None:
+    svg = svg_of(curve([1.0, 3.0], "batch", 2.0))
+    (line,) = svg.findall("polyline")
+    (limit,) = (x for x in svg.findall("line") if x.attrib["class"] == "zero")
+    heights = [float(p.split(",")[1]) for p in line.attrib["points"].split()]
+    assert heights[1] < float(limit.attrib["y1"]) < heights[0]
+    assert "limit 2" in [t.text for t in svg.findall("text")]
+    assert curve([1.0], "batch") == ""
+    assert curve([0.0, 0.0], "batch")

@@ -8,8 +8,8 @@ import pytest
 
 from fp8serve.calibration.evaluate import evaluate
 from fp8serve.calibration.lengths import shortfall
+from fp8serve.calibration.page.pages import html_report
 from fp8serve.calibration.pipeline import calibrate
-from fp8serve.calibration.report import html_report
 from fp8serve.calibration.result import CalibrationReport
 from fp8serve.cli import main
 from fp8serve.inspection import inspect

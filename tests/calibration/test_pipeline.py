@@ -239,7 +239,14 @@ def test_the_order_and_repetition_of_data_change_no_scale(model_dir: Path, tmp_p
 def test_progress_tells_every_stage_and_layer(model_dir: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     run(model_dir, tmp_path / "out", progress=lambda *step: told.append(step))
-    assert [stage for stage, done, _ in told if done == 0] == ["load", "observe", "compare", "rank", "write"]
+    assert [stage for stage, done, _ in told if done == 0] == [
+        "load",
+        "observe",
+        "compare",
+        "rank",
+        "write",
+        "generate",
+    ]
     assert [step for step in told if step[0] == "observe"] == [("observe", i, 2) for i in range(3)]
 
 

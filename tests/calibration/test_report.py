@@ -1,75 +1,23 @@
 import dataclasses
 import json
-import re
-from html.parser import HTMLParser
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from fp8serve.calibration.report import eval_table, html_report, summary_table, verdict
+from fp8serve.calibration.report import eval_table, summary_table, verdict
 from fp8serve.calibration.result import CalibrationReport, EvalReport, LayerReport
 from fp8serve.errors import DataError
 
 from .reports import make_report
 
 
-class Balance(HTMLParser):
-    """Fails on a tag that is closed but not open."""
-
-    VOID = frozenset({"meta", "line", "circle", "polyline", "br"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.seen.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-
-def test_the_page_is_whole_small_and_needs_no_network() -> None:
-    page = html_report(make_report(layers=32))
-    parser = Balance()
-    parser.feed(page)
-    assert parser.open == []
-    assert not {"script", "link", "img", "iframe"} & set(parser.seen)
-    assert not re.search(r"https?://|url\(", page)
-    assert len(page) < 1_000_000
-
-
-def test_the_page_shows_a_dot_for_every_layer_and_the_worst_first() -> None:
-    report = make_report()
-    page = html_report(report)
-    for layer in report.layers:
-        assert f"{layer.name}: {layer.sqnr_db:.1f} dB</title>" in page
-    table = page[page.index("Worst layers first") :]
-    rows = re.findall(r"<tr><td>(model[^<]*)</td>", table)[:12]
-    assert rows == [layer.name for layer in report.worst_layers[:12]]
-
-
-def test_names_from_outside_are_escaped() -> None:
-    page = html_report(make_report(model="<script>alert(1)</script>"))
-    assert "<script>" not in page
-    assert "&lt;script&gt;" in page
-
-
-def test_a_report_without_layers_is_still_a_page() -> None:
-    bare = dataclasses.replace(make_report(), layers=(), tensors=())
-    parser = Balance()
-    parser.feed(html_report(bare))
-    assert parser.open == []
-
-
 def test_json_reads_back_equal() -> None:
     report = make_report()
     assert CalibrationReport.from_json(report.to_json()) == report
+    old = {k: v for k, v in json.loads(report.to_json()).items() if k not in ("generated", "made", "healing")}
+    old["layers"] = [{k: v for k, v in layer.items() if k not in ("input", "weight")} for layer in old["layers"]]
+    assert CalibrationReport.from_json(json.dumps(old)).layers[0].name == report.layers[0].name  # of an earlier version
     with pytest.raises(DataError, match="not a calibration report"):
         CalibrationReport.from_json('{"model": 1}')
 

@@ -1,0 +1,129 @@
+"""What a model says before and after: a few held-out prompts, continued by the likeliest token every time.
+
+After is the directory that was written, read back. Prompts go through together, a token each in a pass; keys and values
+are kept as in serving, in FP8 where the directory has scales for them. A pass reads all weights: a model larger than
+memory would come from its file a hundred times, so for such a one nothing is generated.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, takewhile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8serve.model.checkpoint import kv_scales, load_servable
+from fp8serve.model.config import ModelConfig
+from fp8serve.model.decoder import Attend, Decoder, rotated
+from fp8serve.model.memory import free_memory
+from fp8serve.model.tokenizer import Tokenizer
+
+from .data import Batch
+from .options import CalibrationOptions
+from .progress import Stages
+from .result import GeneratedReport
+
+TOKENS = 48  # that are generated
+PROMPT = 24  # tokens of a sample, at most, that are its prompt; of a short one half
+TOO_LARGE = "No text was generated for the report: the weights are larger than the free memory."
+BLOCK = 16  # tokens in a block of the cache
+
+_paged_attention = torch.ops.fp8serve.paged_attention.default
+_write_kv = torch.ops.fp8serve.write_kv.default
+KVScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer what quantizes k and v, FP32 []
+
+
+Generated = tuple[tuple[GeneratedReport, ...], tuple[str, ...]]  # the texts, and notes
+
+
+def before_and_after(
+    decoder: Decoder, batches: Sequence[Batch], asked: CalibrationOptions, stages: Stages, folder: Path
+) -> Generated:
+    """What `decoder`, and the FP8 model in `folder`, say after the beginnings of the first samples of `batches`."""
+    if not asked.generated_samples:
+        return (), ()
+    if not _fits(decoder):
+        return (), (TOO_LARGE,)
+    with stages.stage("generate"):
+        prompts, tokenizer = list(islice(_prompts(batches), asked.generated_samples)), Tokenizer.from_dir(folder)
+        before = continued(decoder, prompts)
+        after = continued(load_servable(folder, device=asked.device), prompts, kv_scales(folder))
+        return tuple(_report(tokenizer, *texts) for texts in zip(prompts, before, after, strict=True)), ()
+
+
+def _fits(decoder: Decoder) -> bool:
+    """Whether the weights fit in free memory, and half of them once more: in FP8."""
+    return sum(parameter.nbytes for parameter in decoder.parameters()) * 3 // 2 <= free_memory()
+
+
+def _prompts(batches: Sequence[Batch]) -> Iterator[list[int]]:
+    for batch in batches:
+        for ids in torch.split(batch.ids, batch.lengths):
+            yield ids[: min(PROMPT, len(ids) // 2)].tolist()
+
+
+@torch.no_grad()
+def continued(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], scales: KVScales | None = None, tokens: int = TOKENS
+) -> list[list[int]]:
+    """At most `tokens` likeliest next tokens after each prompt of at least one, fewer where the context ends.
+
+    scales: of an FP8 cache for keys and values.
+    """
+    tokens = min(tokens, decoder.config.max_position_embeddings - max(map(len, prompts)))
+    device = decoder.model.embed_tokens.weight.device
+    cache = _Cache(decoder.config, [len(p) + tokens for p in prompts], device, scales or {})
+    ids, found = torch.tensor([i for p in prompts for i in p], device=device), list[list[int]]()
+    new = [len(p) for p in prompts]
+    for _ in range(tokens):
+        last = torch.tensor(new, device=device).cumsum(0) - 1
+        hidden = decoder(ids, *cache.extended(new), last)
+        ids, new = decoder.logits(hidden).argmax(-1), [1] * len(prompts)
+        found.append(ids.tolist())
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+class _Cache:
+    """Keys and values of sequences that grow to at most `rooms` tokens."""
+
+    def __init__(self, config: ModelConfig, rooms: Sequence[int], device: torch.device, scales: KVScales) -> None:
+        per_sequence = -(-max(rooms) // BLOCK)
+        blocks = per_sequence * len(rooms)
+        self._config, self._device, self._scales = config, device, scales
+        self._tables = torch.arange(blocks, dtype=torch.int32, device=device).view(len(rooms), per_sequence)
+        self._starts = [i * per_sequence * BLOCK for i in range(len(rooms))]  # slots of the first tokens
+        self._lengths = [0] * len(rooms)
+        shape = 2, blocks, BLOCK, config.num_kv_heads, config.head_dim
+        dtype = torch.float8_e4m3fn if scales else torch.bfloat16
+        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    def extended(self, new: Sequence[int]) -> tuple[Tensor, Attend]:
+        """(positions, how they attend) of the next tokens, `new` of each sequence."""
+        before = self._lengths
+        self._lengths = [old + more for old, more in zip(before, new, strict=True)]
+        positions = [range(old, length) for old, length in zip(before, self._lengths, strict=True)]
+        slots = self._tensor([start + p for start, row in zip(self._starts, positions, strict=True) for p in row])
+        lengths = self._tensor(self._lengths).int()
+        queries = torch.nn.functional.pad(self._tensor(new).cumsum(0), (1, 0)).int()
+
+        def mix(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._layers[layer]
+            scales = self._scales.get(layer, (None, None))
+            _write_kv(k, v, keys, values, slots, *scales)
+            inverse = (None if s is None else s.reciprocal() for s in scales)
+            options = self._config.softmax_scale, self._config.layer_windows[layer], self._config.attention_softcap
+            return _paged_attention(q, keys, values, self._tables, lengths, queries, *inverse, *options)  # type: ignore[no-any-return]
+
+        return self._tensor([p for row in positions for p in row]), rotated(mix)
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _report(tokenizer: Tokenizer, prompt: list[int], before: list[int], after: list[int]) -> GeneratedReport:
+    asked = len(before)
+    before, after = (list(takewhile(lambda i: i not in tokenizer.eos_ids, ids)) for ids in (before, after))
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+    said = tokenizer.decode(prompt)
+    texts = [tokenizer.decode(prompt + ids).removeprefix(said) for ids in (before, after)]
+    return GeneratedReport(said, texts[0], texts[1], asked, same)

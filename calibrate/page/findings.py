@@ -1,0 +1,125 @@
+"""What a reader should know first, as sentences: each rule looks for one thing and says what it found and what to do.
+
+A rule gives a finding or nothing; `trouble` is what somebody should look at, the rest is good to know.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from fp8serve.calibration.result import CalibrationReport, LayerReport, TensorReport
+from fp8serve.calibration.words import count, decibels, listed, number, percent, short
+
+from .inputs import input_name, input_tensors, inputs
+
+HIGH_KL = 0.02  # nats per token; what static FP8 of a good model costs with compensated rounding
+LOW_DB = 15.0  # of a layer's output; about 25 to 35 is usual for E4M3
+MUCH_CUT_OFF = 0.001  # of an input's elements
+MUCH_LOST = 0.05  # of an input's elements that become zero
+UNSTEADY = 4.0  # times its median over the batches: an input whose range few batches decide
+CONCENTRATED = 0.3  # of the cost, in a twentieth of the layers
+
+
+@dataclass(frozen=True)
+class Finding:
+    text: str
+    trouble: bool = False
+
+
+def layer_findings(layers: Sequence[LayerReport]) -> list[Finding]:
+    """Of any report that knows its layers."""
+    rules: tuple[Callable[[Sequence[LayerReport]], Finding | None], ...] = (_cut_off, _noisy, _concentrated, _lost)
+    return [found for rule in rules if (found := rule(layers))]
+
+
+def findings(report: CalibrationReport) -> list[Finding]:
+    """Trouble first."""
+    found = [*_cost(report), *layer_findings(report.layers), *_unsteady(report.tensors)]
+    return sorted(found, key=lambda finding: not finding.trouble)
+
+
+def _cost(report: CalibrationReport) -> Iterator[Finding]:
+    """Whether the whole costs more than it has to, and what has not been tried."""
+    kl = report.quality.kl_divergence
+    if kl is None or kl <= HIGH_KL:
+        return
+    ways = {"`--rounding gptq`": report.rounding == "gptq", "`--heal 200`": report.healing is not None}
+    ways["`--recipe rowwise`"] = report.recipe.get("recipe") != "DelayedScaling"
+    untried = [way for way, tried in ways.items() if not tried]
+    advice = f" What may help: {', '.join(untried)}." if untried else ""
+    yield Finding(f"FP8 moves the model's predictions by {number(kl)} nats per token, which is much.{advice}", True)
+
+
+def _cut_off(layers: Sequence[LayerReport]) -> Finding | None:
+    """Whether the held-out samples fit the scales."""
+    known = [x for x in inputs(layers) if x.headroom is not None]
+    if not known:
+        return None
+    over = sorted((x for x in known if x.saturated > 0), key=lambda x: -x.saturated)
+    if over:
+        most = f"{percent(over[0].saturated)} of {input_name(over[0].name)}"
+        return Finding(
+            f"{len(over)} of {len(known)} inputs held values beyond what their scale represents, which were cut off: "
+            f"at most {most}. More calibration data like these, or a margin larger by {max(map(margin, over))}, would "
+            "avoid it; it matters where the layer stands high among the costs, too.",
+            trouble=over[0].saturated > MUCH_CUT_OFF,
+        )
+    nearest = min(known, key=lambda x: x.headroom or 0.0)
+    part = 2 ** -(nearest.headroom or 0.0)
+    return Finding(
+        f"No input value was cut off. {input_name(nearest.name)} came nearest to its limit, with {part:.0%} of it."
+    )
+
+
+def margin(layer: LayerReport) -> int:
+    """Powers of two that its input's scale would have to be smaller by, for no value to be cut off."""
+    return max(0, math.ceil(-(layer.headroom or 0.0)))
+
+
+def _noisy(layers: Sequence[LayerReport]) -> Finding | None:
+    low = [x for x in layers if x.sqnr_db is not None and x.sqnr_db < LOW_DB]
+    if not low:
+        return None
+    low.sort(key=lambda x: x.sqnr_db or 0.0)
+    names = listed([f"{short(x.name)} ({decibels(x.sqnr_db)})" for x in low])
+    return Finding(
+        f"{count(len(low), 'layer')} with less than {LOW_DB:.0f} dB above the noise of the output: {names}.", True
+    )
+
+
+def _concentrated(layers: Sequence[LayerReport]) -> Finding | None:
+    """Whether few layers cost much: these are worth a look."""
+    costs = sorted(((x.kl or 0.0, short(x.name)) for x in layers), reverse=True)
+    total, few = sum(kl for kl, _ in costs), max(1, len(costs) // 20)
+    part = sum(kl for kl, _ in costs[:few]) / total if total else 0.0
+    if part < CONCENTRATED or len(costs) <= few:
+        return None
+    names = listed([name for _, name in costs[:few]])
+    return Finding(f"{few} of {len(costs)} layers make {part:.0%} of the cost: {names}.")
+
+
+def _lost(layers: Sequence[LayerReport]) -> Finding | None:
+    low = sorted((x for x in inputs(layers) if x.underflowed > MUCH_LOST), key=lambda x: -x.underflowed)
+    if not low:
+        return None
+    names = listed([f"{input_name(x.name)} ({percent(x.underflowed)})" for x in low])
+    return Finding(
+        f"In {count(len(low), 'input')} more than {MUCH_LOST:.0%} of the elements become zero, because few large "
+        f"values decide the scale: {names}. That matters where the cost is high, too; there `--input-scales search` or "
+        "`--recipe rowwise` may help."
+    )
+
+
+def _unsteady(tensors: Sequence[TensorReport]) -> Iterator[Finding]:
+    """Inputs whose largest value a few batches decided: other data may go beyond."""
+    usual = ((t, median(t.history)) for t in input_tensors(tensors) if t.history)
+    spread = {tensor.name.removesuffix(".input"): tensor.amax / middle for tensor, middle in usual if middle > 0}
+    wild = sorted(((ratio, name) for name, ratio in spread.items() if ratio > UNSTEADY), reverse=True)
+    if wild:
+        ratio, name = wild[0]
+        yield Finding(
+            f"In {len(wild)} of {len(spread)} inputs one batch holds a value more than {UNSTEADY:.0f} times as large "
+            f"as the largest of a usual batch, in {input_name(name)} {ratio:.3g} times. More samples make such a scale "
+            "surer."
+        )

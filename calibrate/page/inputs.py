@@ -1,0 +1,52 @@
+"""Linears that read the same input, which is one tensor under several names: it is shown under the first."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fp8serve.calibration.result import LayerReport, TensorReport
+
+_KIND_OF = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "into q, k, v"),
+    "o_proj": "into o",
+    **dict.fromkeys(("gate_proj", "up_proj"), "into gate, up"),
+    "down_proj": "into down",
+}
+KINDS = tuple(dict.fromkeys(_KIND_OF.values()))
+T = TypeVar("T")
+
+
+def kind_of(linear: str) -> str:
+    """Of the input of a linear of this name; for another one its own name."""
+    last = linear.rpartition(".")[2]
+    return _KIND_OF.get(last, last)
+
+
+def index_of(name: str) -> int | None:
+    """Of the decoder layer that a tensor or a linear belongs to."""
+    found = re.search(r"layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def input_name(linear: str) -> str:
+    """As in: layer 3 into q, k, v."""
+    index = index_of(linear)
+    return linear if index is None else f"layer {index} {kind_of(linear)}"
+
+
+def inputs(layers: Sequence[LayerReport]) -> list[LayerReport]:
+    """The first of the linears that read each input."""
+    return _first(layers, lambda layer: layer.name)
+
+
+def input_tensors(tensors: Sequence[TensorReport]) -> list[TensorReport]:
+    """Each input once."""
+    found = [t for t in tensors if t.name.endswith(".input")]
+    return _first(found, lambda tensor: tensor.name.removesuffix(".input"))
+
+
+def _first(items: Sequence[T], linear: Callable[[T], str]) -> list[T]:
+    found: dict[tuple[int | None, str], T] = {}
+    for item in items:
+        found.setdefault((index_of(linear(item)), kind_of(linear(item))), item)
+    return list(found.values())

@@ -1,0 +1,26 @@
+from pathlib import Path
+
+from fp8serve.calibration.evaluate import evaluate
+from fp8serve.calibration.made import call
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.fp8.recipe import DelayedScaling
+
+SMALL = {"samples": 8, "seq_len": 32}
+
+
+def test_a_call_can_be_typed_again() -> None:
+    text = call("calibrate", Path("model"), out=Path("out"), recipe=DelayedScaling(), data=None, samples=3)
+    assert text.startswith("fp8serve.calibrate('model', out='out', recipe=DelayedScaling(")
+    assert text.endswith(", samples=3)")
+    assert call("evaluate", Path("model")) == "fp8serve.evaluate('model')"
+
+
+def test_reports_say_how_they_were_made(model_dir: Path, tmp_path: Path) -> None:
+    report = calibrate(model_dir, out=tmp_path / "out", generated_samples=0, **SMALL)  # type: ignore[arg-type]
+    assert report.made is not None
+    assert report.made.command.startswith(f"fp8serve.calibrate('{model_dir}', out='{tmp_path / 'out'}', recipe=Delayed")
+    assert report.made.date.endswith("+00:00")
+    assert "threads" in report.made.machine
+    measured = evaluate(tmp_path / "out", command="fp8serve eval out", **SMALL)  # type: ignore[arg-type]
+    assert measured.made is not None
+    assert measured.made.command == "fp8serve eval out"

@@ -1,0 +1,197 @@
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from fp8serve.calibration.page.findings import Finding, findings
+from fp8serve.calibration.page.pages import html_evaluation, html_report
+from fp8serve.calibration.page.texts import before_and_after, what_to_know
+from fp8serve.calibration.result import CalibrationReport, EvalReport, GeneratedReport, HealingReport, Quality
+
+from .reports import cast, make_report
+
+
+class Balance(HTMLParser):
+    """Fails on a tag that is closed but not open."""
+
+    VOID = frozenset({"meta", "line", "circle", "polyline", "path", "rect", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_small_and_needs_no_network() -> None:
+    page = html_report(make_report(layers=32))
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+    assert not {"script", "link", "img", "iframe"} & set(parser.seen)
+    assert not re.search(r"https?://|url\(", page)
+    assert len(page) < 1_000_000
+
+
+def test_the_page_shows_a_dot_for_every_layer_and_the_worst_first() -> None:
+    report = make_report()
+    page = html_report(report)
+    for layer in report.layers:
+        assert f"{layer.name}: {layer.sqnr_db:.1f} dB</title>" in page
+    table = page[page.index("What each layer costs") :]
+    rows = re.findall(r'<tr><td><span title="(model[^"]*)">', table)[:12]
+    assert rows == [layer.name for layer in report.worst_layers[:12]]
+
+
+def whole(page: str) -> str:
+    """The page, having checked that what is opened is closed."""
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+    return page
+
+
+def evaluation(report: CalibrationReport, **changes: object) -> EvalReport:
+    given: dict[str, object] = {"quality": report.quality, "layers": report.layers, "against": "models/tiny"} | changes
+    given = {"model": "models/tiny-fp8", "recipe": "stored", "source": ("d",), "samples": 4, "seq_len": 8} | given
+    return EvalReport(**given, seconds=1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "draw", [html_report, lambda report: html_evaluation(evaluation(report, source=(report.model,)))]
+)
+def test_what_comes_from_outside_is_escaped(draw: object) -> None:
+    bad = "<script>alert(1)</script>"
+    report = make_report(model=bad)
+    said = tuple(dataclasses.replace(g, prompt=bad, before=bad, after=bad + "x") for g in report.generated)
+    report = dataclasses.replace(
+        report, notes=(bad,), generated=said, made=dataclasses.replace(report.made, command=bad)
+    )  # type: ignore[type-var]
+    report = dataclasses.replace(
+        report,
+        layers=tuple(dataclasses.replace(x, name=f"{bad}.layers.0.{bad}.q_proj") for x in report.layers),
+        tensors=tuple(dataclasses.replace(t, name=f"{bad}.layers.0.{bad}.q_proj.input") for t in report.tensors),
+    )
+    page = whole(draw(report))  # type: ignore[operator]
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_report_without_layers_is_still_a_page() -> None:
+    bare = dataclasses.replace(make_report(), layers=(), tensors=(), generated=(), healing=None, made=None)
+    page = whole(html_report(bare))
+    assert re.findall("<h2>(.*?)</h2>", page) == ["How it was made"]
+
+
+def test_every_section_has_a_line_that_explains_it() -> None:
+    page = whole(html_report(make_report()))
+    titles = re.findall("<h2>(.*?)</h2>", page)
+    assert titles == ["Before and after", "What each layer costs", "Signal and noise", "Room at the top",
+                      "Largest values, batch by batch", "Where values land on the grid of E4M3",
+                      "Largest values, layer by layer", "Healing", "How it was made"]  # fmt: skip
+    assert len(re.findall('</h2><p class="why">[^<]{20,}</p>', page)) == len(titles)
+
+
+def test_the_page_says_how_it_was_made() -> None:
+    page = html_report(make_report())
+    assert "<pre>fp8serve calibrate models/tiny --out out</pre>" in page
+    assert "2026-01-02T03:04:05" in page
+
+
+def test_an_evaluation_is_a_page_with_and_without_a_reference() -> None:
+    report = make_report()
+    with_reference = whole(html_evaluation(evaluation(report)))
+    assert "What each layer costs" in with_reference
+    assert "against models/tiny in high precision" in with_reference
+    alone = whole(html_evaluation(evaluation(report, against=None, layers=(), quality=Quality(9, 12.5))))
+    assert "12.5" in alone
+    assert "KL" not in alone
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def calm() -> CalibrationReport:
+    """Nothing cut off, nothing lost, no layer that stands out, histories that do not vary."""
+    report = make_report()
+    layers = (dataclasses.replace(x, sqnr_db=31.0, saturated=0.0, kl=1e-4, input=cast(0.5)) for x in report.layers)
+    tensors = (dataclasses.replace(t, amax=1.0, history=(1.0,) * 20) for t in report.tensors)
+    return dataclasses.replace(report, layers=tuple(layers), tensors=tuple(tensors))
+
+
+def changed(report: CalibrationReport, name: str, **changes: object) -> CalibrationReport:
+    layers = (dataclasses.replace(x, **changes) if x.name == name else x for x in report.layers)  # type: ignore[arg-type]
+    return dataclasses.replace(report, layers=tuple(layers))
+
+
+DOWN = "model.layers.2.mlp.down_proj"
+
+
+def test_a_calm_report_says_so() -> None:
+    (found,) = findings(calm())
+    assert found == Finding(
+        "No input value was cut off. layer 0 into q, k, v came nearest to its limit, with 71% of it."
+    )
+    assert "Nothing here needs attention." in what_to_know([found])
+    assert "Nothing here" not in what_to_know([found, Finding("Much.", trouble=True)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "trouble"),
+    [
+        ({"saturated": 1e-5, "input": cast(-1.2)}, "1 of 16 inputs held values .* or a margin larger by 2,", False),
+        ({"saturated": 0.01, "input": cast(-0.2)}, "at most 1 % of layer 2 into down. .* margin larger by 1,", True),
+        ({"sqnr_db": 9.0}, r"1 layer with less than 15 dB .*: layer 2 down_proj \(9.0 dB\)", True),
+        ({"underflowed": 0.2}, r"In 1 input more than 5% .*: layer 2 into down \(20 %\)", False),
+        ({"kl": 1.0}, "1 of 28 layers make 100% of the cost: layer 2 down_proj", False),
+    ],
+)
+def test_a_layer_that_stands_out_is_named(changes: dict[str, object], words: str, trouble: bool) -> None:
+    found = [f for f in findings(changed(calm(), DOWN, **changes)) if re.search(words, f.text)]
+    assert [f.trouble for f in found] == [trouble]
+
+
+def test_a_high_cost_comes_first_with_what_was_not_tried() -> None:
+    quality = dataclasses.replace(calm().quality, kl_divergence=0.05)
+    healed = HealingReport(10, 1e-5, (0.1,), 0.06, 0.05)
+    report = dataclasses.replace(calm(), quality=quality, healing=healed)
+    first = findings(report)[0]
+    assert first.trouble
+    assert "--rounding gptq`, `--recipe rowwise`." in first.text
+    assert "--heal" not in first.text
+
+
+def test_an_input_whose_range_one_batch_decides_is_named() -> None:
+    report = calm()
+    name = f"{DOWN}.input"
+    wild = (dataclasses.replace(t, amax=9.0, history=(1.0, 9.0, 1.0)) if t.name == name else t for t in report.tensors)
+    texts = [f.text for f in findings(dataclasses.replace(report, tensors=tuple(wild)))]
+    assert any("In 1 of 16 inputs one batch" in t and "layer 2 into down 9 times" in t for t in texts)
+
+
+# -- before and after -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same", "marked"),
+    [
+        (" a time there was", " a time there were", 4, ["was", "were"]),
+        (" it is", " it was good", 1, ["is", "was"]),
+        (" it", " it is", 1, [" is"]),
+        (" it", " its", 1, ["it", "its"]),
+        ("same", "same", 2, []),
+    ],
+)
+def test_the_first_difference_is_marked(before: str, after: str, same: int, marked: list[str]) -> None:
+    text = before_and_after([GeneratedReport("Once", before, after, 48, same)])
+    assert re.findall("<mark>(.*?)</mark>", text) == marked
+    assert ("In FP8: the same<" in text) is (before == after)
