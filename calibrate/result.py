@@ -7,6 +7,7 @@ stored. A figure that does not exist is None, never NaN. No torch here: a report
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -187,6 +188,14 @@ class CalibrationReport:
         except ValidationError as e:
             where = ".".join(map(str, e.errors()[0]["loc"])) or "the text"
             raise DataError(f"This is not a calibration report: {where}: {e.errors()[0]['msg']}.") from None
+
+
+def read_report(folder: Path) -> CalibrationReport:
+    """What lies in a calibrated directory. DataError: nothing does, or it cannot be read."""
+    file = folder / "calibration.json"
+    if not file.is_file():
+        raise DataError(f"{folder} holds no calibration.json; only `fp8serve calibrate` writes one.")
+    return CalibrationReport.from_json(file.read_text(encoding="utf-8"))
 
 
 def _line(value: Any) -> str:

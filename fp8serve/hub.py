@@ -12,6 +12,7 @@ from fp8serve.errors import ModelError
 from fp8serve.terminal import remark
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_FILE_NAMES = (".gguf", ".safetensors")  # no model on the hub is called so
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # never pickled weights, never code
 
 
@@ -26,12 +27,22 @@ def find_model(name: str) -> Path:
         from fp8serve.model.gguf.smollm2 import smollm2
 
         return smollm2(remark)
+    if path.suffix in _FILE_NAMES:
+        raise ModelError(f"There is no {name}.")
     if not _HUB_NAME.fullmatch(name):
         raise ModelError(
             f"{name} is not a directory; give a model directory in Hugging Face format, a GGUF file, or a hub name "
             "such as org/name."
         )
     return _download(name)
+
+
+def find_checkpoint(name: str) -> Path:
+    """The directory of a model, or a file of scales or tensors by itself. ModelError as `find_model`."""
+    from fp8serve.model.gguf.reader import is_gguf
+
+    path = Path(name).expanduser()
+    return path if path.is_file() and not is_gguf(path) else find_model(name)
 
 
 def _convert(path: Path) -> Path:

@@ -8,22 +8,39 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
+
+from fp8serve.errors import MachineError
 
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="Hugging Face-format directory, GGUF file, smollm2, or a name on the hub."),
 ]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE.html", dir_okay=False, help="File to write the report to, as a page."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
-def typed_command() -> str:
-    """What was typed, for a shell; inside a command."""
-    import click
+def check_report(file: Path | None) -> None:
+    """Before the work whose result goes there. MachineError: the file cannot be written."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise MachineError(f"{file} cannot be written: there is no directory {file.parent}.")
 
-    return shlex.join(["fp8serve", *click.get_current_context().find_root().obj])
+
+def write_report(file: Path | None, page: Callable[[], str]) -> None:
+    """Write a page to the file, if one was asked for."""
+    if file is not None:
+        file.write_text(page(), encoding="utf-8")
+
+
+def typed(context: typer.Context) -> str:
+    """The command line that a command was called with, for a shell."""
+    return shlex.join(["fp8serve", *context.find_root().obj])
 
 
 class Advance(Protocol):

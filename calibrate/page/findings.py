@@ -4,11 +4,11 @@ A rule gives a finding or nothing; `trouble` is what somebody should look at, th
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fp8serve.calibration.result import CalibrationReport, LayerReport, TensorReport
+from fp8serve.calibration.result import CalibrationReport, EvalReport, LayerReport, Quality, TensorReport
 from fp8serve.calibration.words import count, decibels, listed, number, percent, short
 
 from .inputs import input_name, input_tensors, inputs
@@ -27,28 +27,53 @@ class Finding:
     trouble: bool = False
 
 
-def layer_findings(layers: Sequence[LayerReport]) -> list[Finding]:
-    """Of any report that knows its layers."""
-    rules: tuple[Callable[[Sequence[LayerReport]], Finding | None], ...] = (_cut_off, _noisy, _concentrated, _lost)
-    return [found for rule in rules if (found := rule(layers))]
-
-
 def findings(report: CalibrationReport) -> list[Finding]:
     """Trouble first."""
-    found = [*_cost(report), *layer_findings(report.layers), *_unsteady(report.tensors)]
-    return sorted(found, key=lambda finding: not finding.trouble)
+    known = _cost(report.quality, _untried(report)), *_of_layers(report.layers), _far(report), _unsteady(report.tensors)
+    return _in_order(known)
 
 
-def _cost(report: CalibrationReport) -> Iterator[Finding]:
-    """Whether the whole costs more than it has to, and what has not been tried."""
-    kl = report.quality.kl_divergence
+def evaluation_findings(report: EvalReport) -> list[Finding]:
+    """Trouble first; what it says of layers, it knows against a reference only."""
+    return _in_order((_cost(report.quality, ()), *_of_layers(report.layers)))
+
+
+def _in_order(found: Iterable[Finding | None]) -> list[Finding]:
+    return sorted((f for f in found if f is not None), key=lambda finding: not finding.trouble)
+
+
+def _of_layers(layers: Sequence[LayerReport]) -> tuple[Finding | None, ...]:
+    return _noisy(layers), _cut_off(layers), _concentrated(layers), _lost(layers)
+
+
+def _cost(quality: Quality, untried: Sequence[str]) -> Finding | None:
+    """Whether the whole costs much."""
+    kl = quality.kl_divergence
     if kl is None or kl <= HIGH_KL:
-        return
-    ways = {"`--rounding gptq`": report.rounding == "gptq", "`--heal 200`": report.healing is not None}
-    ways["`--recipe rowwise`"] = report.recipe.get("recipe") != "DelayedScaling"
-    untried = [way for way, tried in ways.items() if not tried]
+        return None
     advice = f" What may help: {', '.join(untried)}." if untried else ""
-    yield Finding(f"FP8 moves the model's predictions by {number(kl)} nats per token, which is much.{advice}", True)
+    return Finding(f"FP8 moves the model's predictions by {number(kl)} nats per token, which is much.{advice}", True)
+
+
+def _untried(report: CalibrationReport) -> list[str]:
+    """Options that usually make FP8 cost less."""
+    tried = {
+        "`--rounding gptq`": report.rounding == "gptq",
+        "`--heal 200`": report.healing is not None,
+        "`--recipe rowwise`": report.recipe.get("recipe") != "DelayedScaling",
+    }
+    return [way for way, is_tried in tried.items() if not is_tried]
+
+
+def _far(report: CalibrationReport) -> Finding | None:
+    """Weights that compensated rounding made very different; healing is meant to change them."""
+    rounded = ((x.name, x.weight.sqnr_db) for x in report.layers if x.weight)
+    far = sorted((sqnr, name) for name, sqnr in rounded if sqnr is not None and sqnr < LOW_DB)
+    if not far or report.healing is not None:
+        return None
+    names = listed([f"{short(name)} ({decibels(sqnr)})" for sqnr, name in far])
+    advice = " More samples, or `--rounding nearest`, may cost less there." if report.rounding == "gptq" else ""
+    return Finding(f"Rounding left less than {LOW_DB:.0f} dB of {count(len(far), 'weight')}: {names}.{advice}", True)
 
 
 def _cut_off(layers: Sequence[LayerReport]) -> Finding | None:
@@ -111,15 +136,15 @@ def _lost(layers: Sequence[LayerReport]) -> Finding | None:
     )
 
 
-def _unsteady(tensors: Sequence[TensorReport]) -> Iterator[Finding]:
+def _unsteady(tensors: Sequence[TensorReport]) -> Finding | None:
     """Inputs whose largest value a few batches decided: other data may go beyond."""
     usual = ((t, median(t.history)) for t in input_tensors(tensors) if t.history)
     spread = {tensor.name.removesuffix(".input"): tensor.amax / middle for tensor, middle in usual if middle > 0}
     wild = sorted(((ratio, name) for name, ratio in spread.items() if ratio > UNSTEADY), reverse=True)
-    if wild:
-        ratio, name = wild[0]
-        yield Finding(
-            f"In {len(wild)} of {len(spread)} inputs one batch holds a value more than {UNSTEADY:.0f} times as large "
-            f"as the largest of a usual batch, in {input_name(name)} {ratio:.3g} times. More samples make such a scale "
-            "surer."
-        )
+    if not wild:
+        return None
+    ratio, name = wild[0]
+    return Finding(
+        f"In {len(wild)} of {len(spread)} inputs one batch holds a value more than {UNSTEADY:.0f} times as large as "
+        f"the largest of a usual batch, in {input_name(name)} {ratio:.3g} times. More samples make such a scale surer."
+    )

@@ -7,7 +7,7 @@ from fp8serve.calibration.result import CalibrationReport, EvalReport
 from fp8serve.calibration.words import change, counts, decibels, number, percent, size
 
 from . import layers, tensors, texts
-from .findings import findings, layer_findings
+from .findings import evaluation_findings, findings
 from .html import card, document
 
 FACTS = ("model", "out", "against", "format", "recipe", "rounding", "device", "data", "source", "samples", "seq_len",
@@ -44,7 +44,7 @@ def html_evaluation(report: EvalReport) -> str:
     content = [
         texts.heading(title, _measured(report), report.notes),
         _evaluation_cards(report),
-        texts.what_to_know(layer_findings(report.layers)) if report.layers else "",
+        texts.what_to_know(evaluation_findings(report)) if report.layers else "",
         layers.costs(report.layers),
         layers.noise(report.layers),
         layers.room(report.layers),

@@ -1,6 +1,7 @@
 """Write MODEL in FP8, with scales from sample data.
 
-Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html.
+Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html; the
+page also where --report says.
 All of --data makes scales, whatever the order of files and lines; quality is measured on other text: --holdout,
 or passages that ship with fp8serve.
 
@@ -8,7 +9,7 @@ or passages that ship with fp8serve.
 Examples:
   fp8serve calibrate ./llama --out ./llama-fp8
   fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --holdout test.jsonl --kv-cache
-  fp8serve calibrate ./llama --out ./scales --scales-only --json
+  fp8serve calibrate ./llama --out ./scales --scales-only --json --report ./llama.html
   torchrun --standalone --nproc-per-node 2 -m fp8serve calibrate ./llama --out ./llama-fp8 --rounding gptq
 """
 
@@ -20,25 +21,47 @@ import typer
 
 from fp8serve.calibration.options import CalibrationOptions, ScalingOptions
 from fp8serve.commands.from_options import Chosen, with_options
-from fp8serve.terminal import AsJson, Model, print_report, stages
+from fp8serve.terminal import (
+    AsJson,
+    Model,
+    ReportFile,
+    check_report,
+    print_report,
+    stages,
+    typed,
+    write_report,
+)
 
 
 @with_options()
 def command(
+    context: typer.Context,
     model: Model,
     out: Annotated[Path, typer.Option(help="Directory to write; it must not exist yet.")],
     scaling: Chosen[ScalingOptions],
     options: Chosen[CalibrationOptions],
+    report_file: ReportFile = None,
     json: AsJson = False,
 ) -> None:
+    from fp8serve.calibration.page.pages import html_report
     from fp8serve.calibration.pipeline import calibrate
     from fp8serve.calibration.ranks import torchrun
     from fp8serve.calibration.report import summary_table
     from fp8serve.hub import find_model
 
+    check_report(report_file)
     with torchrun() as ranks:
         directory, recipe = find_model(model), scaling().recipe
         with stages("Calibrating") if ranks.first else nullcontext() as progress:
-            report = calibrate(directory, out=out, recipe=recipe, progress=progress, ranks=ranks, **options.values)
+            report = calibrate(
+                directory,
+                out=out,
+                recipe=recipe,
+                progress=progress,
+                ranks=ranks,
+                command=typed(context),
+                **options.values,
+            )
     if ranks.first:
+        write_report(report_file, lambda: html_report(report))
         print_report(report, summary_table, json)

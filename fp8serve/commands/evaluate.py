@@ -5,7 +5,7 @@ Perplexity; with --against also KL divergence, top-1 agreement and the noise of 
 \b
 Examples:
   fp8serve eval ./llama-fp8 --data held-out.jsonl
-  fp8serve eval ./llama-fp8 --data held-out.jsonl --against ./llama
+  fp8serve eval ./llama-fp8 --data held-out.jsonl --against ./llama --report eval.html
 """
 
 from typing import Annotated
@@ -14,22 +14,36 @@ import typer
 
 from fp8serve.calibration.options import EvaluationOptions
 from fp8serve.commands.from_options import Chosen, with_options
-from fp8serve.terminal import AsJson, Model, print_report, stages
+from fp8serve.terminal import (
+    AsJson,
+    Model,
+    ReportFile,
+    check_report,
+    print_report,
+    stages,
+    typed,
+    write_report,
+)
 
 
 @with_options()
 def command(
+    context: typer.Context,
     model: Model,
     options: Chosen[EvaluationOptions],
     against: Annotated[str | None, typer.Option(help="Reference model, run in high precision.")] = None,
+    report_file: ReportFile = None,
     json: AsJson = False,
 ) -> None:
     from fp8serve.hub import find_model
 
+    check_report(report_file)
     directory, reference = find_model(model), find_model(against) if against else None
     from fp8serve.calibration.evaluate import evaluate
+    from fp8serve.calibration.page.pages import html_evaluation
     from fp8serve.calibration.report import eval_table
 
     with stages("Evaluating") as progress:
-        report = evaluate(directory, against=reference, progress=progress, **options.values)
+        report = evaluate(directory, against=reference, progress=progress, command=typed(context), **options.values)
+    write_report(report_file, lambda: html_evaluation(report))
     print_report(report, eval_table, json)

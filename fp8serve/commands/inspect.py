@@ -1,39 +1,75 @@
-"""Show every scale in a checkpoint.
+"""Show every scale in a checkpoint, or what differs between two.
 
 What it scales, in which direction, its shape and values, where it came from, and its amax history as a row of bars.
 A scale that cannot be served is marked with "!" and the reason, and the exit status is 1; so it is for a model that
 cannot be loaded, whose scales are shown all the same.
 
+With a second checkpoint: configuration, weights and scales that are not the same in both, the largest changes first,
+and what only one of them has. Scales more than a factor of 2 apart are marked with "!".
+
 \b
 Examples:
   fp8serve inspect ./llama-fp8
   fp8serve inspect ./llama-fp8/scales.safetensors --json
+  fp8serve inspect ./llama ./llama-fp8                   # what FP8 changed
+  fp8serve inspect ./llama-fp8 ./llama-fine-tuned
+  fp8serve inspect ./llama-fp8 --report llama.html       # the page of its calibration, drawn again
   fp8serve inspect te.safetensors                        # with _extra_state tensors of Transformer Engine
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp8serve.errors import ScalesError
-from fp8serve.terminal import AsJson, print_json, print_table
+from fp8serve.errors import RequestError, ScalesError
+from fp8serve.terminal import (
+    AsJson,
+    ReportFile,
+    check_report,
+    print_json,
+    print_table,
+    progress,
+    write_report,
+)
+
+if TYPE_CHECKING:
+    from fp8serve.comparison import Comparison, ScaleChange, WeightChange
+
+SHOWN = 20  # rows of a table of changes; --json has all
+FAR = 2.0  # between the scales of a tensor
 
 
 def command(
     path: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="PATH", help="Model directory or GGUF file, scales.safetensors, or Transformer Engine state."
+            metavar="PATH",
+            help="Model as the other commands take it, scales.safetensors, or Transformer Engine state.",
         ),
     ],
+    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="What to compare it with.")] = None,
+    report_file: ReportFile = None,
     json: AsJson = False,
 ) -> None:
-    from fp8serve.hub import find_model
-    from fp8serve.inspection import inspect
-    from fp8serve.model.gguf.reader import is_gguf
+    from fp8serve.hub import find_checkpoint
 
-    report = inspect(find_model(str(path)) if is_gguf(path) else path)
+    if other is None:
+        _show(find_checkpoint(path), report_file, json)
+    elif report_file is not None:
+        raise RequestError("--report draws the calibration of one checkpoint; leave out the other.")
+    else:
+        _compare(find_checkpoint(path), find_checkpoint(other), json)
+
+
+# -- one -------------------------------------------------------------------------------------------------------------
+
+
+def _show(path: Path, report_file: Path | None, json: bool) -> None:
+    from fp8serve.inspection import inspect
+
+    _draw(path, report_file)
+    report = inspect(path)
     print_json(report) if json else _print(report)
     wrong = [s for s in report["scales"] if s["problem"]]
     if wrong:
@@ -41,6 +77,18 @@ def command(
         raise ScalesError(f"{path} cannot be served: {wrong[0]['tensor']}{more} {wrong[0]['problem']}.")
     if report["problem"]:
         raise ScalesError(f"{path} cannot be served: {report['problem']}.")
+
+
+def _draw(path: Path, report_file: Path | None) -> None:
+    """The page of the calibration whose report lies in the directory."""
+    if report_file is None:
+        return
+    check_report(report_file)
+    from fp8serve.calibration.page.pages import html_report
+    from fp8serve.calibration.result import read_report
+
+    report = read_report(path)
+    write_report(report_file, lambda: html_report(report))
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -54,7 +102,7 @@ def _print(report: dict[str, Any]) -> None:
             f"! {s['tensor']}" if s["problem"] else s["tensor"],
             s["direction"],
             s["shape"] or "[]",
-            _values(s),
+            _values(s["smallest"], s["largest"]),
             s["origin"],
             s["problem"] or sparkline(s["history"] or []),
         )
@@ -64,6 +112,72 @@ def _print(report: dict[str, Any]) -> None:
         print_table(("tensor", "direction", "shape", "value", "from", "amax history"), rows)
 
 
-def _values(scale: dict[str, Any]) -> str:
-    low, high = scale["smallest"], scale["largest"]
+def _values(low: float, high: float) -> str:
     return f"{low:.6g}" if low == high else f"{low:.6g} .. {high:.6g}"
+
+
+# -- two -------------------------------------------------------------------------------------------------------------
+
+
+def _compare(a: Path, b: Path, json: bool) -> None:
+    from fp8serve.comparison import compare
+
+    with progress("Comparing") as advance:
+        found = compare(a, b, advance)
+    print_json(found.to_json()) if json else _print_comparison(found)
+
+
+def _print_comparison(found: "Comparison") -> None:
+    print(f"A: {found.a}\nB: {found.b}")
+    print(f"Configuration: {_count(len(found.config), 'key')} with different values.")
+    _print_rows(("key", "A", "B"), [(key, _cut(a), _cut(b)) for key, (a, b) in found.config.items()])
+    print(f"Weights: {found.same_weights} the same, {len(found.weights)} different.")
+    _print_rows(("weight", "A", "B", "differing", "largest change", "SQNR"), [_weight(w) for w in found.weights])
+    far = sum(_is_far(s) for s in found.scales)
+    apart = f", {far} of them more than a factor of {FAR:g} apart" if far else ""
+    print(f"Scales: {found.same_scales} the same, {len(found.scales)} different{apart}.")
+    _print_rows(("scale of", "A", "B", "B / A"), [_scale(s) for s in found.scales])
+    for which, names in (("A", found.only_in_a), ("B", found.only_in_b)):
+        if names:
+            print(
+                f"Only in {which}: {_count(len(names), 'tensor')}, {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+            )
+
+
+def _print_rows(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    if rows:
+        print_table(columns, rows[:SHOWN])
+    if len(rows) > SHOWN:
+        print(f"... and {len(rows) - SHOWN} more; --json has them all.")
+
+
+def _weight(change: "WeightChange") -> tuple[str, ...]:
+    differing = "-" if change.differing is None else f"{100 * change.differing:.3g} %"
+    largest = "-" if change.largest is None else f"{change.largest:.4g}"
+    return (
+        change.tensor,
+        change.a,
+        change.b,
+        differing,
+        largest,
+        "-" if change.sqnr_db is None else f"{change.sqnr_db:.1f} dB",
+    )
+
+
+def _scale(change: "ScaleChange") -> tuple[str, ...]:
+    ratio = "-" if change.ratio is None else f"{change.ratio:.4g}"
+    return f"! {change.tensor}" if _is_far(change) else change.tensor, _values(*change.a), _values(*change.b), ratio
+
+
+def _is_far(change: "ScaleChange") -> bool:
+    return change.ratio is None or not 1 / FAR <= change.ratio <= FAR
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _cut(value: Any) -> str:
+    from fp8serve.errors import shown
+
+    return "-" if value is None else shown(value)

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fp8serve.calibration.page.findings import Finding, findings
+from fp8serve.calibration.page.findings import Finding, evaluation_findings, findings
 from fp8serve.calibration.page.pages import html_evaluation, html_report
 from fp8serve.calibration.page.texts import before_and_after, what_to_know
 from fp8serve.calibration.result import CalibrationReport, EvalReport, GeneratedReport, HealingReport, Quality
@@ -168,6 +168,21 @@ def test_a_high_cost_comes_first_with_what_was_not_tried() -> None:
     assert first.trouble
     assert "--rounding gptq`, `--recipe rowwise`." in first.text
     assert "--heal" not in first.text
+
+
+def test_a_weight_that_rounding_made_another_is_named() -> None:
+    report = dataclasses.replace(changed(calm(), DOWN, weight=cast(0.0, sqnr_db=6.5)), healing=None, rounding="gptq")
+    assert findings(report)[0].text.startswith(
+        "Rounding left less than 15 dB of 1 weight: layer 2 down_proj (6.5 dB). More"
+    )
+    healed = dataclasses.replace(report, healing=make_report().healing)
+    assert not any("Rounding" in f.text for f in findings(healed))
+
+
+def test_an_evaluation_says_that_the_cost_is_high() -> None:
+    dear = dataclasses.replace(calm().quality, kl_divergence=0.05)
+    first = evaluation_findings(evaluation(calm(), quality=dear))[0]
+    assert first == Finding("FP8 moves the model's predictions by 0.05 nats per token, which is much.", trouble=True)
 
 
 def test_an_input_whose_range_one_batch_decides_is_named() -> None:

@@ -1,0 +1,86 @@
+"""`--report FILE` of calibrate, eval and inspect."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fp8serve.calibration.result import read_report
+from fp8serve.cli import main
+from fp8serve.errors import DataError
+
+SMALL = ("--samples", "8", "--seq-len", "32")
+
+
+@pytest.fixture(scope="module")
+def calibrated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the page in a file whose name has a space."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    asked = ["calibrate", str(model_dir), "--out", str(folder / "out"), "--report", str(folder / "the page.html")]
+    assert main([*asked, *SMALL, "--generated-samples", "1"]) == 0
+    return folder
+
+
+def test_calibrate_writes_the_page_there_as_well(calibrated: Path) -> None:
+    assert (calibrated / "the page.html").read_bytes() == (calibrated / "out" / "report.html").read_bytes()
+
+
+def test_the_page_has_the_command_as_it_was_typed(calibrated: Path, model_dir: Path) -> None:
+    made = read_report(calibrated / "out").made
+    assert made is not None
+    words = shlex.split(made.command)
+    assert words[:3] == ["fp8serve", "calibrate", str(model_dir)]
+    assert words[words.index("--report") + 1] == str(calibrated / "the page.html")
+
+
+def test_calibrate_without_weights_writes_the_page(model_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    out = str(tmp_path / "out")
+    assert main(["calibrate", str(model_dir), "--out", out, "--scales-only", "--report", str(page), *SMALL]) == 0
+    assert "What each layer costs" in page.read_text()
+
+
+def test_eval_writes_its_page(calibrated: Path, model_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "eval.html"
+    asked = ["eval", str(calibrated / "out"), "--against", str(model_dir), "--report", str(page), *SMALL]
+    assert main(asked) == 0
+    text = page.read_text()
+    assert "Evaluation of out" in text
+    assert "Where values land on the grid" in text
+    assert f"fp8serve eval {calibrated / 'out'}" in text
+
+
+def test_inspect_draws_the_page_again(calibrated: Path, tmp_path: Path) -> None:
+    page = tmp_path / "again.html"
+    assert main(["inspect", str(calibrated / "out"), "--report", str(page)]) == 0
+    assert page.read_bytes() == (calibrated / "out" / "report.html").read_bytes()
+
+
+def test_inspect_draws_nothing_of_what_was_not_calibrated(
+    calibrated: Path, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = str(tmp_path / "page.html")
+    assert main(["inspect", str(model_dir), "--report", page]) == 1
+    assert "holds no calibration.json" in capsys.readouterr().err
+    assert main(["inspect", str(calibrated / "out"), str(model_dir), "--report", page]) == 1
+    assert "leave out the other" in capsys.readouterr().err
+    assert not Path(page).exists()
+
+
+@pytest.mark.parametrize("command", [("calibrate", "--out", "out"), ("eval",), ("inspect",)])
+def test_a_place_that_is_not_there_is_said_before_the_work(
+    command: tuple[str, ...], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    name, *options = command
+    assert main([name, str(model_dir), *options, "--report", "nowhere/page.html"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "fp8serve: nowhere/page.html cannot be written: there is no directory nowhere.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_report_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").write_text('{"model": 1}')
+    with pytest.raises(DataError, match="This is not a calibration report: model: "):
+        read_report(tmp_path)
