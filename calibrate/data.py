@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.data_files import source_name
-from fp8serve.model.examples import Example, read_examples, tokenize_whole
+from fp8serve.model.examples import ChatExample, Example, TextExample, TokenizedExample, read_examples, tokenize_whole
 from fp8serve.model.tokenizer import Tokenizer
 
 PASSAGES = Path(__file__).with_name("passages.jsonl")  # written for this project; no text of others
@@ -94,6 +94,7 @@ class _Source:
     """The different examples of some files by their keys, in an order that only the content and the seed decide."""
 
     def __init__(self, data: Sequence[Path | str] | None, seed: int) -> None:
+        self._shipped = data is None
         sources = [PASSAGES] if data is None else data
         self.named = ", ".join(map(source_name, sources)) or "no files"
         self._examples = {_key(example, seed): example for example in read_examples(sources)}
@@ -106,7 +107,7 @@ class _Source:
         found: list[Sample] = []
         read = 0
         for key in keys:
-            pieces = tokenize_whole(self._examples[key], tokenizer, seq_len)
+            pieces = self._pieces(self._examples[key], tokenizer, seq_len)
             found += [Sample(tuple(p.ids), tuple(p.loss_mask), key) for p in pieces if len(p.ids) >= 2]
             read += 1
             if len(found) >= count:
@@ -115,6 +116,19 @@ class _Source:
             raise DataError(f"The data ({self.named}) hold no example of at least two tokens; give more text.")
         _check_vocabulary(found, vocab_size)
         return found, read
+
+    def _pieces(self, example: Example, tokenizer: Tokenizer, seq_len: int) -> list[TokenizedExample]:
+        """A shipped conversation is plain text to a model without a chat template, or with one that refuses it."""
+        try:
+            return tokenize_whole(example, tokenizer, seq_len)
+        except DataError:
+            if not (self._shipped and isinstance(example, ChatExample)):
+                raise
+            return tokenize_whole(as_text(example), tokenizer, seq_len)
+
+
+def as_text(example: ChatExample) -> TextExample:
+    return TextExample("\n\n".join(f"{m['role'].title()}: {m['content']}" for m in example.messages), example.source)
 
 
 def _key(example: Example, seed: int) -> bytes:
