@@ -8,6 +8,7 @@ without padding, so that no padding token ever enters an amax.
 
 Examples are visited in the order of a seeded hash of their content and tokenized only until enough samples are there: a
 large file costs no more than a small one, and neither the order of files and lines nor a repetition changes anything.
+Of a long text later windows are read only when all texts together have too few first ones.
 
 All of a user's data are calibration data. What quality is measured on is named by the user, or is the passages that
 ship with fp8serve; without any data an eighth of those passages. Whole examples are held out, and one that is on both
@@ -19,6 +20,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -86,8 +88,8 @@ def load_samples(
     """
     source = _Source(data, seed)
     samples = source.samples(source.keys, tokenizer, vocab_size, count, seq_len)[0]
-    random.Random(seed).shuffle(samples)  # a long example that gave many windows must not fill the front alone
-    return samples[:count]
+    random.Random(seed).shuffle(samples)  # first windows must not fill the front alone
+    return samples
 
 
 class _Source:
@@ -103,15 +105,18 @@ class _Source:
     def samples(
         self, keys: Sequence[bytes], tokenizer: Tokenizer, vocab_size: int, count: int, seq_len: int
     ) -> tuple[list[Sample], int]:
-        """(samples of the examples `keys`, how many of these were read): all of each, until there are `count`."""
-        found: list[Sample] = []
+        """(at most `count` samples, how many of the examples `keys` were read): the first window of as many examples
+        as it takes, and only then their second windows, so that the samples come from many texts."""
+        windows: list[list[Sample]] = []
         read = 0
         for key in keys:
             pieces = self._pieces(self._examples[key], tokenizer, seq_len)
-            found += [Sample(tuple(p.ids), tuple(p.loss_mask), key) for p in pieces if len(p.ids) >= 2]
+            samples = [Sample(tuple(p.ids), tuple(p.loss_mask), key) for p in pieces if len(p.ids) >= 2]
+            windows += [samples] if samples else []
             read += 1
-            if len(found) >= count:
+            if len(windows) >= count:
                 break
+        found = [s for nth in zip_longest(*windows) for s in nth if s is not None][:count]
         if not found:
             raise DataError(f"The data ({self.named}) hold no example of at least two tokens; give more text.")
         _check_vocabulary(found, vocab_size)
@@ -211,7 +216,6 @@ def calibration_batches(
         raise DataError(f"All of the data ({source.named}) is held out as well; give other data to calibrate on.")
     found, _ = source.samples(keys, tokenizer, vocab_size, samples, seq_len)
     random.Random(seed).shuffle(found)
-    found, held = found[:samples], held[:wanted]
     return Batches(
         make_batches(found, batch_size, device),
         make_batches(held, batch_size, device),

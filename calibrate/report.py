@@ -69,7 +69,7 @@ def _cost(layer: LayerReport, quality: Quality) -> str:
 
 
 def _counts(samples: int, documents: int) -> str:
-    return f"{samples:,} samples from {documents:,} documents"
+    return " from ".join(f"{n:,} {what}{'s' * (n != 1)}" for n, what in ((samples, "sample"), (documents, "document")))
 
 
 def _excluded(data: DataReport) -> str:

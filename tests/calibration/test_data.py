@@ -112,6 +112,14 @@ def test_short_examples_are_kept_and_long_texts_become_windows(tokenizer: Tokeni
     assert max(len(s.ids) for s in samples) == 32
 
 
+def test_samples_come_from_as_many_documents_as_there_are(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [f"text {i} " + "and so on and on " * 30 for i in range(6)])
+    for count, most in ((4, 1), (6, 1), (9, 2)):
+        found = load_samples([data], tokenizer, VOCAB, count=count, seq_len=16, seed=0)
+        of_each = Counter(s.document for s in found)
+        assert (len(found), len(of_each), max(of_each.values())) == (count, min(count, 6), most)
+
+
 def test_targets_are_the_next_tokens_and_prompts_are_not_scored() -> None:
     scored = (False, False, True, True)
     (batch,) = make_batches([Sample((5, 6, 7, 8), scored), Sample((9, 10), (True, True))], 2)
