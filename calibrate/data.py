@@ -8,6 +8,7 @@ without padding, so that no padding token ever enters an amax.
 
 Examples are visited in the order of a seeded hash of their content and tokenized only until enough samples are there: a
 large file costs no more than a small one, and neither the order of files and lines nor a repetition changes anything.
+Of a long text later windows are read only when all texts together have too few first ones.
 
 All of a user's data are calibration data. What quality is measured on is named by the user, or is the passages that
 ship with fp8serve; without any data an eighth of those passages. Whole examples are held out, and one that is on both
@@ -19,6 +20,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.data_files import source_name
-from fp8serve.model.examples import Example, read_examples, tokenize_whole
+from fp8serve.model.examples import ChatExample, Example, TextExample, TokenizedExample, read_examples, tokenize_whole
 from fp8serve.model.tokenizer import Tokenizer
 
 PASSAGES = Path(__file__).with_name("passages.jsonl")  # written for this project; no text of others
@@ -96,14 +98,15 @@ def load_samples(
     """
     source = _Source(data, seed)
     samples = source.samples(source.keys, tokenizer, vocab_size, count, seq_len)[0]
-    random.Random(seed).shuffle(samples)  # a long example that gave many windows must not fill the front alone
-    return samples[:count]
+    random.Random(seed).shuffle(samples)  # first windows must not fill the front alone
+    return samples
 
 
 class _Source:
     """The different examples of some files by their keys, in an order that only the content and the seed decide."""
 
     def __init__(self, data: Sequence[Path | str] | None, seed: int) -> None:
+        self._shipped = data is None
         sources = [PASSAGES] if data is None else data
         self.named = ", ".join(map(source_name, sources)) or "no files"
         self._examples = {_key(example, seed): example for example in read_examples(sources)}
@@ -112,19 +115,35 @@ class _Source:
     def samples(
         self, keys: Sequence[bytes], tokenizer: Tokenizer, vocab_size: int, count: int, seq_len: int
     ) -> tuple[list[Sample], int]:
-        """(samples of the examples `keys`, how many of these were read): all of each, until there are `count`."""
-        found: list[Sample] = []
+        """(at most `count` samples, how many of the examples `keys` were read): the first window of as many examples
+        as it takes, and only then their second windows, so that the samples come from many texts."""
+        windows: list[list[Sample]] = []
         read = 0
         for key in keys:
-            pieces = tokenize_whole(self._examples[key], tokenizer, seq_len)
-            found += [Sample(tuple(p.ids), tuple(p.loss_mask), key) for p in pieces if len(p.ids) >= 2]
+            pieces = self._pieces(self._examples[key], tokenizer, seq_len)
+            samples = [Sample(tuple(p.ids), tuple(p.loss_mask), key) for p in pieces if len(p.ids) >= 2]
+            windows += [samples] if samples else []
             read += 1
-            if len(found) >= count:
+            if len(windows) >= count:
                 break
+        found = [s for nth in zip_longest(*windows) for s in nth if s is not None][:count]
         if not found:
             raise DataError(f"The data ({self.named}) hold no example of at least two tokens; give more text.")
         _check_vocabulary(found, vocab_size)
         return found, read
+
+    def _pieces(self, example: Example, tokenizer: Tokenizer, seq_len: int) -> list[TokenizedExample]:
+        """A shipped conversation is plain text to a model without a chat template, or with one that refuses it."""
+        try:
+            return tokenize_whole(example, tokenizer, seq_len)
+        except DataError:
+            if not (self._shipped and isinstance(example, ChatExample)):
+                raise
+            return tokenize_whole(as_text(example), tokenizer, seq_len)
+
+
+def as_text(example: ChatExample) -> TextExample:
+    return TextExample("\n\n".join(f"{m['role'].title()}: {m['content']}" for m in example.messages), example.source)
 
 
 def _key(example: Example, seed: int) -> bytes:
@@ -207,7 +226,6 @@ def calibration_batches(
         raise DataError(f"All of the data ({source.named}) is held out as well; give other data to calibrate on.")
     found, _ = source.samples(keys, tokenizer, vocab_size, samples, seq_len)
     random.Random(seed).shuffle(found)
-    found, held = found[:samples], held[:wanted]
     return Batches(
         make_batches(found, batch_size, device),
         make_batches(held, batch_size, device),

@@ -69,7 +69,7 @@ def cost(layer: LayerReport, quality: Quality) -> str:
 
 def counts(samples: int, documents: int) -> str:
     """Of what was read."""
-    return f"{samples:,} samples from {documents:,} documents"
+    return f"{count(samples, 'sample')} from {count(documents, 'document')}"
 
 
 def kept_bytes(report: CalibrationReport) -> str:

@@ -9,6 +9,7 @@ or passages that ship with fp8serve.
 Examples:
   fp8serve calibrate ./llama --out ./llama-fp8
   fp8serve calibrate ./llama --out ./llama-fp8 --data chats.jsonl --holdout test.jsonl --kv-cache
+  zcat corpus.jsonl.gz | fp8serve calibrate ./llama --out ./llama-fp8 --data - --data more.txt.gz
   fp8serve calibrate ./llama --out ./scales --scales-only --json --report ./llama.html
   torchrun --standalone --nproc-per-node 2 -m fp8serve calibrate ./llama --out ./llama-fp8 --rounding gptq
 """

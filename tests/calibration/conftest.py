@@ -1,6 +1,5 @@
 """A tiny random model that `transformers` itself wrote, with a byte-pair tokenizer trained on the shipped passages."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fp8serve.calibration.data import PASSAGES
+from fp8serve.model.examples import TextExample, read_examples
 
 VOCAB = 512
 
 
 def write_tokenizer(folder: Path) -> None:
     """Byte-level BPE with <s> before every text and </s> as its end."""
-    texts = [json.loads(line)["text"] for line in PASSAGES.read_text(encoding="utf-8").splitlines()]
+    texts = [e.text for e in read_examples([PASSAGES]) if isinstance(e, TextExample)]
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,5 +1,9 @@
 import json
+import re
+import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,13 +12,16 @@ from fp8serve.calibration.data import (
     PASSAGES,
     Batch,
     Sample,
+    as_text,
     calibration_batches,
     load_samples,
     make_batches,
 )
 from fp8serve.calibration.options import CalibrationOptions, SampleOptions
 from fp8serve.errors import DataError, ModelError
+from fp8serve.model.examples import ChatExample, read_examples
 from fp8serve.model.tokenizer import Tokenizer
+from tests.model.oracle import CHAT_TEMPLATE
 
 from .conftest import VOCAB
 
@@ -36,14 +43,57 @@ def test_shipped_passages_are_enough_for_the_defaults(tokenizer: Tokenizer) -> N
     assert found.excluded == 0
 
 
-def test_shipped_passages_are_varied_and_each_is_there_once() -> None:
-    texts = [json.loads(line)["text"] for line in PASSAGES.read_text(encoding="utf-8").splitlines()]
-    assert len(texts) == len(set(texts)) >= 144
-    scripts = {"Latin": "aé", "Cyrillic": "ж", "Greek": "ω", "Arabic": "ة", "Han": "的", "Kana": "の", "Hangul": "다"}
-    for name, letters in scripts.items():
-        assert any(letter in text for text in texts for letter in letters), name
-    assert any("def " in text for text in texts)
-    assert any("SELECT" in text for text in texts)
+def passages() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in PASSAGES.read_text(encoding="utf-8").splitlines()]
+
+
+def words(text: str) -> int:
+    """Where words are not set apart, two characters count as one."""
+    return max(len(text.split()), len(re.findall(r"[\u3040-\u30ff\u3400-\u9fff]", text)) // 2)
+
+
+def test_shipped_passages_are_long_and_each_is_there_once() -> None:
+    texts = [as_text(e).text if isinstance(e, ChatExample) else e.text for e in read_examples([PASSAGES])]  # type: ignore[union-attr]
+    assert len({text[:60] for text in texts}) == len(texts) >= 128
+    assert min(map(words, texts)) >= 200
+
+
+def test_shipped_passages_are_of_many_kinds() -> None:
+    kinds = Counter(row["kind"] for row in passages())
+    least = {"prose": 30, "code": 15, "mathematics": 12, "table": 8, "dialogue": 12}
+    assert all(kinds[kind] >= count for kind, count in least.items()), kinds
+    languages = {kind for kind in kinds if kind[0].isupper()}
+    assert len(languages) >= 18
+    assert {"German", "French", "Spanish", "Russian", "Chinese", "Japanese", "Arabic", "Hindi", "Korean"} <= languages
+    assert sum("messages" in row for row in passages()) >= 8
+    code = "\n".join(row["text"] for row in passages() if row["kind"] == "code")
+    assert all(part in code for part in ("def ", "#include", "fn ", "func ", "class ", "SELECT", "#!/usr/bin/env bash"))
+
+
+def test_shipped_conversations_go_through_the_models_template(model_dir: Path, tmp_path: Path) -> None:
+    """And are plain text to a model that has none, or one that refuses them."""
+    chats = [e for e in read_examples([PASSAGES]) if isinstance(e, ChatExample)]
+    asks, plain = chats[0].messages[0]["content"][:20], f"User: {chats[0].messages[0]['content'][:20]}"
+    refusing = "{{ raise_exception('no roles') }}"
+    for template, expected in ((None, plain), (refusing, plain), (CHAT_TEMPLATE, asks)):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(model_dir, folder)
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template)
+        tokenizer = Tokenizer.from_dir(folder)
+        found = load_samples(None, tokenizer, VOCAB, count=10**6, seq_len=4096, seed=0)
+        assert len(found) == len(passages())
+        texts = [tokenizer.decode(list(s.ids)) for s in found]
+        assert any(expected in text for text in texts)
+        assert any(not all(s.scored) for s in found) == (template == CHAT_TEMPLATE)
+        assert any(plain in text for text in texts) == (template != CHAT_TEMPLATE)
+
+
+def test_ones_own_conversations_need_a_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    with pytest.raises(DataError, match=r"chat\.jsonl:1 cannot be tokenized: .*template"):
+        load_samples([path], tokenizer, VOCAB, count=4, seq_len=64, seed=0)
 
 
 def test_a_seed_gives_the_same_samples_and_another_seed_others(tokenizer: Tokenizer) -> None:
@@ -60,6 +110,14 @@ def test_short_examples_are_kept_and_long_texts_become_windows(tokenizer: Tokeni
     assert len(short) == 1
     assert sum(len(s.ids) for s in samples) >= len(short[0].ids) + len(long) - 1  # a last single token may go
     assert max(len(s.ids) for s in samples) == 32
+
+
+def test_samples_come_from_as_many_documents_as_there_are(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [f"text {i} " + "and so on and on " * 30 for i in range(6)])
+    for count, most in ((4, 1), (6, 1), (9, 2)):
+        found = load_samples([data], tokenizer, VOCAB, count=count, seq_len=16, seed=0)
+        of_each = Counter(s.document for s in found)
+        assert (len(found), len(of_each), max(of_each.values())) == (count, min(count, 6), most)
 
 
 def test_targets_are_the_next_tokens_and_prompts_are_not_scored() -> None:
