@@ -44,9 +44,9 @@ class Demo:
         """All stages; returns their figures. Cleans up in every case. MachineError: no room, or a stage failed."""
         began = time.monotonic()
         self.figures["model"] = {"name": self.model, "why": self.why}
-        self.say(f"{'model':10} {self.model} ({self.why})")
         with _sigterm_like_ctrl_c(), _workplace(self.keep) as place:
             _check_room(place, self.room)
+            self.say(f"{'model':10} {self.model} ({self.why})")
             self.work(place)
         self.figures["seconds"] = time.monotonic() - began
         self.say(f"{'done':10} in {self.figures['seconds']:.0f} s" + (f"; see {self.keep}" if self.keep else ""))
