@@ -40,7 +40,7 @@ def write_report(file: Path | None, page: Callable[[], str]) -> None:
 
 def typed(context: typer.Context) -> str:
     """The command line that a command was called with, for a shell."""
-    return shlex.join(["fp8serve", *context.find_root().obj])
+    return shlex.join(["fp8serve", *(context.find_root().obj or sys.argv[1:])])
 
 
 class Advance(Protocol):
