@@ -25,12 +25,12 @@ def pipe(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson"])
 def test_a_gzip_file_is_what_it_unpacks_to(suffix: str, tmp_path: Path) -> None:
-    (tmp_path / f"d{suffix}.gz").write_bytes(gzip.compress(LINES))
-    (tmp_path / "t.txt.GZ").write_bytes(gzip.compress("\ufeffprose\r\n\r\nmore".encode()))
+    (tmp_path / f"d{suffix}.gz").write_bytes(gzip.compress(LINES, mtime=0))
+    (tmp_path / "t.txt.GZ").write_bytes(gzip.compress("\ufeffprose\r\n\r\nmore".encode(), mtime=0))
     assert texts(tmp_path / f"d{suffix}.gz", tmp_path / "t.txt.GZ") == ["one", "two", "prose\n\nmore"]
 
 
-ZIPPED = gzip.compress(LINES)
+ZIPPED = gzip.compress(LINES, mtime=0)
 
 
 @pytest.mark.parametrize("content", [LINES, ZIPPED[:-12], ZIPPED[:20] + b"xx" + ZIPPED[22:], b"\x1f"])
@@ -47,7 +47,7 @@ def test_limits_hold_for_what_a_gzip_file_unpacks_to(
     monkeypatch.setattr(data_files, "MAX_DATA_BYTES", 1 << 20)
     monkeypatch.setattr(data_files, "MAX_LINE_BYTES", 1 << 16)
     bomb = tmp_path / "bomb.jsonl.gz"
-    bomb.write_bytes(gzip.compress(unpacked * (2 << 20)))
+    bomb.write_bytes(gzip.compress(unpacked * (2 << 20), mtime=0))
     assert bomb.stat().st_size < 1 << 14
     with pytest.raises(DataError, match=rf"bomb\.jsonl\.gz (is|has) {message}"):
         read_examples([bomb])
@@ -84,8 +84,8 @@ def test_a_terminal_and_a_closed_standard_input_are_refused(monkeypatch: pytest.
         ("a.jsonl", LINES + b'{"text": "\xe0"}', "not UTF-8 text: byte 42 cannot"),
         ("a.txt", b"one\ntw\0o", "is not text: byte 6 is zero"),
         ("a.jsonl", b"\0" * 20, "is not text: byte 0 is zero"),
-        ("a.gz", gzip.compress(b"text"), "neither text .* nor JSON lines"),
-        ("a.csv.gz", gzip.compress(b"text"), "neither text .* nor JSON lines"),
+        ("a.gz", gzip.compress(b"text", mtime=0), "neither text .* nor JSON lines"),
+        ("a.csv.gz", gzip.compress(b"text", mtime=0), "neither text .* nor JSON lines"),
     ],
 )
 def test_bytes_that_are_no_text(name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_file_of_a_data_set_on_the_hub(hub: Hub) -> None:
 
 
 def test_a_data_set_with_several_files_wants_a_name(hub: Hub) -> None:
-    (hub.folder / "test.jsonl.gz").write_bytes(gzip.compress(LINES))
+    (hub.folder / "test.jsonl.gz").write_bytes(gzip.compress(LINES, mtime=0))
     with pytest.raises(DataError, match=r"holds 2 files, such as test\.jsonl\.gz; add /FILE"):
         read_examples(["hf://datasets/org/set"])
     for name in ("train.jsonl", "test.jsonl.gz"):
