@@ -69,7 +69,7 @@ def _far(report: CalibrationReport) -> Finding | None:
     """Weights that compensated rounding made very different; healing is meant to change them."""
     rounded = ((x.name, x.weight.sqnr_db) for x in report.layers if x.weight)
     far = sorted((sqnr, name) for name, sqnr in rounded if sqnr is not None and sqnr < LOW_DB)
-    if not far or report.healing is not None:
+    if not far or (report.healing is not None and report.healing.helped):
         return None
     names = listed([f"{short(name)} ({decibels(sqnr)})" for sqnr, name in far])
     advice = " More samples, or `--rounding nearest`, may cost less there." if report.rounding == "gptq" else ""

@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fp8serve.fp8.session import Session, common
 from tests.patience import PATIENCE
 
 
 def _entry(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    Session.__init__(common())  # a fork has made all the modules of the tests before this one; a real rank, none
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", store, timedelta(seconds=PATIENCE), world_size=world, rank=rank)
     torch.save(body(rank, *args), f"{folder}/{rank}")
