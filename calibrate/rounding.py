@@ -4,7 +4,7 @@
                        round its weights (gptq.py)
                        run it again in FP8: what the next layer reads
 
-In memory are the hidden states of all batches, the moments of one layer's inputs, and one layer's FP8 weights where
+In memory are the hidden states of all batches, the products of one layer's inputs, and one layer's FP8 weights where
 those that are finished lie in a file (unfinished.py).
 """
 
@@ -23,7 +23,7 @@ from fp8serve.model.decoder import Decoder
 
 from .compare import freezer
 from .data import Batch
-from .gptq import Moments, compensated
+from .gptq import compensated
 from .layerwise import Stream, layers, streams, within
 from .passes import Linears, hooks
 from .precision import groups
@@ -69,12 +69,12 @@ def _rounded_layer(
     index: int, running: Sequence[Stream], linears: Linears, frozen: FrozenLinears, ranks: Ranks, batches: int
 ) -> dict[str, Tensor]:
     """Compensated weights for the `frozen` linears of a layer, E4M3 [N, K] by name. `running`: this rank's batches."""
-    moments = _layer_moments(index, running, linears, frozen, ranks, batches)
-    names = list(moments)
+    products = _layer_products(index, running, linears, frozen, ranks, batches)
+    names = list(products)
 
     def weight(number: int) -> dict[str, Tensor]:
         name = names[number]
-        return {name: compensated(linears[name].weight, moments[name], frozen[name].weight_scale_inv)}
+        return {name: compensated(linears[name].weight, products[name], frozen[name].weight_scale_inv)}
 
     def no_weight(number: int) -> dict[str, Tensor]:
         name = names[number]
@@ -84,45 +84,41 @@ def _rounded_layer(
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def _layer_moments(
+def _layer_products(
     index: int, running: Sequence[Stream], linears: Linears, frozen: FrozenLinears, ranks: Ranks, batches: int
-) -> dict[str, Moments]:
-    """Of the inputs of a layer's linears by name, over all batches; one object where they read the same input."""
+) -> dict[str, Tensor]:
+    """X^T X of the inputs of a layer's linears by name, over all batches; one tensor where they read the same input."""
     alike = groups(frozen)
     watched = {names[0]: frozen[names[0]] for names in alike}
-    totals = _moments(watched)
+    totals = _nothing(watched)
 
     def of_batch(number: int) -> dict[str, Tensor]:
-        return _by_field(_moments_of(running[number // ranks.size], index, linears, watched))
+        return _products_of(running[number // ranks.size], index, linears, watched)
 
-    for part in ranks.in_turn(batches, of_batch, lambda number: _by_field(_moments(watched))):
-        for field, total in _by_field(totals).items():
-            total += part[field]
+    for part in ranks.in_turn(batches, of_batch, lambda number: _nothing(watched)):
+        for name, total in totals.items():
+            total += part[name]
     return {name: totals[names[0]] for names in alike for name in names}
 
 
-def _moments(layers: FrozenLinears) -> dict[str, Moments]:
-    return {name: Moments.zeros(layer.in_features, _device(layer)) for name, layer in layers.items()}
+def _nothing(layers: FrozenLinears) -> dict[str, Tensor]:
+    return {n: torch.zeros(x.in_features, x.in_features, device=_device(x)) for n, x in layers.items()}
 
 
-def _by_field(moments: Mapping[str, Moments]) -> dict[str, Tensor]:
-    return {f"{name}.{field}": getattr(m, field) for name, m in moments.items() for field in ("products", "noise")}
-
-
-def _moments_of(stream: Stream, index: int, linears: Linears, frozen: FrozenLinears) -> dict[str, Moments]:
+def _products_of(stream: Stream, index: int, linears: Linears, frozen: FrozenLinears) -> dict[str, Tensor]:
     """Of one batch alone: ranks add them up in the order of batches, to the bits of one process."""
-    moments = _moments(frozen)
+    products = _nothing(frozen)
 
     def watch(name: str) -> Callable[..., None]:
         def hook(linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1])
-            moments[name].add(x, dequantize(*frozen[name].cast(x)))
+            x = dequantize(*frozen[name].cast(args[0].reshape(-1, args[0].shape[-1]))).float()
+            products[name].addmm_(x.t(), x)
 
         return hook
 
-    with hooks({name: linears[name] for name in moments}, watch):
+    with hooks({name: linears[name] for name in products}, watch):
         stream.run(index)
-    return moments
+    return products
 
 
 def _device(layer: FrozenLinear) -> torch.device:

@@ -4,20 +4,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from fp8serve.calibration.data import calibration_batches
+from fp8serve.calibration.layerwise import streams
 from fp8serve.calibration.measure import TokenTally, add_logits
-from fp8serve.calibration.passes import forward
-from fp8serve.calibration.pipeline import calibrate
+from fp8serve.calibration.passes import forward, hooks
+from fp8serve.calibration.pipeline import calibrate, load
 from fp8serve.calibration.result import CalibrationReport
+from fp8serve.calibration.rounding import _products_of
 from fp8serve.errors import Fp8ServeError
-from fp8serve.fp8.recipe import from_name
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.ops.arithmetic import dequantize
+from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_servable, load_trainable, open_checkpoint
 from fp8serve.model.tokenizer import Tokenizer
 
 from .conftest import VOCAB
 
 SMALL = {"samples": 48, "seq_len": 48, "batch_size": 4}
+ONE = {"samples": 1, "seq_len": 48, "batch_size": 1, "seed": 0}
 
 
 def run(model: Path, out: Path, recipe: str, **options: object) -> CalibrationReport:
@@ -48,6 +54,22 @@ def test_it_costs_less_and_is_served_as_measured(recipe: str, model_dir: Path, t
     assert report.seconds["round"] > 0
     assert CalibrationReport.from_json((tmp_path / "gptq" / "calibration.json").read_text()).rounding == "gptq"
     assert "gptq" in (tmp_path / "gptq" / "report.html").read_text()
+
+
+def test_weights_are_fitted_to_inputs_as_the_layer_reads_them(model_dir: Path) -> None:
+    """After their cast: with a scale so large that half of the inputs are cut off, the products say so."""
+    decoder, linears = load(model_dir, "cpu")
+    name = "model.layers.0.self_attn.q_proj"
+    (stream,) = streams(decoder, calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **ONE).calibration)  # type: ignore[arg-type]
+    layer = FrozenLinear.from_linear(linears[name], DelayedScaling(), torch.tensor(448.0), torch.tensor(1.0))
+    found = _products_of(stream, 0, linears, {name: layer})[name]
+    seen: list[Tensor] = []
+    with hooks({name: linears[name]}, lambda _: lambda linear, args, out: seen.append(args[0])):
+        stream.run(0)
+    x = seen[0].float()
+    assert x.abs().max() > 1
+    assert torch.allclose(found, (cast := dequantize(*layer.cast(seen[0])).float()).t() @ cast)
+    assert found.trace() < 0.9 * x.square().sum()
 
 
 def test_scales_and_everything_but_weights_are_those_of_rounding_to_nearest(model_dir: Path, tmp_path: Path) -> None:
