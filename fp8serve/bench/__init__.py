@@ -4,4 +4,5 @@ numerics       the three below, and a model for them      training    five recip
 quantization   E4M3, E5M2 and INT8 on one tensor          corpus      text that every Python carries
 layers         the recipes on every linear of a model     plot        curves as a standalone SVG
 spikes         delayed scaling when a tensor jumps        provenance  where figures come from
+quality        every method of calibration, peers         documents   two models, document by document
 """

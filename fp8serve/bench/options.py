@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Len
 
@@ -113,6 +113,55 @@ class StudyPlan(Checked):
     def averaged(self) -> int:
         """Steps at the end whose mean is the final training loss."""
         return max(1, self.steps // 20)
+
+
+# What `calibrate` is told for each method: fields of CalibrationOptions and ScalingOptions.
+METHODS: dict[str, dict[str, Any]] = {
+    "static": {},
+    "static-search": {"input_scales": "search"},
+    "static-gptq": {"rounding": "gptq"},
+    "static-heal": {"rounding": "gptq", "heal": 100},
+    "static-mixed": {"rounding": "gptq", "target_kl": 0.015},
+    "current": {"name": "current"},
+    "rowwise": {"name": "rowwise"},
+    "rowwise-gptq": {"name": "rowwise", "rounding": "gptq"},
+    "block": {"name": "block"},
+    "block-gptq": {"name": "block", "rounding": "gptq"},
+    "w8a16": {"name": "w8a16"},
+    "w8a16-gptq": {"name": "w8a16", "rounding": "gptq"},
+}
+
+
+@dataclass(frozen=True)
+class QualityOptions(Checked):
+    methods: Annotated[tuple[str, ...], About("Method to measure.", flag="--method")] = (
+        "static",
+        "static-gptq",
+        "rowwise",
+        "rowwise-gptq",
+        "block",
+        "block-gptq",
+        "w8a16",
+        "w8a16-gptq",
+    )
+    peers: Annotated[
+        tuple[str, ...],
+        About("NAME=DIRECTORY of FP8 weights, or NAME=COMMAND that answers for itself.", flag="--peer", unset="none"),
+    ] = ()
+    data: Annotated[Files | None, About("File to calibrate on.", unset=SHIPPED, metavar="PATH")] = None
+    holdout: Annotated[Files | None, About("File to measure on.", unset="a quarter of these", metavar="PATH")] = None
+    samples: Annotated[int, Ge(1), About("Sequences to calibrate on.")] = 128
+    measured: Annotated[int, Ge(2), About("Sequences to measure on.", flag="--measured")] = 64
+    seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 512
+    new: Annotated[int, Ge(0), About("Tokens decoded to measure the speed; 0: it is not measured.")] = 64
+    seed: Annotated[int, About("Seed of the choice of samples.")] = 0
+
+    def __post_init__(self) -> None:
+        check(self, JobError)
+        if unknown := [name for name in self.methods if name not in METHODS]:
+            raise JobError(f"There is no method {unknown[0]!r}; choose from {', '.join(METHODS)}.")
+        if bool(self.data) != bool(self.holdout):
+            raise JobError("Give both --data and --holdout, or neither: what is measured must not be calibrated on.")
 
 
 @dataclass(frozen=True)

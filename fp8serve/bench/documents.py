@@ -1,0 +1,89 @@
+"""Two models on the same held-out documents, one after the other, and how sure what comes out is.
+
+Documents differ more than their tokens do, so they are what is drawn again: the bootstrap over documents (Efron and
+Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3) gives the middle 95 % of what other texts of this
+kind would have given. The same drawn documents count for both models: what they have in common cancels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from fp8serve.calibration.data import IGNORED, Batch, Sample, make_batches
+from fp8serve.calibration.measure import LOGIT_ROWS, TokenTally
+from fp8serve.calibration.passes import forward
+from fp8serve.model.decoder import Decoder
+
+Logits = Callable[[Tensor], Tensor]  # rows int64 [R] of a sequence -> FP32 [R, vocabulary]
+Model = Callable[[Batch], Logits]  # reads one sequence
+RESAMPLES = 2000
+
+
+def of_decoder(decoder: Decoder) -> Model:
+    """A model of this process."""
+
+    def read(sequence: Batch) -> Logits:
+        hidden = forward(decoder, sequence)
+        return lambda rows: decoder.logits(hidden[rows])
+
+    return read
+
+
+def by_document(samples: Sequence[Sample]) -> list[list[Batch]]:
+    """The sequences of every document."""
+    ordered = sorted(samples, key=lambda sample: sample.document)
+    return [make_batches(list(each), 1) for _, each in groupby(ordered, key=lambda sample: sample.document)]
+
+
+@torch.no_grad()
+def compared(
+    documents: Sequence[Sequence[Batch]], model: Model, reference: Model, tell: Callable[[int, int], None]
+) -> list[TokenTally]:
+    """What both say of every document."""
+    found = []
+    for number, document in enumerate(documents):
+        tell(number, len(documents))
+        found.append(tally := TokenTally())
+        for sequence in document:
+            _add(tally, sequence, model(sequence), reference(sequence))
+    return found
+
+
+def _add(tally: TokenTally, sequence: Batch, logits: Logits, reference: Logits) -> None:
+    scored = (sequence.targets != IGNORED).nonzero().squeeze(1)
+    for rows in torch.split(scored, LOGIT_ROWS):
+        tally.add(sequence.targets[rows], logits(rows), reference(rows))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure and the middle 95 % of what resampled documents give."""
+
+    value: float
+    low: float
+    high: float
+
+
+def intervals(tallies: Sequence[TokenTally], seed: int = 0) -> dict[str, Interval]:
+    """Over all tokens: "perplexity_percent" above the reference's, "kl" in nats, "top1" the share of tokens on whose
+    likeliest successor both agree."""
+    columns = [[t.tokens, t.nll, t.reference_nll, t.kl, t.agreed] for t in tallies]
+    sums = torch.tensor(columns, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(tallies), (RESAMPLES, len(tallies)), generator=generator)
+    whole, others = _figures(sums.sum(0)), _figures(sums[drawn].sum(1))
+    edges = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return {name: Interval(float(whole[name]), *others[name].quantile(edges).tolist()) for name in whole}
+
+
+def _figures(sums: Tensor) -> dict[str, Tensor]:
+    """sums [..., 5] of tokens, two losses, KL, agreement."""
+    tokens, nll, reference, kl, agreed = sums.unbind(-1)
+    return {
+        "perplexity_percent": 100 * torch.expm1((nll - reference) / tokens),
+        "kl": (kl / tokens).clamp_min(0),
+        "top1": agreed / tokens,
+    }

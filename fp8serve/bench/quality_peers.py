@@ -1,0 +1,95 @@
+"""Another tool's model beside ours: a directory that fp8serve can read, or a program that answers in its own way.
+
+A program is asked in lines of JSON and answers each with one. First it says, unasked, what it is:
+
+    <- {"bytes": 144811648, "name": "llama.cpp Q8_0, llama-cpp-python 0.3.2"}
+    -> {"ids": [1, 5, 9], "logits": "/tmp/x.npy"}     it writes FP32 [tokens, vocabulary] there
+    <- {}
+    -> {"prompt": [1, 5, 9], "new": 64}               it decodes greedily after the prompt
+    <- {"tokens_per_second": 31.5}
+
+benchmarks/quality_peers/ holds such programs. One that ends, or says anything else, is a JobError with its last words.
+"""
+
+import json
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8serve.bench.documents import Logits
+from fp8serve.calibration.data import Batch
+from fp8serve.errors import JobError
+
+
+@contextmanager
+def running(name: str, command: str) -> "Iterator[Program]":
+    """The peer in a process of its own, which is killed at the end."""
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+", encoding="utf-8") as errors:
+        try:
+            process = subprocess.Popen(
+                shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        except (OSError, ValueError) as error:
+            raise JobError(f"The peer {name} cannot be started: {error}.") from None
+        try:
+            yield Program(name, process, Path(folder))
+        finally:
+            process.kill()
+            process.communicate()
+
+
+class Program:
+    """A running peer. folder: where it writes logits, and where `stderr` is what it has complained of."""
+
+    def __init__(self, name: str, process: "subprocess.Popen[str]", folder: Path) -> None:
+        self.name, self._process, self._folder = name, process, folder
+        told = self._answer()
+        self.bytes, self.about = int(told.get("bytes", 0)), str(told.get("name", name))
+
+    def __call__(self, sequence: Batch) -> Logits:
+        file = self._folder / "logits.npy"
+        self._ask({"ids": sequence.ids.tolist(), "logits": str(file)})
+        found = self._read(file)
+        if found.ndim != 2 or len(found) != sequence.tokens:
+            raise JobError(f"The peer {self.name} gave logits {found.shape} for {sequence.tokens} tokens.")
+        return lambda rows: torch.from_numpy(found[rows.numpy()]).float()
+
+    def _read(self, file: Path) -> Any:
+        try:
+            return np.load(file)
+        except (OSError, ValueError) as error:
+            raise JobError(f"The peer {self.name} wrote no logits that can be read: {error}.") from None
+
+    def tokens_per_second(self, prompt: Tensor, new: int) -> float:
+        """Of greedy decoding at batch 1."""
+        return float(self._ask({"prompt": prompt.tolist(), "new": new})["tokens_per_second"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it has ended; what it said last is read next
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line that is an object of JSON; libraries print what they like before it."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                if isinstance(found := json.loads(line), dict):
+                    return found
+            except ValueError:
+                continue
+        self._process.wait()
+        words = (self._folder / "stderr").read_text(encoding="utf-8").strip()[-500:] or "it said nothing"
+        raise JobError(f"The peer {self.name} ended with status {self._process.returncode}: {words}")
