@@ -109,6 +109,17 @@ class KeptReport:
 
 
 @dataclass(frozen=True)
+class SmoothingReport:
+    """Pairs of a norm or linear and the linears that read it, between which channels were evened out (pairs.py)."""
+
+    alpha: float
+    pairs: tuple[
+        str, ...
+    ]  # where that made the error of a layer's output smaller: the names of what makes the channels
+    tried: int
+
+
+@dataclass(frozen=True)
 class HealingReport:
     """Training of the FP8 model towards its own high precision; KL on the held-out samples, nats per token."""
 
@@ -163,6 +174,7 @@ class CalibrationReport:
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
     rounding: str = "nearest"  # of weights
+    smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
     kept: tuple[KeptReport, ...] = ()  # what stays in high precision
     generated: tuple[GeneratedReport, ...] = ()
