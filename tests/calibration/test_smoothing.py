@@ -20,10 +20,10 @@ from fp8serve.calibration.result import CalibrationReport
 from fp8serve.calibration.smoothing import FACTORS, put, smooth
 from fp8serve.errors import Fp8ServeError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
+from fp8serve.hub import find_model
 from fp8serve.model.checkpoint import load_scales, load_servable, open_checkpoint
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.gguf import smollm2 as packaged
-from fp8serve.model.hub import find_model
 from fp8serve.model.tokenizer import Tokenizer
 from tests.model.oracle import MODELS, make_model
 
