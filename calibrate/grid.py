@@ -24,15 +24,21 @@ SLICE = 1 << 22  # elements that are widened to FP32 at a time
 
 @dataclass
 class GridTally:
-    """Counts and sums over all elements that were added. `peak`: the largest magnitude, in units of the grid."""
+    """Counts and sums over all elements that were added.
+
+    peak: the largest magnitude, in units of the grid. channels: the largest in each column, in the tensor's own, [K].
+    """
 
     counts: Tensor = field(default_factory=lambda: torch.zeros(128, dtype=torch.int64))  # by code without its sign
     peak: float = 0.0
     signal: float = 0.0
     noise: float = 0.0
+    channels: Tensor | None = None
 
     def add(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
         """x [M, K], E4M3 q [M, K] that it was cast to, and scale_inv of any granularity."""
+        largest = x.abs().amax(0).float().cpu()
+        self.channels = largest if self.channels is None else torch.maximum(self.channels, largest)
         codes = q.view(torch.uint8).flatten() & 0x7F
         self.counts += torch.bincount(codes, minlength=128).cpu()
         for exact, got, scale in _slices(x, q, scale_inv):

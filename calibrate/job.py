@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe
@@ -16,7 +18,7 @@ from .measure import LayerTally
 from .observe import Observer
 from .options import CalibrationOptions
 from .progress import Stages
-from .result import HealingReport, KeptReport, Quality
+from .result import HealingReport, KeptReport, Quality, SmoothingReport
 from .sensitivity import kl_shares
 
 
@@ -33,8 +35,10 @@ class Job:
     batches: Batches
     observer: Observer
     states: dict[str, ScalingState] = field(default_factory=dict)
+    smoothed: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that are not those of the source
     rounded: dict[str, FrozenLinear] | None = None
     kept: list[KeptReport] = field(default_factory=list)  # what stays in high precision
+    smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
     notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
 

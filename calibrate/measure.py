@@ -24,6 +24,7 @@ from fp8serve.model.decoder import Decoder
 
 from .data import IGNORED
 from .grid import GridTally, sqnr
+from .outliers import outlier
 from .result import LayerReport, Quality
 
 LOGIT_ROWS = 256
@@ -121,4 +122,5 @@ class LayerTally:
     def report(self, name: str, kl: float | None = None) -> LayerReport:
         of = max(self.elements, 1)
         fractions = (self.saturated / of, self.rounded_to_top / of, self.underflowed / of)
-        return LayerReport(name, self.sqnr_db, *fractions, kl, self.input.report(), self.weight.report())
+        found = outlier(self.input.channels, self.weight.channels)
+        return LayerReport(name, self.sqnr_db, *fractions, kl, self.input.report(), self.weight.report(), found)

@@ -9,8 +9,13 @@ from fp8serve.model.checkpoint import load_servable
 from .healing import Schedule, heal
 from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
 from .job import Job
+from .pairs import pairs
 from .precision import Target, fewest, ordered, restore
-from .result import HealingReport, KeptReport, Quality
+from .ranks import Ranks
+from .result import HealingReport, KeptReport, Quality, SmoothingReport
+from .smoothing import FACTORS, smooth
+from .unfinished import Once
+from .words import count
 
 
 def amaxes_of_inputs(job: Job) -> Mapping[str, float]:
@@ -22,6 +27,25 @@ def amaxes_of_inputs(job: Job) -> Mapping[str, float]:
         seen = {name: seen.amax for name, seen in job.observer.seen.items()}
         return searched_amaxes(job.decoder, job.linears, samples, seen, job.stages)
     return {}
+
+
+def smooth_weights(job: Job, alpha: float, once: Once, ranks: Ranks) -> None:
+    """Change the model's parameters where channels of an input are uneven and evening them out helps."""
+    samples, config = job.batches.calibration, job.decoder.config
+    job.smoothed = smooth(job.decoder, job.linears, samples, job.recipe, alpha, job.stages, once, ranks)
+    tried = sum(len(pairs(config, index, job.linears)) for index in range(config.num_layers))
+    helped = tuple(name.removesuffix(FACTORS) for name in job.smoothed if name.endswith(FACTORS))
+    job.smoothing = SmoothingReport(alpha, helped, tried)
+    if config.offset_norms:
+        job.notes += ("Smoothing left the norms alone: they multiply by 1 + weight, which holds no factor exactly.",)
+
+
+def said_of_smoothing(report: SmoothingReport | None) -> tuple[str, ...]:
+    """The sentence for the notes."""
+    if report is None:
+        return ()
+    helped = f"{len(report.pairs)} of {count(report.tried, 'input')}"
+    return (f"Smoothing evened out the channels of {helped}; the others are better as they are.",)
 
 
 def meet(job: Job, target: Target) -> None:

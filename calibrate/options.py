@@ -66,6 +66,16 @@ class CalibrationOptions(SampleOptions):
         Rounding,
         About("How weights are rounded; 'gptq': so that a layer's errors make up for each other, in more time."),
     ] = "nearest"
+    smoothing: Annotated[
+        float | None,
+        Ge(0),
+        Le(1),
+        About(
+            "Even channels of inputs out, where that helps; 1: wholly at the weights' expense.",
+            unset="off",
+            metavar="ALPHA",
+        ),
+    ] = None
     skip: Annotated[
         Patterns | None, About("Linear layer that stays in BF16; a name or '*'.", unset="none", metavar="PATTERN")
     ] = None

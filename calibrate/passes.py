@@ -83,6 +83,22 @@ def hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., 
 
 
 @contextmanager
+def in_place(decoder: Decoder, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, these stand in the decoder, by their names."""
+    before = {name: decoder.get_submodule(name) for name in modules}
+    try:
+        _put(decoder, modules)
+        yield
+    finally:
+        _put(decoder, before)
+
+
+def _put(decoder: Decoder, modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        decoder.set_submodule(name, module)
+
+
+@contextmanager
 def in_fp8(
     linears: Linears, freeze: Callable[[str, Linear], FrozenLinear], tallies: Mapping[str, LayerTally]
 ) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """calibrate: sample data -> amax histories -> scales -> an FP8 directory with the evidence that it is good.
 
     load       weights memory-mapped in their own file, computed in BF16; linears converted in place, nothing copied
+    smooth     with smoothing=ALPHA: channels of inputs evened out, where that helps (smoothing.py)
     observe    every calibration batch once, in high precision, amaxes recorded (and gradients, and keys and values)
     round      with rounding="gptq": layer by layer, weights rounded so that errors make up for each other (rounding.py)
     meet       with a target for quality: the fewest layers left in BF16 that meet it (precision.py)
@@ -37,7 +38,7 @@ from .data import Batches, calibration_batches
 from .job import Job
 from .lengths import fitting, shortfall
 from .made import call, made
-from .methods import amaxes_of_inputs, heal_weights, meet
+from .methods import amaxes_of_inputs, heal_weights, meet, smooth_weights
 from .observe import observe, observer_of, settle
 from .options import CalibrationOptions
 from .precision import Target, kept_reports, left_out, restore
@@ -69,8 +70,10 @@ def calibrate(
     options: the fields of CalibrationOptions. Sequences are as long as the model's context at most; quality is measured
     on an eighth as many. What is held out is never observed, also where `data` repeats it. kv_cache: a scale for the
     keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
-    rounding: "gptq" rounds weights so that the errors of a layer's outputs on these samples become small. heal: how
-    many steps the model is trained under the recipe towards what it said in high precision (healing.py).
+    smoothing: 0..1; evens out the channels of inputs, at the expense of weights the more it is, and leaves the model
+    what it was in high precision. rounding: "gptq" rounds weights so that the errors of a layer's outputs on these
+    samples become small. heal: how many steps the model is trained under the recipe towards what it said in high
+    precision (healing.py).
     ranks: the processes that calibrate together, each calling this function alike (ranks.py); rank 0 writes.
     progress(stage, done, total) is called after every step of a stage: a layer, or a batch. command: how a reader of
     the report repeats it; None: this call.
@@ -85,6 +88,8 @@ def calibrate(
     job = _load(source, recipe, asked, Stages(progress))
     about = description(source, recipe, job.asked, job.batches, versions())
     with Unfinished(out, about, asked.resume, ranks) as unfinished:
+        if asked.smoothing is not None:
+            smooth_weights(job, asked.smoothing, unfinished.once, ranks)
         _observe(job, unfinished, ranks)
         if asked.rounding == "gptq":
             samples = job.batches.calibration

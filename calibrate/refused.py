@@ -51,6 +51,8 @@ def _check_weights(recipe: Recipe, asked: CalibrationOptions) -> None:
         raise RecipeError("scales_only writes no weights, so none can stay in high precision.")
     if asked.scales_only and asked.rounding != "nearest":
         raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
+    if asked.scales_only and asked.smoothing is not None:
+        raise RecipeError("scales_only writes no weights, and smoothing changes them; leave out one of the two.")
     if asked.heal and (asked.scales_only or asked.input_scales != "history"):
         raise RecipeError("Healing changes weights and lets scales follow them; leave out scales_only, input_scales.")
     if asked.heal and not trains(recipe):

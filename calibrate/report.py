@@ -2,8 +2,8 @@
 
 from rich.table import Table
 
-from .result import CalibrationReport, DataReport, EvalReport, KeptReport, worst_first
-from .words import change, cost, counts, decibels, kept_bytes, number, percent, size
+from .result import CalibrationReport, DataReport, EvalReport, KeptReport, uneven_first, worst_first
+from .words import change, cost, counts, decibels, kept_bytes, number, outlier_of, percent, size
 
 
 def verdict(report: CalibrationReport) -> str:
@@ -37,6 +37,8 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     saturated = max((layer.saturated for layer in report.layers), default=0.0)
     underflowed = max((layer.underflowed for layer in report.layers), default=0.0)
     table.add_row("inputs cut off, lost to zero", f"{percent(saturated)}, {percent(underflowed)} at most")
+    for uneven in uneven_first(report.layers)[:1]:
+        table.add_row("most uneven input", f"{uneven.name}, {outlier_of(uneven)} the median")
     if report.kept:
         table.add_row("stays in BF16", f"{sum(len(k.names) for k in report.kept)} linear layers, {kept_bytes(report)}")
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)

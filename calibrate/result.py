@@ -16,6 +16,8 @@ from fp8serve.errors import DataError
 
 HISTORY_SHOWN = 64  # newest amaxes per tensor in the report; scales.safetensors holds the whole history
 
+UNEVEN = 32.0  # times the median channel of an input
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -55,6 +57,20 @@ class CastReport:
 
 
 @dataclass(frozen=True)
+class ChannelReport:
+    """The channel of an input that is farthest from the others (outliers.py)."""
+
+    channel: int
+    size: float  # its largest magnitude on the held-out samples, as a multiple of the median channel's
+    weights: float  # the same of the weights that read it
+
+    @property
+    def excess(self) -> float:
+        """How much larger it is than the weights that read it would have it."""
+        return self.size / self.weights
+
+
+@dataclass(frozen=True)
 class LayerReport:
     """One FP8 linear on the held-out samples."""
 
@@ -66,6 +82,7 @@ class LayerReport:
     kl: float | None = None  # nats per token that this layer's FP8 adds; see sensitivity.py
     input: CastReport | None = None  # None: not in FP8
     weight: CastReport | None = None
+    outlier: ChannelReport | None = None
 
     @property
     def headroom(self) -> float | None:
@@ -76,6 +93,12 @@ class LayerReport:
 def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
     """By the KL divergence that each adds; where that is not known by SQNR, exact layers last."""
     return tuple(sorted(layers, key=lambda x: (-(x.kl or 0.0), x.sqnr_db is None, x.sqnr_db or 0.0)))
+
+
+def uneven_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
+    """Those of whose inputs one channel is `UNEVEN` times as large as the median one, by its excess."""
+    found = [(x.outlier.excess, x) for x in layers if x.outlier is not None and x.outlier.size >= UNEVEN]
+    return tuple(layer for _, layer in sorted(found, key=lambda pair: -pair[0]))
 
 
 @dataclass(frozen=True)
@@ -106,6 +129,17 @@ class KeptReport:
     names: tuple[str, ...]
     bytes: int  # that FP8 would save
     kl: float | None  # nats per token that their FP8 would add; None where that was not measured
+
+
+@dataclass(frozen=True)
+class SmoothingReport:
+    """Pairs of a norm or linear and the linears that read it, between which channels were evened out (pairs.py)."""
+
+    alpha: float
+    pairs: tuple[
+        str, ...
+    ]  # where that made the error of a layer's output smaller: the names of what makes the channels
+    tried: int
 
 
 @dataclass(frozen=True)
@@ -163,6 +197,7 @@ class CalibrationReport:
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
     rounding: str = "nearest"  # of weights
+    smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
     kept: tuple[KeptReport, ...] = ()  # what stays in high precision
     generated: tuple[GeneratedReport, ...] = ()

@@ -1,8 +1,9 @@
 """What a calibration has finished so far, in a hidden directory beside its output, so that a killed one can go on.
 
-    .OUT.calibrating/run.json                 whose results these are: model, recipe, options, samples, versions
-                     observed.safetensors     what was seen of every tensor
-                     round-00000.safetensors  a layer's rounded weights, and so on
+    .OUT.calibrating/run.json                  whose results these are: model, recipe, options, samples, versions
+                     smooth-00000.safetensors  a layer's smoothed parameters and their factors
+                     observed.safetensors      what was seen of every tensor
+                     round-00000.safetensors   a layer's rounded weights, and so on
 
 A result is computed, written whole and read back from the mapped file, in a run that is never interrupted as in one
 that goes on: the bytes are the same, and what was finished needs no memory. The directory appears with the first result

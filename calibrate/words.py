@@ -72,6 +72,13 @@ def counts(samples: int, documents: int) -> str:
     return f"{count(samples, 'sample')} from {count(documents, 'document')}"
 
 
+def outlier_of(layer: LayerReport) -> str:
+    """The channel of its input that is farthest from the others; empty where none is known."""
+    if (found := layer.outlier) is None:
+        return ""
+    return f"channel {found.channel}: {found.size:,.4g} times, its weights {found.weights:.3g} times"
+
+
 def kept_bytes(report: CalibrationReport) -> str:
     """What the linears take that stay in BF16."""
     return f"{size(sum(kept.bytes for kept in report.kept))} more than in FP8"

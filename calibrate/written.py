@@ -2,11 +2,14 @@
 
 import json
 import platform
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import fp8serve
 from fp8serve.fp8.recipe import Recipe, to_json
@@ -21,7 +24,7 @@ from fp8serve.model.shards import open_shards
 from .data import Batches, source_names
 from .generated import before_and_after
 from .job import Job
-from .methods import said_of_healing
+from .methods import said_of_healing, said_of_smoothing
 from .observe import Observer
 from .options import CalibrationOptions
 from .page.pages import html_report
@@ -60,8 +63,8 @@ def _write_directory(job: Job, out: Path, checkpoint: ScalingCheckpoint, draft: 
         out,
         job.source,
         checkpoint,
-        # healed scales are those of weights that the source does not have
-        weights=open_checkpoint(job.source) if job.healing else None,
+        # scales of smoothed and healed weights are not the source's
+        weights=_changed(job) if job.healing or job.smoothing else None,
         quantized={name: (layer.weight_q, layer.weight_scale_inv) for name, layer in rounded.items()},
         kept=[name for group in job.kept for name in group.names],
         format=draft.format,
@@ -69,6 +72,12 @@ def _write_directory(job: Job, out: Path, checkpoint: ScalingCheckpoint, draft: 
         max_shard_bytes=job.asked.max_shard_bytes,
     )
     return final[0]
+
+
+def _changed(job: Job) -> Mapping[str, Tensor]:
+    """The source's parameters, and those that took their place."""
+    found: Any = (job.smoothed, open_checkpoint(job.source))  # typed for writing, and only read
+    return ChainMap(*found)
 
 
 def _draft(
@@ -94,8 +103,9 @@ def _draft(
         bytes_after=size,
         seconds={},
         versions=versions(),
-        notes=job.notes + said_of_healing(job.healing),
+        notes=job.notes + said_of_smoothing(job.smoothing) + said_of_healing(job.healing),
         rounding=job.asked.rounding,
+        smoothing=job.smoothing,
         healing=job.healing,
         kept=tuple(job.kept),
     )

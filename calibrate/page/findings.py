@@ -8,8 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fp8serve.calibration.result import CalibrationReport, EvalReport, LayerReport, Quality, TensorReport
-from fp8serve.calibration.words import count, decibels, listed, number, percent, short
+from fp8serve.calibration.result import (
+    UNEVEN,
+    CalibrationReport,
+    EvalReport,
+    LayerReport,
+    Quality,
+    TensorReport,
+    uneven_first,
+)
+from fp8serve.calibration.words import count, decibels, listed, number, outlier_of, percent, short
 
 from .inputs import input_name, input_tensors, inputs
 
@@ -18,6 +26,7 @@ LOW_DB = 15.0  # of a layer's output; about 25 to 35 is usual for E4M3
 MUCH_CUT_OFF = 0.001  # of an input's elements
 MUCH_LOST = 0.05  # of an input's elements that become zero
 UNSTEADY = 4.0  # times its median over the batches: an input whose range few batches decide
+USELESS = 1000.0  # times: a channel that much larger than its weights would have it does nothing but harm
 CONCENTRATED = 0.3  # of the cost, in a twentieth of the layers
 
 
@@ -43,7 +52,7 @@ def _in_order(found: Iterable[Finding | None]) -> list[Finding]:
 
 
 def _of_layers(layers: Sequence[LayerReport]) -> tuple[Finding | None, ...]:
-    return _noisy(layers), _cut_off(layers), _concentrated(layers), _lost(layers)
+    return _noisy(layers), _cut_off(layers), _concentrated(layers), _lost(layers), _uneven(layers)
 
 
 def _cost(quality: Quality, untried: Sequence[str]) -> Finding | None:
@@ -133,6 +142,21 @@ def _lost(layers: Sequence[LayerReport]) -> Finding | None:
         f"In {count(len(low), 'input')} more than {MUCH_LOST:.0%} of the elements become zero, because few large "
         f"values decide the scale: {names}. That matters where the cost is high, too; there `--input-scales search` or "
         "`--recipe rowwise` may help."
+    )
+
+
+def _uneven(layers: Sequence[LayerReport]) -> Finding | None:
+    """Channels that leave the others of their input little of the format's range."""
+    found = uneven_first(inputs(layers))
+    if not found:
+        return None
+    names = listed([f"{input_name(x.name)} ({outlier_of(x)})" for x in found])
+    trouble = any(x.outlier is not None and x.outlier.excess > USELESS for x in found)
+    return Finding(
+        f"In {count(len(found), 'input')} one channel is more than {UNEVEN:.0f} times as large as the median one: "
+        f"{names}. Where the weights that read it are small, its size is of no use and takes the room of others; "
+        "`--smoothing 0.5` moves it into the weights where that helps.",
+        trouble,
     )
 
 

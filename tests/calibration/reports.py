@@ -5,12 +5,14 @@ import math
 from fp8serve.calibration.result import (
     CalibrationReport,
     CastReport,
+    ChannelReport,
     DataReport,
     GeneratedReport,
     HealingReport,
     LayerReport,
     Made,
     Quality,
+    SmoothingReport,
     TensorReport,
 )
 
@@ -49,6 +51,7 @@ def make_report(layers: int = 4, model: str = "models/tiny") -> CalibrationRepor
         seconds={"observe": 1.0, "total": 2.5},
         versions={"fp8serve": "0.1.0"},
         generated=(GeneratedReport("Once upon", " a time there was", " a time there were", 48, 4),),
+        smoothing=SmoothingReport(0.5, ("model.layers.0.input_layernorm",), 4 * layers),
         healing=HealingReport(3, 3e-5, (0.3, 0.2, 0.1), 0.05, 0.02),
         made=Made("fp8serve calibrate models/tiny --out out", "2026-01-02T03:04:05+00:00", "Linux on a CPU, 2 threads"),
     )
@@ -57,4 +60,12 @@ def make_report(layers: int = 4, model: str = "models/tiny") -> CalibrationRepor
 def _layer(name: str, sqnr_db: float, kl: float) -> LayerReport:
     down = "down" in name
     of_input = cast(-0.3 if down else 0.5)
-    return LayerReport(name, sqnr_db, 0.0001 if down else 0.0, kl=kl, input=of_input, weight=cast(0.0))
+    return LayerReport(
+        name,
+        sqnr_db,
+        0.0001 if down else 0.0,
+        kl=kl,
+        input=of_input,
+        weight=cast(0.0),
+        outlier=ChannelReport(3, 2.5, 1.2),
+    )

@@ -7,7 +7,14 @@ import pytest
 from fp8serve.calibration.page.findings import Finding, evaluation_findings, findings
 from fp8serve.calibration.page.pages import html_evaluation, html_report
 from fp8serve.calibration.page.texts import before_and_after, what_to_know
-from fp8serve.calibration.result import CalibrationReport, EvalReport, GeneratedReport, HealingReport, Quality
+from fp8serve.calibration.result import (
+    CalibrationReport,
+    ChannelReport,
+    EvalReport,
+    GeneratedReport,
+    HealingReport,
+    Quality,
+)
 
 from .reports import cast, make_report
 
@@ -152,6 +159,12 @@ def test_a_calm_report_says_so() -> None:
         ({"saturated": 0.01, "input": cast(-0.2)}, "at most 1 % of layer 2 into down. .* margin larger by 1,", True),
         ({"sqnr_db": 9.0}, r"1 layer with less than 15 dB .*: layer 2 down_proj \(9.0 dB\)", True),
         ({"underflowed": 0.2}, r"In 1 input more than 5% .*: layer 2 into down \(20 %\)", False),
+        (
+            {"outlier": ChannelReport(7, 60.0, 2.0)},
+            r"In 1 input one channel .*: layer 2 into down \(channel 7: 60",
+            False,
+        ),
+        ({"outlier": ChannelReport(7, 60.0, 0.01)}, "its weights 0.01 times.*--smoothing 0.5", True),
         ({"kl": 1.0}, "1 of 28 layers make 100% of the cost: layer 2 down_proj", False),
     ],
 )

