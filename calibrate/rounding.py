@@ -8,8 +8,7 @@ In memory are the hidden states of all batches, the products of one layer's inpu
 those that are finished lie in a file (unfinished.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ from .compare import freezer
 from .data import Batch
 from .gptq import compensated
 from .layerwise import Stream, layers, streams, within
-from .passes import Linears, hooks
+from .passes import Linears, hooks, in_place
 from .precision import groups
 from .progress import Stages
 from .ranks import ALONE, Ranks
@@ -58,7 +57,7 @@ def round_weights(
         )
         for name, layer in frozen.items():
             layer.weight_q = weights[name].to(_device(layer))
-        with _in_place(decoder, frozen):
+        with in_place(decoder, frozen):
             for stream in running:
                 stream.advance(index)
         found |= frozen
@@ -123,19 +122,3 @@ def _products_of(stream: Stream, index: int, linears: Linears, frozen: FrozenLin
 
 def _device(layer: FrozenLinear) -> torch.device:
     return layer.weight_q.device
-
-
-@contextmanager
-def _in_place(decoder: Decoder, frozen: FrozenLinears) -> Iterator[None]:
-    """Inside, the `frozen` linears stand in the decoder."""
-    before = {name: decoder.get_submodule(name) for name in frozen}
-    try:
-        _put(decoder, frozen)
-        yield
-    finally:
-        _put(decoder, before)
-
-
-def _put(decoder: Decoder, modules: Mapping[str, nn.Module]) -> None:
-    for name, module in modules.items():
-        decoder.set_submodule(name, module)
