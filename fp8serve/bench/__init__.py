@@ -5,4 +5,5 @@ quantization   E4M3, E5M2 and INT8 on one tensor          corpus      text that 
 layers         the recipes on every linear of a model     plot        curves as a standalone SVG
 spikes         delayed scaling when a tensor jumps        provenance  where figures come from
 quality        every method of calibration, peers         documents   two models, document by document
+accumulation   products of many terms                    quality_peers  models of other tools
 """

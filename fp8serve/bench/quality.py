@@ -1,26 +1,31 @@
 """What each method costs in quality, and what it saves: one model, held-out documents, bytes and decoding speed.
 
-Every method's directory is made by `calibrate`, as a user would make it, and stays below `out`; a second call makes
-only those that are missing. All are read as they are served, and compared with the model in BF16 document by document
-(documents.py), peers among them (quality_peers.py). Speed is that of the engine at batch 1, one after the other.
+Every method's directory is made by `calibrate`, as a user would make it, and stays below `out`, as the figures do; a
+second call makes and measures only what is missing. All are read as they are served, and compared with the model in
+BF16 document by document (documents.py), peers among them (quality_peers.py). Speed is that of the engine at batch 1,
+one after the other.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from fp8serve.bench import engine
 from fp8serve.bench.documents import Interval, Model, by_document, compared, intervals, of_decoder
 from fp8serve.bench.options import METHODS, QualityOptions
-from fp8serve.bench.quality_peers import running
+from fp8serve.bench.quality_peers import Program, running
 from fp8serve.calibration.data import PASSAGES, Sample, load_samples
 from fp8serve.calibration.options import CalibrationOptions, ScalingOptions
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.errors import JobError, ModelError
 from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.files import write_json
 from fp8serve.model.shards import open_shards
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -44,21 +49,101 @@ def study(model: Path, out: Path, asked: QualityOptions, tell: Tell) -> dict[str
 
     JobError: `out` holds results of other settings, or a peer fails. ModelError, DataError: an input cannot be used.
     """
+    peers = dict(map(_named, asked.peers))
     out.mkdir(parents=True, exist_ok=True)
     _same_settings(out / "settings.json", model, asked)
-    data, held_out = _texts(out, asked)
-    samples = _samples(model, held_out, asked)
+    it = _Study(model, out, asked, tell, *_texts(out, asked))
+    samples = it.samples()
     documents, reference = by_document(samples), of_decoder(load_servable(model, "bf16"))
-    rows = [Row(REFERENCE, _bytes(model), {}, _speed(model, asked, recipe="bf16"))]
-    for name, read, size, speed in _models(model, out, data, held_out, asked, tell):
-        found = compared(documents, read, reference, lambda done, of, name=name: tell(name, done, of))  # type: ignore[misc]
-        rows.append(Row(name, size, intervals(found), speed))
+    rows = [it.kept(REFERENCE, "", lambda: Row(REFERENCE, _bytes(model), {}, it.speed(model, "bf16")))]
+    for name, place in {**dict.fromkeys(asked.methods, ""), **peers}.items():
+
+        def row(name: str = name, place: str = place) -> Row:
+            with it.opened(name, place) as (read, size, speed):
+                found = compared(documents, read, reference, lambda done, of: tell(name, done, of))
+                return Row(name, size, intervals(found), speed())
+
+        rows.append(it.kept(name, place, row))
     return {
         "model": model.name,
-        "text": {"documents": len(documents), "tokens": sum(len(s.ids) for s in samples), "files": list(held_out)},
+        "text": {"documents": len(documents), "tokens": sum(len(s.ids) for s in samples), "files": list(it.held_out)},
         "settings": asdict(asked),
         "rows": [asdict(row) for row in rows],
     }
+
+
+@dataclass(frozen=True)
+class _Study:
+    """What all rows have in common. data, held_out: files to calibrate on and to measure on."""
+
+    model: Path
+    out: Path
+    asked: QualityOptions
+    tell: Tell
+    data: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+    def kept(self, name: str, place: str, make: Callable[[], Row]) -> Row:
+        """A row as an earlier call found it, or as it is found now: a peer that fails costs no other row."""
+        file = self.out / "rows" / f"{name.replace('/', '_')}.json"
+        if file.exists() and (found := json.loads(file.read_text(encoding="utf-8")))["of"] == self._of(name, place):
+            return TypeAdapter(Row).validate_python(found["row"])
+        row = make()
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, {"of": self._of(name, place), "row": asdict(row)})
+        return row
+
+    def _of(self, name: str, place: str) -> dict[str, Any]:
+        """What a row was found for: weights that were written since give another one. A program is its command."""
+        directory = self.model if name == REFERENCE else Path(place or self.out / name)
+        files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(directory.glob("*.safetensors"))]
+        return {"place": place, "new": self.asked.new, "files": [list(file) for file in files]}
+
+    @contextmanager
+    def opened(self, name: str, place: str) -> Iterator[tuple[Model, int, Callable[[], float | None]]]:
+        """(model, bytes, what finds its tokens per second) of a method, or of the peer at `place`."""
+        if place and not Path(place).is_dir():
+            with running(name, place) as peer:
+                yield peer, peer.bytes, lambda: self._speed_of(peer)
+            return
+        directory = Path(place) if place else self._calibrated(name)
+        yield of_decoder(load_servable(directory)), _bytes(directory), lambda: self.speed(directory)
+
+    def _calibrated(self, name: str) -> Path:
+        """The directory of a method, made now unless it is there."""
+        directory, asked, told = self.out / name, self.asked, METHODS[name]
+        if not (directory / "calibration.json").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            self.tell(f"{name}: calibrate", 0, 1)
+            known = CalibrationOptions.__dataclass_fields__
+            scaling = ScalingOptions(**{k: v for k, v in told.items() if k not in known})
+            options: dict[str, Any] = {k: v for k, v in told.items() if k in known}
+            options |= {"data": self.data, "holdout": self.held_out, "samples": asked.samples}
+            options |= {"seq_len": asked.seq_len, "seed": asked.seed, "generated_samples": 0}
+            calibrate(self.model, out=directory, recipe=scaling.recipe, **options)
+        return directory
+
+    def samples(self) -> list[Sample]:
+        """Those that are measured."""
+        vocabulary = json.loads((self.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        tokenizer, asked = Tokenizer.from_dir(self.model), self.asked
+        return load_samples(
+            self.held_out, tokenizer, vocabulary, count=asked.measured, seq_len=asked.seq_len, seed=asked.seed
+        )
+
+    def speed(self, directory: Path, recipe: str = "stored") -> float | None:
+        """Tokens per second of the engine at batch 1."""
+        if not self.asked.new:
+            return None
+        found = engine.measure(
+            directory, lambda *_: None, batches=(1,), prompt=PROMPT, new=self.asked.new, recipe=recipe
+        )
+        return float(found["decode"][0]["tokens_per_second"])
+
+    def _speed_of(self, peer: Program) -> float | None:
+        if not self.asked.new:
+            return None
+        return peer.tokens_per_second(list(max((s.ids for s in self.samples()), key=len)[:PROMPT]), self.asked.new)
 
 
 def _same_settings(file: Path, model: Path, asked: QualityOptions) -> None:
@@ -81,58 +166,11 @@ def _texts(out: Path, asked: QualityOptions) -> tuple[tuple[str, ...], tuple[str
     return (str(out / "calibrate.jsonl"),), (str(out / "held-out.jsonl"),)
 
 
-def _samples(model: Path, held_out: tuple[str, ...], asked: QualityOptions) -> list[Sample]:
-    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    return load_samples(
-        held_out, Tokenizer.from_dir(model), vocabulary, count=asked.measured, seq_len=asked.seq_len, seed=asked.seed
-    )
-
-
-def _models(
-    model: Path, out: Path, data: tuple[str, ...], held_out: tuple[str, ...], asked: QualityOptions, tell: Tell
-) -> Iterator[tuple[str, Model, int, float | None]]:
-    """(name, model, bytes, tokens per second) of every method and peer; each is dropped before the next is made."""
-    for name in asked.methods:
-        tell(f"{name}: calibrate", 0, 1)
-        directory = _calibrated(model, out / name, data, held_out, METHODS[name], asked)
-        yield name, of_decoder(load_servable(directory)), _bytes(directory), _speed(directory, asked)
-    for peer_name, place in map(_named, asked.peers):
-        if (directory := Path(place)).is_dir():
-            yield peer_name, of_decoder(load_servable(directory)), _bytes(directory), _speed(directory, asked)
-        else:
-            with running(peer_name, place) as peer:
-                speed = peer.tokens_per_second(_prompt(model, held_out, asked), asked.new) if asked.new else None
-                yield peer_name, peer, peer.bytes, speed
-
-
-def _calibrated(
-    model: Path, directory: Path, data: tuple[str, ...], held_out: tuple[str, ...], told: Mapping[str, Any],
-    asked: QualityOptions,
-) -> Path:  # fmt: skip
-    """The directory of a method, made now unless it is there."""
-    if not (directory / "calibration.json").exists():
-        shutil.rmtree(directory, ignore_errors=True)
-        options: dict[str, Any] = {"data": data, "holdout": held_out, "samples": asked.samples}
-        options |= {"seq_len": asked.seq_len, "seed": asked.seed, "generated_samples": 0}
-        known = CalibrationOptions.__dataclass_fields__
-        scaling = ScalingOptions(**{k: v for k, v in told.items() if k not in known})
-        method = {k: v for k, v in told.items() if k in known}
-        calibrate(model, out=directory, recipe=scaling.recipe, **options, **method)
-    return directory
-
-
 def _named(peer: str) -> tuple[str, str]:
     name, _, place = peer.partition("=")
     if not name or not place:
         raise JobError(f"A peer is NAME=DIRECTORY or NAME=COMMAND, not {peer!r}.")
     return name, place
-
-
-def _prompt(model: Path, held_out: tuple[str, ...], asked: QualityOptions) -> Any:
-    import torch
-
-    ids = max((s.ids for s in _samples(model, held_out, asked)), key=len)
-    return torch.tensor(ids[:PROMPT])
 
 
 def _bytes(directory: Path) -> int:
@@ -141,11 +179,3 @@ def _bytes(directory: Path) -> int:
     if not files:
         raise ModelError(f"{directory} holds no weights.")
     return sum(file.stat().st_size for file in files)
-
-
-def _speed(directory: Path, asked: QualityOptions, **options: Any) -> float | None:
-    """Tokens per second of the engine at batch 1."""
-    if not asked.new:
-        return None
-    found = engine.measure(directory, lambda *_: None, batches=(1,), prompt=PROMPT, new=asked.new, **options)
-    return float(found["decode"][0]["tokens_per_second"])

@@ -15,14 +15,13 @@ import json
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fp8serve.bench.documents import Logits
 from fp8serve.calibration.data import Batch
@@ -68,9 +67,9 @@ class Program:
         except (OSError, ValueError) as error:
             raise JobError(f"The peer {self.name} wrote no logits that can be read: {error}.") from None
 
-    def tokens_per_second(self, prompt: Tensor, new: int) -> float:
+    def tokens_per_second(self, prompt: Sequence[int], new: int) -> float:
         """Of greedy decoding at batch 1."""
-        return float(self._ask({"prompt": prompt.tolist(), "new": new})["tokens_per_second"])
+        return float(self._ask({"prompt": list(prompt), "new": new})["tokens_per_second"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -1,8 +1,10 @@
 """The quality study in small: methods, a directory, a program as a peer; intervals; what is refused."""
 
 import json
+import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,24 @@ def test_every_method_a_directory_and_a_program_side_by_side(model: Path, tmp_pa
     assert chart(second, ["again", "uniform"]).count("<circle") == 3
     with pytest.raises(JobError, match="other settings"):
         quality.study(model, tmp_path, QualityOptions(methods=("static",), **SMALL | {"samples": 9}), quiet)  # type: ignore[arg-type]
+
+
+def test_a_peer_that_fails_costs_no_other_row(model: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def tell(what: str, done: int, of: int) -> None:
+        told.append(what)
+
+    asked = QualityOptions(methods=("static",), **SMALL | {"new": 0})  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="other"):
+        quality.study(model, tmp_path, replace(asked, peers=("other=/no/such/program",)), tell)
+    assert {*told} == {"static: calibrate", "static"}
+    told.clear()
+    first = quality.study(model, tmp_path, asked, tell)
+    assert told == []
+    os.utime(tmp_path / "static" / "model.safetensors")
+    assert quality.study(model, tmp_path, asked, tell)["rows"] == first["rows"]
+    assert {*told} == {"static"}  # measured again: it might have been another one
 
 
 def test_what_is_measured_is_not_calibrated_on(tmp_path: Path) -> None:

@@ -4,11 +4,24 @@ from typing import Any
 
 import typer
 
-from fp8serve.commands.studies import casts, engine, monitor, numerics, ops, quality, seeds, serve, step, training
+from fp8serve.commands.studies import (
+    accumulation,
+    casts,
+    engine,
+    monitor,
+    numerics,
+    ops,
+    quality,
+    seeds,
+    serve,
+    step,
+    training,
+)
 
 COMMANDS: dict[str, Any] = {
     "numerics": numerics, "casts": casts, "training": training, "seeds": seeds, "ops": ops, "engine": engine,
     "serve": serve, "step": step, "monitor": monitor, "quality": quality,
+    "accumulation": accumulation,
 }  # fmt: skip
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure: numerics, quality, training, speed.")
 for name, module in COMMANDS.items():

@@ -1,0 +1,95 @@
+"""How the error of an FP8 product grows with the number of its terms, by how the sums are kept.
+
+Rows of values and of weights are cast to E4M3 with one scale each, so what is summed is known exactly: the reference is
+the product of the cast values in FP64, and what the casts themselves cost stands beside it. Four ways to add up:
+
+    ours        the product of this machine's kernels, sums in FP32
+    bf16        sums that are rounded to BF16 after every 32 terms
+    14 bits     sums with 14 significant bits, cut off after every 32 terms
+    promoted    the same, and every 128 terms the sum goes to one in FP32 and starts again
+
+The third is what DeepSeek-V3's report (arXiv 2412.19437, section 3.3.2) measured of Hopper's tensor cores, the fourth
+is how it gets around that. Both are computed here from that description, with the 32 terms of one instruction added
+exactly; no GPU runs. The error is the root mean square over the product's own root mean square. Values of one sign, as
+after a ReLU or in a mean, are the hard case: what is cut off always has the same sign.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.bench.plot import Panel, svg
+from fp8serve.fp8.ops import dequantize, quantize, scaled_mm
+
+ROWS = 64  # of both operands
+TERMS = (256, 1024, 4096, 16384, 65536)
+INSTRUCTION, PROMOTED, BITS = 32, 128, 14
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {"both signs": lambda x: x, "one sign": torch.abs}
+SUMS = ("ours", "bf16", "14 bits", "promoted", "cast")
+
+
+def study(tell: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """{"rows": errors by the number of terms and the kind of values}."""
+    return {"rows": list(_rows(tell)), "bits": BITS, "instruction": INSTRUCTION, "promoted": PROMOTED}
+
+
+def _rows(tell: Callable[[str, int, int], None]) -> Iterator[dict[str, Any]]:
+    for index, terms in enumerate(TERMS):
+        tell(f"{terms} terms", index, len(TERMS))
+        for kind, shape in KINDS.items():
+            generator = torch.Generator().manual_seed(terms)
+            x, w = (shape(torch.randn(ROWS, terms, generator=generator)) for _ in range(2))
+            yield {"terms": terms, "values": kind, **errors(x, w)}
+
+
+def errors(x: Tensor, w: Tensor) -> dict[str, float]:
+    """Of x [M, K] times w [N, K] transposed, by the kind of sum; "cast": of the casts, with exact sums."""
+    (x_q, x_inv), (w_q, w_inv) = quantize(x), quantize(w)
+    x_cast, w_cast = dequantize(x_q, x_inv).double(), dequantize(w_q, w_inv).double()
+    exact = x_cast @ w_cast.t()
+    pieces = zip(torch.split(x_cast, INSTRUCTION, 1), torch.split(w_cast, INSTRUCTION, 1), strict=True)
+    parts = torch.stack([a @ b.t() for a, b in pieces])
+    got = {"ours": scaled_mm(x_q, w_q, x_inv, w_inv, out_dtype=torch.float32)}
+    got |= {"bf16": in_bf16(parts), "14 bits": cut_off(parts), "promoted": promoted(parts)}
+    found = {name: relative(sums.double(), exact) for name, sums in got.items()}
+    return found | {"cast": relative(exact, x.double() @ w.double().t())}
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    return math.sqrt(float((got - exact).square().mean() / exact.square().mean()))
+
+
+def in_bf16(parts: Tensor) -> Tensor:
+    """parts: exact sums of every 32 terms, FP64 [K / 32, M, N] -> [M, N]; likewise below."""
+    sums = torch.zeros_like(parts[0])
+    for part in parts:
+        sums = (sums + part).bfloat16().double()
+    return sums
+
+
+def cut_off(parts: Tensor) -> Tensor:
+    sums = torch.zeros_like(parts[0])
+    for part in parts:
+        fraction, exponent = torch.frexp(sums + part)
+        sums = torch.ldexp((fraction * 2**BITS).trunc() / 2**BITS, exponent)
+    return sums
+
+
+def promoted(parts: Tensor) -> Tensor:
+    sums = torch.zeros_like(parts[0], dtype=torch.float32)
+    for group in torch.split(parts, PROMOTED // INSTRUCTION):
+        sums += cut_off(group).float()
+    return sums
+
+
+def chart(result: Mapping[str, Any]) -> str:
+    """Error against the number of terms, for values of both signs and of one."""
+    panels = []
+    for kind in KINDS:
+        rows = [row for row in result["rows"] if row["values"] == kind]
+        curves = {name: [(math.log2(row["terms"]), row[name]) for row in rows] for name in SUMS}
+        panels.append(Panel(f"error, values of {kind}", curves, log=True))
+    return svg("Error of a product over its size, by how its sums are kept", panels, "log2 of the number of terms")

@@ -1,0 +1,46 @@
+"""How sums are kept: each kind by a small example, and what grows with the number of terms."""
+
+import pytest
+import torch
+
+from fp8serve.bench import accumulation
+from fp8serve.bench.accumulation import cut_off, errors, in_bf16, promoted
+
+
+def parts(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None, None]
+
+
+def test_bits_beyond_the_fourteenth_are_cut_off() -> None:
+    assert cut_off(parts(8192.0, 0.75)).item() == 8192.0
+    assert cut_off(parts(-8192.0, -1.75)).item() == -8193.0  # towards zero
+    assert cut_off(parts(1.0, 2.0**-13)).item() == 1 + 2.0**-13
+
+
+def test_promoted_sums_start_again_after_128_terms() -> None:
+    assert promoted(parts(8192.0, 0, 0, 0, 0.75)).item() == 8192.75
+    assert promoted(parts(8192.0, 0, 0, 0.75)).item() == 8192.0
+
+
+def test_bf16_sums_have_eight_bits() -> None:
+    assert in_bf16(parts(256.0, 1.0)).item() == 256.0
+    assert in_bf16(parts(256.0, 2.0)).item() == 258.0
+
+
+def test_only_short_sums_get_worse_with_more_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (errors(*torch.randn(2, 8, terms, generator=torch.Generator().manual_seed(1))) for terms in (256, 8192))
+    for name in ("14 bits", "bf16"):
+        assert many[name] > 4 * few[name]
+    assert many["promoted"] < 2 * few["promoted"]
+    for found in (few, many):
+        assert found["ours"] < 1e-6
+        assert 0.02 < found["cast"] < 0.06
+
+
+def test_every_number_of_terms_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulation, "TERMS", (64, 256))
+    found = accumulation.study(lambda *told: None)
+    assert [(row["terms"], row["values"]) for row in found["rows"]] == [
+        (terms, kind) for terms in (64, 256) for kind in ("both signs", "one sign")
+    ]
+    assert accumulation.chart(found).count("<polyline") == 10
