@@ -1,0 +1,119 @@
+"""lm-eval on the engine in this process: the model `fp8serve` for its command line.
+
+    python -m fp8serve.bench.harness --model fp8serve --model_args model=DIR --include_path benchmarks/tasks \\
+        --tasks fp8serve_arithmetic,fp8serve_python,fp8serve_cloze
+
+model_args: `model`, a directory, GGUF file, smollm2 or a name on the hub, and the engine's options, such as
+recipe=bf16. Log-probabilities are computed with the engine's own weights and products, one sequence at a time, so that
+neither the order of requests nor their neighbours change a score. Needs the package `lm-eval`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from lm_eval.api.registry import register_model  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from fp8serve.calibration.data import Sample, make_batches
+from fp8serve.calibration.measure import LOGIT_ROWS
+from fp8serve.calibration.passes import forward
+from fp8serve.engine.engine import Engine
+from fp8serve.errors import ModelError
+from fp8serve.hub import find_model
+
+LONGEST_ANSWER = 256  # tokens, where a task does not say
+
+
+@register_model("fp8serve")
+class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
+    """lm-eval's interface to an engine of its own."""
+
+    def __init__(self, model: str, batch_size: Any = None, device: str | None = None, **options: Any) -> None:
+        """options: those of the Engine. batch_size and device are lm-eval's; the former changes nothing here.
+
+        ModelError: the model has no tokenizer, or no token to begin a text with.
+        """
+        super().__init__()
+        self.engine = Engine(find_model(model), device=_device(device), **options)
+        if self.engine.tokenizer is None:
+            raise ModelError(f"{model} has no tokenizer, and tasks are text; put its tokenizer.json there.")
+        self.text = self.engine.tokenizer
+        self.longest = self.engine.limits.max_model_len
+
+    @property
+    def eot_token_id(self) -> int:
+        if not self.engine.eos_ids:
+            raise ModelError("The model has no end-of-text token, which texts without a context begin with.")
+        return int(self.engine.eos_ids[0])
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.engine.loaded.model_dir)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.text.encode(string, add_special_tokens=add_special_tokens is not False)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation after its context: the sum of log-probabilities, and whether it is the greedy one."""
+        return [self._score(context, continuation) for _, context, continuation in requests]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows as long as the model's context."""
+        return [self._whole(request.args[0]) for request in requests]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The greedy answer, or the sampled one where the task says so, up to the first of its stop texts."""
+        return [self._answer(*request.args) for request in requests]
+
+    def _whole(self, text: str) -> float:
+        windows = get_rolling_token_windows(
+            self.tok_encode(text, add_special_tokens=False), self.eot_token_id, self.longest, context_len=1
+        )
+        return sum(self._score(*make_disjoint_window(window))[0] for window in windows)
+
+    @torch.no_grad()
+    def _score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        """A text that is too long loses its beginning."""
+        if not continuation:
+            return 0.0, True
+        ids = [*context, *continuation][-(self.longest + 1) :]
+        predicted = torch.tensor(ids[1:][-len(continuation) :])
+        total, greedy = 0.0, True
+        decoder = self.engine.loaded.runner.model
+        for targets, hidden in self._rows(ids[:-1], predicted):
+            log_p = decoder.logits(hidden).float().log_softmax(-1).cpu()
+            total += float(log_p.gather(1, targets[:, None]).sum(dtype=torch.float64))
+            greedy &= bool((log_p.argmax(-1) == targets).all())
+        return total, greedy
+
+    def _rows(self, ids: list[int], predicted: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(tokens, the hidden states that predict them), some at a time: logits of a long text are large."""
+        sample = Sample(tuple(ids), (True,) * len(ids))
+        (batch,) = make_batches([sample], 1, self.engine.options.device)
+        hidden = forward(self.engine.loaded.runner.model, batch)[-len(predicted) :]
+        return zip(torch.split(predicted, LOGIT_ROWS), torch.split(hidden, LOGIT_ROWS), strict=True)
+
+    def _answer(self, context: str, told: dict[str, Any]) -> str:
+        stop = told.get("until") or ()
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        new = int(told.get("max_gen_toks", LONGEST_ANSWER))
+        temperature = float(told.get("temperature", 0.0)) if told.get("do_sample") else 0.0
+        prompt = self.tok_encode(context)[-(self.longest - new) :]
+        (done,) = self.engine.generate([prompt], max_new_tokens=new, temperature=temperature, stop=stop)
+        return done.text
+
+
+def _device(asked: str | None) -> str:
+    """lm-eval asks for cuda:0 when nobody has named a device, also where there is no GPU."""
+    return asked if asked and torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    cli_evaluate()
