@@ -45,7 +45,7 @@ def _divergences(rows: Found, peers: Sequence[str], left: float) -> Iterable[str
     def place(value: float) -> float:
         return left + DOTS * (math.log10(max(value, 1e-6)) - low) / (high - low)
 
-    yield _text(left, TOP - 26, "KL divergence from BF16, nats per token, with 95 % of resampled documents")
+    yield _text(left, TOP - 26, "KL divergence from BF16, nats per token, and its 95 % interval")
     for tick in _ticks(low, high):
         x, bottom = place(tick), TOP + ROW * len(rows)
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}" stroke="{SOFT}"/>'
@@ -58,17 +58,18 @@ def _divergences(rows: Found, peers: Sequence[str], left: float) -> Iterable[str
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between two logarithms."""
-    all_ticks = [digit * 10.0**power for power in range(-6, 4) for digit in (1, 2, 5)]
+    """1, 2, 3, 5 and 7 times powers of ten between two logarithms."""
+    all_ticks = [digit * 10.0**power for power in range(-6, 4) for digit in (1, 2, 3, 5, 7)]
     return [tick for tick in all_ticks if low <= math.log10(tick) <= high]
 
 
 def _bars(
     rows: Found, peers: Sequence[str], left: float, width: float, title: str, value: Any, shown: str
 ) -> Iterable[str]:
-    """Bars from zero, with their values."""
-    yield _text(left, TOP - 26, title)
+    """Bars from zero, with their values; nothing where there are none."""
     values = [value(row) for row in rows]
+    if any(values):
+        yield _text(left, TOP - 26, title)
     largest = max((v for v in values if v is not None), default=1.0)
     for index, found in enumerate(values):
         if found is not None:
