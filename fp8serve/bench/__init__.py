@@ -6,4 +6,6 @@ layers         the recipes on every linear of a model     plot        curves as 
 spikes         delayed scaling when a tensor jumps        provenance  where figures come from
 quality        every method of calibration, peers         documents   two models, document by document
 accumulation   products of many terms                    quality_peers  models of other tools
+arms           short trainings, alike but for the recipe  parts          current scaling, part by part
+jumps          activations that jump while a model trains
 """

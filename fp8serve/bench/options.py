@@ -165,6 +165,38 @@ class QualityOptions(Checked):
 
 
 @dataclass(frozen=True)
+class ArmsPlan(Checked):
+    """Short trainings of a small model that are alike but for the recipe."""
+
+    steps: Annotated[int, Ge(1), About("Optimizer steps of each run.")] = 600
+    batch_size: Annotated[int, Ge(1), About("Rows in a step.")] = 2
+    seq_len: Annotated[int, Ge(2), About("Longest row, in tokens.")] = 128
+    lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 3e-4
+    seeds: Annotated[int, Ge(1), About("How often, from other weights and in another order.")] = 3
+    shape: Shape = field(default_factory=lambda: Shape.of(192, 4))
+
+
+@dataclass(frozen=True)
+class PartsPlan(ArmsPlan):
+    """What `bench parts` trains."""
+
+
+@dataclass(frozen=True)
+class JumpsPlan(ArmsPlan):
+    """What `bench jumps` trains. jump: the step at which the activations jump, from 0."""
+
+    steps: Annotated[int, Ge(2), About("Optimizer steps of each run.")] = 160
+    lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 1e-3
+    jump: Annotated[int, Ge(1), About("Step at which activations jump.")] = 100
+    shape: Shape = field(default_factory=lambda: Shape.of(128, 2))
+
+    def __post_init__(self) -> None:
+        check(self, JobError)
+        if self.jump + 1 >= self.steps:
+            raise JobError(f"The jump at step {self.jump} leaves nothing to look at in {self.steps} steps.")
+
+
+@dataclass(frozen=True)
 class StepOptions(Checked):
     recipes: Annotated[tuple[str, ...], Len(1), About("Recipe to measure.", flag="--recipe")] = ("delayed",)
     rows: Rows = 4

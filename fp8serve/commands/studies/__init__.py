@@ -8,9 +8,11 @@ from fp8serve.commands.studies import (
     accumulation,
     casts,
     engine,
+    jumps,
     monitor,
     numerics,
     ops,
+    parts,
     quality,
     seeds,
     serve,
@@ -21,7 +23,7 @@ from fp8serve.commands.studies import (
 COMMANDS: dict[str, Any] = {
     "numerics": numerics, "casts": casts, "training": training, "seeds": seeds, "ops": ops, "engine": engine,
     "serve": serve, "step": step, "monitor": monitor, "quality": quality,
-    "accumulation": accumulation,
+    "accumulation": accumulation, "parts": parts, "jumps": jumps,
 }  # fmt: skip
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure: numerics, quality, training, speed.")
 for name, module in COMMANDS.items():

@@ -1,0 +1,98 @@
+"""Short trainings that are alike but for the recipe, in memory: what the studies of parts and of jumps share.
+
+One small model, one text, one order of rows. The steps are the product's (`train.setup`, `train.optimizer`), without
+checkpoints, so that a study may raise the rate of one step, exchange a batch, and look at the model in between.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8serve.bench.corpus import corpus
+from fp8serve.bench.options import ArmsPlan
+from fp8serve.fp8.recipe import delayed
+from fp8serve.train.batch import PackedBatch, collate
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.events import Event
+from fp8serve.train.forward import Forward, summed_loss
+from fp8serve.train.held_out import held_out_metrics
+from fp8serve.train.optimizer import learning_rate
+from fp8serve.train.order import Cursor, walk
+from fp8serve.train.scratch import write_random_model, write_texts
+from fp8serve.train.setup import prepare
+
+FINAL_ROWS = 256  # of the training data, on which final weights are compared
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train: a recipe by name, its options, and what the learning rate is multiplied by."""
+
+    recipe: str = "bf16"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rate: float = 1.0
+
+
+def write_model(folder: Path, plan: ArmsPlan, seed: int) -> Path:
+    """`folder` with a random model in it and the text that it is to learn."""
+    texts, _ = corpus(docstrings_too=False)
+    write_texts(folder / "train.jsonl", texts)
+    sizes = vars(plan.shape)
+    write_random_model(folder / "model", texts, context=max(256, plan.seq_len), seed=seed, **sizes)
+    return folder
+
+
+class Training:
+    """One arm on its way, on the model in `folder`."""
+
+    def __init__(self, folder: Path, plan: ArmsPlan, arm: Arm, seed: int) -> None:
+        self.config = _config(folder, plan, arm, seed)
+        self.setup = prepare(self.config, folder / "model", _ignore)
+        if delayed(self.config.fp8_recipe):
+            first = next(self.batches())
+            self.setup.forward.observe(first, len(first.targets))
+
+    def batches(self) -> Iterator[PackedBatch]:
+        """What each step reads, the same for every arm."""
+        for step, _ in walk([row.tokens for row in self.setup.rows], self.config, Cursor(), self.setup.total_steps):
+            yield collate([self.setup.rows[i] for i in step[0]], self.config.device)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step `step`, from 0."""
+        return learning_rate(self.config, step, self.setup.total_steps)
+
+    def take(self, batch: PackedBatch, rate: float) -> float:
+        """One step; returns its loss, in nats per token."""
+        loss, _ = summed_loss(self.setup.forward.logits(batch), batch.targets)
+        (loss / len(batch.targets)).backward()  # type: ignore[no-untyped-call]
+        self.setup.optimizer.step(rate)
+        return float(loss.detach()) / len(batch.targets)
+
+    def loss(self, in_bf16: bool = False) -> float:
+        """Of the weights as they are on FINAL_ROWS rows, under the arm's recipe or in BF16."""
+        rows = self.setup.rows[:: max(1, len(self.setup.rows) // FINAL_ROWS)][:FINAL_ROWS]
+        forward = Forward(self.setup.decoder, None) if in_bf16 else self.setup.forward
+        return held_out_metrics(forward, rows, self.config.batch_size, self.config.device)["valid_loss"]
+
+
+def _config(folder: Path, plan: ArmsPlan, arm: Arm, seed: int) -> TrainConfig:
+    return TrainConfig(
+        model=str(folder / "model"),
+        data=(str(folder / "train.jsonl"),),
+        out=str(folder),
+        recipe=arm.recipe,
+        recipe_options=arm.options,
+        max_steps=plan.steps,
+        batch_size=plan.batch_size,
+        seq_len=plan.seq_len,
+        packing="tokens",
+        lr=plan.lr * arm.rate,
+        min_lr_ratio=0.1,
+        weight_decay=0.1,
+        seed=seed,
+    )
+
+
+def _ignore(event: Event) -> None:
+    """Nobody listens."""

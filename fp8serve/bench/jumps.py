@@ -1,0 +1,147 @@
+"""Loss under delayed scaling when a model's activations jump while it trains, with and without a margin.
+
+Delayed scaling quantizes a step with the largest values of the steps before, so a step whose values are larger is cut
+off; a margin is room for just that. Two jumps, at step JUMP of a short training:
+
+    rate     the step before takes a learning rate FACTOR times as high, and every weight moves
+    batch    the step reads random tokens, which no model expects: its gradients are the larger ones
+
+Cut off is counted on all elements of every linear's input, weight and gradient, in all steps. The loss is compared with
+that of BF16 of the same seed, which goes through the same jump, and current scaling shows what no delay costs.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.bench.arms import Arm, Training, write_model
+from fp8serve.bench.options import JumpsPlan
+from fp8serve.bench.plot import Panel, svg
+from fp8serve.fp8.linear import NAMES, Linear
+from fp8serve.fp8.ops.arithmetic import expand
+from fp8serve.fp8.tally import tally
+from fp8serve.train.batch import PackedBatch
+
+Tell = Callable[[str, int, int], None]
+FACTOR = 30.0
+SOON = 10  # steps from the jump on, whose mean loss is compared
+HISTORIES, MARGINS, JUMPS = (1, 16, 1024), (0, 1, 2), ("rate", "batch")
+ARMS = {"bf16": Arm(), "current": Arm("current")} | {
+    f"history {history}, margin {margin}": Arm("delayed", {"amax_history_len": history, "margin": margin})
+    for history in HISTORIES
+    for margin in MARGINS
+}
+
+
+@dataclass
+class Run:
+    """One training: the loss of every step and, for each role of a tensor, the share of elements cut off in it."""
+
+    losses: list[float] = field(default_factory=list)
+    cut_off: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in NAMES})
+
+
+def study(plan: JumpsPlan, tell: Tell) -> dict[str, Any]:
+    """{"rows": a row for every jump and arm, means over the seeds; "curves": the same, step by step}."""
+    runs: dict[str, dict[str, list[Run]]] = {jump: {arm: [] for arm in ARMS} for jump in JUMPS}
+    for seed in range(plan.seeds):
+        with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
+            folder = write_model(Path(name), plan, seed)
+            for index, (jump, arm) in enumerate((jump, arm) for jump in JUMPS for arm in ARMS):
+                tell(f"seed {seed}, {jump}, {arm}", seed * len(JUMPS) * len(ARMS) + index, plan.seeds * 2 * len(ARMS))
+                runs[jump][arm].append(_run(Training(folder, plan, ARMS[arm], seed), jump, plan.jump, seed))
+    return {
+        "plan": {k: vars(v) if k == "shape" else v for k, v in vars(plan).items()},
+        "factor": FACTOR,
+        "rows": [
+            {"jump": jump, "arm": arm, **_figures(found, arms["bf16"], plan.jump)}
+            for jump, arms in runs.items()
+            for arm, found in arms.items()
+        ],
+        "curves": {
+            jump: {arm: _mean([run.losses for run in found]) for arm, found in arms.items()}
+            for jump, arms in runs.items()
+        },
+    }
+
+
+def _run(training: Training, jump: str, at: int, seed: int) -> Run:
+    run = Run()
+    for step, batch in enumerate(training.batches()):
+        faster = FACTOR if (jump, step) == ("rate", at - 1) else 1.0
+        if (jump, step) == ("batch", at):
+            batch = _random(batch, training.setup.decoder.config.vocab_size, seed)
+        with _counting(training.setup.decoder, run):
+            run.losses.append(training.take(batch, faster * training.rate(step)))
+    return run
+
+
+def _random(batch: PackedBatch, vocab_size: int, seed: int) -> PackedBatch:
+    generator = torch.Generator().manual_seed(seed)
+    return replace(batch, token_ids=torch.randint(vocab_size, batch.token_ids.shape, generator=generator))
+
+
+@contextmanager
+def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
+    """Inside, what is cut off of the linears' tensors is counted; at the end the step's shares go into `run`."""
+    lost, seen = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
+
+    def count(name: str, values: Tensor, q: Tensor, scale_inv: Tensor) -> None:
+        lost[name] += int(tally(values, q, expand(scale_inv, *q.shape)).saturated)
+        seen[name] += q.numel()
+
+    linears = [m for m in model.modules() if isinstance(m, Linear)]
+    for linear in linears:
+        linear.observer = count
+    yield
+    for linear in linears:
+        linear.observer = None
+    for name in NAMES:
+        run.cut_off[name].append(lost[name] / max(1, seen[name]))
+
+
+def _figures(runs: Sequence[Run], baseline: Sequence[Run], at: int) -> dict[str, Any]:
+    """In percent: what is cut off at the jump, by role, and how far the loss is above BF16's, then and afterwards."""
+    pairs = list(zip(runs, baseline, strict=True))
+
+    def apart(begin: int, end: int) -> list[float]:
+        return [100 * (fmean(one.losses[begin:end]) / fmean(base.losses[begin:end]) - 1) for one, base in pairs]
+
+    end = len(runs[0].losses)
+    spans = {"before": (at - SOON, at), "jump": (at, at + 1), "soon": (at + 1, at + 1 + SOON), "end": (end - SOON, end)}
+    losses = {name: apart(max(0, begin), stop) for name, (begin, stop) in spans.items()}
+    return {
+        "cut_off": {name: 100 * fmean(run.cut_off[name][at] for run in runs) for name in NAMES},
+        "cut_off_steps": fmean(_lasting(run, at) for run in runs),
+        "apart": {name: fmean(found) for name, found in losses.items()},
+        "largest": {name: max(map(abs, found)) for name, found in losses.items()},
+        "loss": fmean(run.losses[at] for run in runs),
+    }
+
+
+def _lasting(run: Run, at: int) -> int:
+    """Steps from the jump on until fewer than one value in 10,000 is cut off in every role."""
+    steps = zip(*(run.cut_off[name][at:] for name in NAMES), strict=True)
+    return next((step for step, shares in enumerate(steps) if max(shares) < 1e-4), len(run.losses) - at)
+
+
+def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [fmean(values) for values in zip(*curves, strict=True)]
+
+
+def chart(result: Mapping[str, Any]) -> str:
+    """The loss around the jump: BF16, current scaling, and delayed scaling with each margin at the longest history."""
+    shown = ["bf16", "current", *(f"history {HISTORIES[-1]}, margin {margin}" for margin in MARGINS)]
+    at, panels = result["plan"]["jump"], []
+    for jump, curves in result["curves"].items():
+        around = range(max(0, at - SOON), min(at + 3 * SOON, len(curves["bf16"])))
+        lines = {arm: [(float(step), curves[arm][step]) for step in around] for arm in shown}
+        panels.append(Panel(f"loss, jump of the {jump}", lines))
+    return svg(f"Training loss around a jump at step {at}", panels, "step")

@@ -1,0 +1,89 @@
+"""Which part of current scaling costs what: it is trained with parts left out, over several seeds.
+
+Every arm starts from the same weights, and reads the same text in the same order. What separates two runs of BF16 whose
+rates differ by one part in ten thousand is chance, and BF16 is the mean of three such runs: a single one would carry
+its own chance into every distance. The final loss is that of the final weights on the same training rows, once under
+the arm's recipe and once in BF16: the first holds the error of the forward pass, the second only what training did.
+A study that was stopped goes on with the next seed.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from fp8serve.bench.arms import Arm, Training, write_model
+from fp8serve.bench.options import PartsPlan
+
+Tell = Callable[[str, int, int], None]
+Losses = dict[str, float]  # "own": under the arm's recipe, "bf16", "running": mean of the last steps
+
+
+def _current(**options: Any) -> Arm:
+    return Arm("current", options)
+
+
+def _only(part: int) -> Arm:
+    """Current scaling in one of fprop, dgrad, wgrad; the others in BF16."""
+    return _current(override_linear_precision=[i != part for i in range(3)])
+
+
+BF16 = {"bf16": Arm(), "bf16, rate +0.01 %": Arm(rate=1.0001), "bf16, rate -0.01 %": Arm(rate=0.9999)}
+ARMS = BF16 | {
+    "current": _current(),
+    "current, forward only": _only(0),
+    "current, input gradients only": _only(1),
+    "current, weight gradients only": _only(2),
+    "current, gradients in E4M3": _current(fp8_format="E4M3"),
+    "current, powers of two": _current(power_2_scale=True),
+    "delayed": Arm("delayed"),
+    "rowwise": Arm("rowwise"),
+    "block": Arm("block"),
+}
+
+
+def study(out: Path, plan: PartsPlan, tell: Tell) -> dict[str, Any]:
+    """{"arms": distances from BF16 over the seeds, "losses": of every run}; seeds that are done are kept in `out`."""
+    shared = {k: vars(v) if k == "shape" else v for k, v in vars(plan).items() if k != "seeds"}
+    losses = {seed: _kept(out / f"seed-{seed}.json", shared, seed, plan, tell) for seed in range(plan.seeds)}
+    return {
+        "plan": shared | {"seeds": plan.seeds},
+        "arms": {name: {kind: distances(losses, name, kind) for kind in ("own", "bf16", "running")} for name in ARMS},
+        "losses": {str(seed): found for seed, found in losses.items()},
+    }
+
+
+def _kept(file: Path, shared: Mapping[str, Any], seed: int, plan: PartsPlan, tell: Tell) -> dict[str, Losses]:
+    """The losses of one seed, from the file of an earlier call where it has the same plan."""
+    if file.exists() and (kept := json.loads(file.read_text()))["plan"] == shared:
+        return dict(kept["losses"])
+    found = _seed(plan, seed, tell)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"plan": shared, "losses": found}, indent=1))
+    return found
+
+
+def _seed(plan: PartsPlan, seed: int, tell: Tell) -> dict[str, Losses]:
+    with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
+        folder = write_model(Path(name), plan, seed)
+        found: dict[str, Losses] = {}
+        for arm in ARMS:
+            tell(f"seed {seed}, {arm}", seed * len(ARMS) + len(found), plan.seeds * len(ARMS))
+            found[arm] = _run(Training(folder, plan, ARMS[arm], seed))
+    return found
+
+
+def _run(training: Training) -> Losses:
+    losses = [training.take(batch, training.rate(step)) for step, batch in enumerate(training.batches())]
+    last = losses[-max(1, len(losses) // 20) :]
+    return {"own": training.loss(), "bf16": training.loss(in_bf16=True), "running": fmean(last)}
+
+
+def distances(losses: Mapping[int, Mapping[str, Losses]], name: str, kind: str) -> dict[str, Any]:
+    """From the mean of the BF16 runs of the same seed, in percent; "error": of their mean, None of a single seed."""
+    apart = [100 * (found[name][kind] / fmean(found[arm][kind] for arm in BF16) - 1) for found in losses.values()]
+    error = stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
+    return {"apart": apart, "mean": fmean(apart), "error": error}
