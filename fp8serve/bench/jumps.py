@@ -48,28 +48,33 @@ class Run:
     cut_off: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in NAMES})
 
 
+Runs = dict[str, dict[str, list[Run]]]  # by jump, then by arm: one of each seed
+
+
 def study(plan: JumpsPlan, tell: Tell) -> dict[str, Any]:
-    """{"rows": a row for every jump and arm, means over the seeds; "curves": the same, step by step}."""
-    runs: dict[str, dict[str, list[Run]]] = {jump: {arm: [] for arm in ARMS} for jump in JUMPS}
+    """{"rows": a row for every jump and arm, means over the seeds; "curves": the losses of their steps}."""
+    runs: Runs = {jump: {arm: [] for arm in ARMS} for jump in JUMPS}
     for seed in range(plan.seeds):
-        with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
-            folder = write_model(Path(name), plan, seed)
-            for index, (jump, arm) in enumerate((jump, arm) for jump in JUMPS for arm in ARMS):
-                tell(f"seed {seed}, {jump}, {arm}", seed * len(JUMPS) * len(ARMS) + index, plan.seeds * 2 * len(ARMS))
-                runs[jump][arm].append(_run(Training(folder, plan, ARMS[arm], seed), jump, plan.jump, seed))
-    return {
-        "plan": {k: vars(v) if k == "shape" else v for k, v in vars(plan).items()},
-        "factor": FACTOR,
-        "rows": [
-            {"jump": jump, "arm": arm, **_figures(found, arms["bf16"], plan.jump)}
-            for jump, arms in runs.items()
-            for arm, found in arms.items()
-        ],
-        "curves": {
-            jump: {arm: _mean([run.losses for run in found]) for arm, found in arms.items()}
-            for jump, arms in runs.items()
-        },
+        _seed(plan, seed, runs, tell)
+    rows = [
+        {"jump": jump, "arm": arm, **_figures(found, arms["bf16"], plan.jump)}
+        for jump, arms in runs.items()
+        for arm, found in arms.items()
+    ]
+    curves = {
+        jump: {arm: _mean([r.losses for r in found]) for arm, found in arms.items()} for jump, arms in runs.items()
     }
+    described = {k: vars(v) if k == "shape" else v for k, v in vars(plan).items()}
+    return {"plan": described, "factor": FACTOR, "rows": rows, "curves": curves}
+
+
+def _seed(plan: JumpsPlan, seed: int, runs: Runs, tell: Tell) -> None:
+    total = len(JUMPS) * len(ARMS)
+    with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
+        folder = write_model(Path(name), plan, seed)
+        for index, (jump, arm) in enumerate((jump, arm) for jump in JUMPS for arm in ARMS):
+            tell(f"seed {seed}, {jump}, {arm}", seed * total + index, plan.seeds * total)
+            runs[jump][arm].append(_run(Training(folder, plan, ARMS[arm], seed), jump, plan.jump, seed))
 
 
 def _run(training: Training, jump: str, at: int, seed: int) -> Run:
@@ -100,9 +105,11 @@ def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
     linears = [m for m in model.modules() if isinstance(m, Linear)]
     for linear in linears:
         linear.observer = count
-    yield
-    for linear in linears:
-        linear.observer = None
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.observer = None
     for name in NAMES:
         run.cut_off[name].append(lost[name] / max(1, seen[name]))
 
