@@ -20,7 +20,15 @@ from fp8serve.engine import loading
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import Completion, FinishReason, Request, RequestOutput, SamplingParams, Sequence
+from fp8serve.engine.request import (
+    Completion,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Sequence,
+    TokenLogprob,
+)
 from fp8serve.engine.sampler import Sampled, sample
 from fp8serve.engine.scheduler import Scheduler, Work
 from fp8serve.engine.text import TextStream
@@ -96,7 +104,7 @@ class Engine:
     def _compute(self, work: list[Work]) -> list[RequestOutput]:
         seqs = [item.seq for item in work if item.samples]
         try:
-            logits = self.loaded.runner.run(work)
+            logits = self.loaded.runner.run(work, lambda seq, found: seq.prompt_logprobs.extend(found))
             tokens = sample(logits, seqs, self.eos_ids)
         except (RuntimeError, MemoryError) as problem:  # of the device; the engine itself is sound
             return [self._fail(item.seq, f"The model failed on this batch: {_sentence(problem)}") for item in work]
@@ -237,6 +245,7 @@ class Engine:
             seq.num_cached,
             stop_reason,
             error,
+            _of_prompt(seq),
         )
 
 
@@ -245,13 +254,26 @@ def _scheduler(options: EngineOptions, num_blocks: int) -> Scheduler:
     return Scheduler(pool, options.max_num_seqs, options.step_tokens, options.max_prefill_tokens)
 
 
+def _of_prompt(seq: Sequence) -> tuple[TokenLogprob, ...] | None:
+    """With the first output, and with no other."""
+    wanted = seq.params.prompt_logprobs is not None and seq.num_generated == 1
+    return tuple(seq.prompt_logprobs) if wanted else None
+
+
 def _completion(outputs: list[RequestOutput]) -> Completion:
     last = outputs[-1]
     if last.finish_reason is None or last.error is not None:
         raise RequestError(last.error or "The request did not finish.")
     logprobs = [item for output in outputs for item in output.logprobs or ()]
     token_ids = [token for output in outputs for token in output.token_ids]
-    return Completion("".join(o.text_delta for o in outputs), token_ids, last.finish_reason, logprobs or None)
+    of_prompt = outputs[0].prompt_logprobs
+    return Completion(
+        "".join(o.text_delta for o in outputs),
+        token_ids,
+        last.finish_reason,
+        logprobs or None,
+        None if of_prompt is None else list(of_prompt),
+    )
 
 
 def _sentence(problem: BaseException) -> str:

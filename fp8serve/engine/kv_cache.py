@@ -122,6 +122,8 @@ class BlockPool:
             hashes.append(blake2b(before + tokens.tobytes(), digest_size=HASH_BYTES).digest())
 
     def _shareable(self, seq: Sequence) -> int:
+        if seq.num_unscored:  # what is cached are keys and values, not logits
+            return 0
         return (len(seq.token_ids) - 1) // self.block_size
 
     def _forget_coming(self, seq: Sequence, key: bytes) -> None:

@@ -45,7 +45,8 @@ class SamplingParams:
     Penalties follow OpenAI (presence, frequency: over generated tokens) and Hugging Face (repetition: over prompt and
     generated tokens). Filters apply after the temperature, in the order top_k, top_p, min_p; top_k 0 means all tokens.
     `logprobs` is the number of alternatives wanted beside the chosen token (0: the chosen token alone; None: nothing);
-    they are the model's own log-probabilities, before penalties and temperature.
+    they are the model's own log-probabilities, before penalties and temperature. `prompt_logprobs` wants the same of
+    the prompt's tokens but the first; such a prompt is computed whole, and no cached prefix is taken.
     """
 
     max_new_tokens: Annotated[Tokens, About("Longest answer, in tokens.")] = 16
@@ -92,6 +93,12 @@ class SamplingParams:
         Ge(0),
         Le(MAX_LOGPROBS),
         About("Alternatives to report with each token's log-probability; 0: the token's alone.", "none", flag=""),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Ge(0),
+        Le(MAX_LOGPROBS),
+        About("Alternatives to report with the log-probability of each token of the prompt.", "none", flag=""),
     ] = None
     json_schema: Annotated[Form, About('The answer is JSON of this schema; "{}" is any JSON.', unset="free text")] = (
         None
@@ -200,11 +207,20 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a generated token and of its `top` alternatives, best first: (token id, logprob)."""
+    """Natural-log probability of a token and of its `top` alternatives, best first: (token id, logprob)."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def ranked(cls, token_id: int, logprob: float, ids: list[int], logprobs: list[float], top: int) -> "TokenLogprob":
+        """With the `top` best of some alternatives; equal values rank by token id."""
+        best = sorted(zip(ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        return cls(token_id, logprob, tuple(best[:top]))
+
+
+_LOGPROBS = {"logprobs", "prompt_logprobs"}  # fields of an output
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,20 +241,21 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for end-of-text
     error: str | None = None  # one sentence, when finish_reason is "error"
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens but the first; comes once
 
     def to_json(self) -> dict[str, Any]:
         """Only what differs from the defaults: one of these crosses to the server for every token."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        if self.logprobs is not None:
-            found["logprobs"] = [asdict(item) for item in self.logprobs]
+        for name in _LOGPROBS & found.keys():
+            found[name] = [asdict(item) for item in found[name]]
         return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RequestOutput":
         values = known_fields(cls, data)
         values["token_ids"] = tuple(values.get("token_ids", ()))
-        if (logprobs := values.get("logprobs")) is not None:
-            values["logprobs"] = tuple(_logprob_from_json(item) for item in logprobs)
+        for name in _LOGPROBS & values.keys():
+            values[name] = tuple(_logprob_from_json(item) for item in values[name])
         return cls(**values)
 
 
@@ -254,6 +271,7 @@ class Completion:
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt's tokens but the first
 
 
 class Status(Enum):
@@ -290,6 +308,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # the cache manager: chained, of full blocks
     finish_reason: FinishReason | None = None  # whoever ends it
     constraint: Constraint | None = None  # the engine, when the answer has a given form
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":
@@ -320,6 +339,13 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are still wanted."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return self.num_prompt - 1 - len(self.prompt_logprobs)
 
     @property
     def num_pending(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8serve.engine.graphs import Buffers, Capture, GraphedDecode, Recorded
 from fp8serve.engine.scheduler import Work
+from fp8serve.engine.scoring import Tell, sampling, score
 from fp8serve.engine.step import Queries, StepTensors, flatten
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import FrozenLinear
@@ -69,11 +70,15 @@ class Runner:
         self._captured_by: tuple[Capture, int, int] | None = None
 
     @torch.inference_mode()
-    def run(self, work: list[Work]) -> Tensor:
+    def run(self, work: list[Work], tell: Tell | None = None) -> Tensor:
         """Writes the keys and values of `work`; FP32 logits [samples, vocab] for the work that samples, in order.
 
-        They may lie in a buffer that the next step overwrites.
+        They may lie in a buffer that the next step overwrites. tell: hears the log-probabilities of prompts.
         """
+        if tell is not None and any(item.scored for item in work):
+            hidden, index = self._hidden(flatten(work, self.block_size, self.device)), sampling(work, self.device)
+            score(self.model.logits, hidden, work, tell)
+            return self.model.logits(hidden[index])
         if self.graphs is None or not self.graphs.takes(work):
             return self._compute(flatten(work, self.block_size, self.device))
         logits = self.graphs.run(work)
@@ -105,8 +110,12 @@ class Runner:
                 layer.live_rows = None
 
     def _compute(self, step: StepTensors) -> Tensor:
+        return self.model.logits(self._hidden(step))
+
+    def _hidden(self, step: StepTensors) -> Tensor:
+        """[R, hidden] of the rows whose logits are wanted."""
         attend = partial(self._rotate_and_attend, step)
-        return self.model.logits(self.model(step.token_ids, step.positions, attend, step.last))
+        return self.model(step.token_ids, step.positions, attend, step.last)  # type: ignore[no-any-return]
 
     def _rotate_and_attend(
         self, step: StepTensors, layer: int, heads: Heads, rotation: Rotation, last: Tensor | None

@@ -180,11 +180,10 @@ def _read(tokens: Tensor, finite: Tensor, ranked: _Ranked | None, seqs: list[Seq
 def _by_row(
     rows: list[int], tokens: list[int], parts: tuple[Tensor, ...], seqs: list[Sequence]
 ) -> dict[int, TokenLogprob]:
-    """parts: what `_read` packed for these rows; equal values rank by token id."""
+    """parts: what `_read` packed for these rows."""
     chosen, values = (part.view(torch.double).view(len(rows), -1).tolist() for part in parts[:2])
     ids = parts[2].view(len(rows), -1).tolist()
     found = {}
     for row, (value,), tops, names in zip(rows, chosen, values, ids, strict=True):
-        ranked = sorted(zip(names, tops, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        found[row] = TokenLogprob(tokens[row], value, tuple(ranked[: seqs[row].params.logprobs]))
+        found[row] = TokenLogprob.ranked(tokens[row], value, names, tops, seqs[row].params.logprobs or 0)
     return found

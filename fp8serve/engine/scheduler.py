@@ -38,6 +38,22 @@ class Work:
     def samples(self) -> bool:
         return self.start + self.count == len(self.seq.token_ids)
 
+    @property
+    def scored(self) -> range:
+        """Positions whose logits say how probable the prompt's next token was, where that is wanted.
+
+        They are the last ones of the work, but for the one that samples.
+        """
+        if not self.seq.num_unscored:
+            return range(0)
+        first, end = len(self.seq.prompt_logprobs), min(self.start + self.count, self.seq.num_prompt - 1)
+        return range(max(self.start, first), end)
+
+    @property
+    def wanted(self) -> int:
+        """How many of its last tokens need logits."""
+        return len(self.scored) + self.samples
+
 
 class WaitingLine:
     """Preempted sequences first, oldest first; then one from each tenant in turn, and of its groups in turn."""

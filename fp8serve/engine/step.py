@@ -4,9 +4,9 @@ All sequences of a step are flattened into one row of tokens: the model sees `[t
 where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
 keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
 
-At most one token of each sequence needs logits. Work that only these tokens need is done for them alone, and the
-attention op gets a second description, with one query for each sequence that samples. In a decoding step that is every
-token.
+Few tokens need logits: the last one of each sequence that samples, and those of a prompt whose log-probabilities are
+wanted. Work that only these tokens need is done for them alone, and the attention op gets a second description, with
+these queries. In a decoding step that is every token.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class StepTensors:
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: block * block_size + offset
     queries: Queries  # all T
-    last: Tensor | None  # int64 [samples]: rows whose logits are wanted; None: all T
+    last: Tensor | None  # int64 [R]: rows whose logits are wanted; None: all T
     last_queries: Queries  # these; where they are all, `queries` itself
 
 
@@ -45,7 +45,7 @@ def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTens
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    starts, last = [0], []
+    starts, last = [0], list[int]()
     for item in work:
         span = range(item.start, item.start + item.count)
         table = item.seq.block_table
@@ -53,15 +53,15 @@ def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTens
         positions += span
         slots += [table[i // block_size] * block_size + i % block_size for i in span]
         starts.append(len(token_ids))
-        if item.samples:
-            last.append(len(token_ids) - 1)
+        last += range(len(token_ids) - item.wanted, len(token_ids))
 
     ids, places, into, wanted = _parts([token_ids, positions, slots, last], torch.long, device)
     queries = _queries(work, starts, device)
     if len(last) == len(token_ids):
         return StepTensors(ids, places, into, queries, None, queries)
-    one_each = _queries([item for item in work if item.samples], list(range(len(last) + 1)), device)
-    return StepTensors(ids, places, into, queries, wanted, one_each)
+    some = [item for item in work if item.wanted]
+    few = _queries(some, [0, *itertools.accumulate(item.wanted for item in some)], device)
+    return StepTensors(ids, places, into, queries, wanted, few)
 
 
 def _queries(work: list[Work], starts: list[int], device: torch.device) -> Queries:

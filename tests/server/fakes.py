@@ -109,8 +109,21 @@ class FakeEngine:
                 else text[sent:] + ("" if stop_reason else decoder.flush())
             )
             sent += len(delta)
+            of_prompt = None
+            if params.prompt_logprobs is not None and i == 0:
+                of_prompt = tuple(TokenLogprob(t, -float(n), ((t, -float(n)),)) for n, t in enumerate(prompt) if n)
             yield RequestOutput(
-                request.request_id, delta, (token,), logprobs, reason, len(prompt), count, 0, stop_reason
+                request.request_id,
+                delta,
+                (token,),
+                logprobs,
+                reason,
+                len(prompt),
+                count,
+                0,
+                stop_reason,
+                None,
+                of_prompt,
             )
             if reason:
                 return

@@ -13,7 +13,7 @@ from fp8serve.server.schemas.answer_form import Grammar
 from fp8serve.server.schemas.bodies import Body, Message, Strict
 from fp8serve.server.schemas.derived import fields_of
 
-SPELT_OTHERWISE = ("logprobs", "json_schema", "regex")
+SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex")
 """Of SamplingParams: `top_n_tokens` or `details`, and `grammar` here."""
 
 

@@ -23,8 +23,8 @@ Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
-SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "json_schema", "regex")
-"""Of SamplingParams: `max_tokens`, `logprobs` and `response_format` here, which each route reads in its way."""
+SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "prompt_logprobs", "json_schema", "regex")
+"""Of SamplingParams: `max_tokens`, `logprobs`, `echo` and `response_format` here, which each route reads in its way."""
 
 
 class StreamOptions(Strict):
@@ -79,16 +79,21 @@ class CompletionBody(SampledBody):
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = SampledBody.COMMON | {
         "best_of": (None, 1),
-        "echo": (None, False),
         "suffix": (None, ""),
     }
 
     prompt: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
-    max_tokens: Tokens | None = None
+    max_tokens: Annotated[int, Ge(0), Le(INT32)] | None = None  # 0: the prompt alone, which `echo` returns
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None  # as OpenAI documents it
     best_of: int | None = None
-    echo: bool | None = None
+    echo: bool | None = None  # the prompt before the answer, in its log-probabilities as well
     suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _something_is_returned(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "max_tokens: 0 needs echo: true")
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         """One item for each prompt."""
@@ -99,7 +104,10 @@ class CompletionBody(SampledBody):
         return list(self.prompt)
 
     def params(self, max_tokens: int) -> SamplingParams:
-        return SamplingParams(max_new_tokens=max_tokens, logprobs=self.logprobs, **self.sampling_values())
+        """One token is generated where none is wanted, because it ends the request; it is not shown."""
+        of_prompt = self.logprobs if self.echo else None
+        options = {"logprobs": self.logprobs, "prompt_logprobs": of_prompt, **self.sampling_values()}
+        return SamplingParams(max_new_tokens=max(1, max_tokens), **options)
 
 
 class ChatBody(SampledBody):

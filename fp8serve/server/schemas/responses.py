@@ -135,8 +135,8 @@ class Detokenized(ResponseShape):
 
 class TextLogprobs(ResponseShape):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null for the first token of a prompt that is echoed
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -95,3 +95,53 @@ def test_the_token_that_ends_the_text_has_no_bytes() -> None:
         assert content[1]["token"] == "<eos>"
     found = placed(tokenizer, output("A", 32), output("", 33, finish_reason="stop", stop_reason=33))
     assert [entry["bytes"] for entry in chat_logprobs(found, tokenizer)["content"]] == [[65], None]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("stop", [None, "☕", "b"])
+async def test_an_echoed_prompt_comes_before_the_answer(start: Start, text: str, stop: str | None) -> None:
+    async with start() as server:
+        new = len(text.encode())
+        ask = {"prompt": text, "max_tokens": new, "logprobs": 1, "echo": True} | ({"stop": stop} if stop else {})
+        whole, chunks = await completion(server, **ask)
+        found = whole["logprobs"]
+        assert whole["text"].startswith(text)
+        assert found["token_logprobs"][:new] == [None, *(-float(n) for n in range(1, new))]
+        assert found["top_logprobs"][0] is None
+        assert [len(top) for top in found["top_logprobs"][1:new]] == [1] * (new - 1)
+        joined = b"".join(
+            bytes.fromhex(name[6:].replace("\\x", "")) if name.startswith("bytes:") else name.encode()
+            for name in found["tokens"]
+        )
+        assert joined == whole["text"].encode()
+        assert found["text_offset"] == sorted(found["text_offset"])
+        for place, name in zip(found["text_offset"], found["tokens"], strict=True):
+            assert name.startswith("bytes:") or whole["text"][place] == name
+        assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+        for key, values in found.items():
+            parts = [chunk["logprobs"][key] for chunk in chunks if chunk["logprobs"]]
+            assert [item for part in parts for item in part] == values
+
+
+async def test_an_echo_without_log_probabilities_and_without_an_answer(start: Start) -> None:
+    async with start() as server:
+        whole, chunks = await completion(server, prompt="abc", max_tokens=2, echo=True)
+        assert (whole["text"][:3], whole["logprobs"]) == ("abc", None)
+        assert chunks[0]["text"] == "abc"
+        whole, chunks = await completion(server, prompt="abc", max_tokens=0, echo=True, logprobs=0)
+        assert (whole["text"], whole["finish_reason"]) == ("abc", "length")
+        assert whole["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+        assert "".join(chunk["text"] for chunk in chunks) == "abc"
+        said = (await server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0, "echo": True})).json()
+        assert said["usage"] == {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
+        refused = await server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0})
+        assert refused.status_code == 400
+        assert "needs echo" in refused.text
+
+
+async def test_every_prompt_and_choice_is_echoed(start: Start) -> None:
+    async with start() as server:
+        ask = {"prompt": ["ab", "cde"], "n": 2, "max_tokens": 1, "echo": True, "logprobs": 0}
+        said = (await server.client.post("/v1/completions", json=ask)).json()
+        assert [choice["text"][:-1] for choice in said["choices"]] == ["ab", "ab", "cde", "cde"]
+        assert [len(choice["logprobs"]["tokens"]) for choice in said["choices"]] == [3, 3, 4, 4]

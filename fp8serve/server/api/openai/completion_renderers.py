@@ -13,10 +13,17 @@ from typing import ClassVar
 
 from fp8serve.engine.request import RequestOutput
 from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
-from fp8serve.server.api.openai.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
+from fp8serve.server.api.openai.logprobs import (
+    LogprobStream,
+    Placed,
+    chat_logprobs,
+    placed_prompt,
+    prompt_text,
+    text_logprobs,
+)
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import DONE
-from fp8serve.server.schemas.openai_bodies import SampledBody
+from fp8serve.server.schemas.openai_bodies import CompletionBody, SampledBody
 from fp8serve.server.serving.generation import Generation
 
 
@@ -107,6 +114,42 @@ class TextRenderer(CompletionRenderer):
     """`text_completion` objects."""
 
     PREFIX, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionBody, generation: Generation, request_id: str) -> None:
+        super().__init__(body, generation, request_id)
+        self._hides_answer = body.max_tokens == 0
+        self._echoes = [request.prompt_token_ids for request in generation.requests] if body.echo else []
+        self._unsaid = set(range(len(self._echoes)))  # prompts that are still to be streamed
+        for ids, choice in zip(self._echoes, self.choices, strict=False):
+            choice.text = prompt_text(ids, self.tokenizer)
+            choice.stream = LogprobStream(self.tokenizer, len(choice.text))
+
+    def add(self, index: int, output: RequestOutput) -> list[Placed]:
+        if output.prompt_logprobs is not None:
+            self.choices[index].logprobs = placed_prompt(self._echoes[index], output.prompt_logprobs, self.tokenizer)
+        return super().add(index, self._shown(output))
+
+    def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
+        if index in self._unsaid:
+            self._unsaid.remove(index)
+            yield self._chunk(self._echo(index, output))
+        yield from super().events(index, self._shown(output), new)
+
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        """The output, without the token of an answer that nobody wants."""
+        if not self._hides_answer:
+            return output
+        finish = "length" if output.finish_reason == "stop" else output.finish_reason
+        return RequestOutput(output.request_id, finish_reason=finish, error=output.error)
+
+    def _echo(self, index: int, output: RequestOutput) -> JsonObject:
+        """The prompt as a part of a stream."""
+        ids = self._echoes[index]
+        placed = None
+        if output.prompt_logprobs is not None:
+            placed = placed_prompt(ids, output.prompt_logprobs, self.tokenizer)
+        text, rest = prompt_text(ids, self.tokenizer), {"finish_reason": None, "stop_reason": None}
+        return {"index": index, "text": text, "logprobs": self._logprobs(placed), **rest}
 
     def choice(self, index: int, choice: Choice) -> JsonObject:
         return {

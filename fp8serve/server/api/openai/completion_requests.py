@@ -7,7 +7,7 @@ from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 
 def parse_completion(body: CompletionBody) -> ParsedRequest:
     """Some prompts, `n` choices for each. Raises RequestError for parameters that contradict each other."""
-    params = body.params(body.max_tokens or SamplingParams().max_new_tokens)
+    params = body.params(SamplingParams().max_new_tokens if body.max_tokens is None else body.max_tokens)
     return ParsedRequest(lambda _: params, body.prompts(), choices=body.choices)
 
 

@@ -11,6 +11,7 @@ is called `token_id:N`. Values are clamped (`wire.finite`), because JSON has no 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,23 +25,24 @@ JsonObject = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A token and where it stands. `offset`: characters of the answer before it; `shown`: it has text in the answer;
-    `first`: no text is before it.
+    `first`: no text is before it; `known`: it has a log-probability, which the first token of a prompt has not.
     """
 
     item: TokenLogprob
     offset: int
     shown: bool
     first: bool
+    known: bool = True
 
 
 class LogprobStream:
-    """The tokens of one answer, in order; see the module."""
+    """The tokens of one answer, in order; see the module. `offset`: characters that are returned before it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.stream()
-        self._settled = 0  # characters that the tokens seen so far make certain
-        self._sent = 0  # characters that were given out
+        self._settled = offset  # characters that the tokens seen so far make certain
+        self._sent = offset  # characters that were given out
         self._begun = False
         self._waiting: deque[Placed] = deque()
 
@@ -69,12 +71,28 @@ class LogprobStream:
         return not ends or (output.stop_reason != token_id and token_id not in self._tokenizer.eos_ids)
 
 
+def prompt_text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """As it is echoed: without special tokens, as answers are."""
+    decoder = tokenizer.stream()
+    return "".join([*(decoder.push(token) for token in ids), decoder.flush()])
+
+
+def placed_prompt(ids: Sequence[int], found: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[Placed]:
+    """A prompt's tokens, of which the first has no log-probability."""
+    decoder, offset, placed = tokenizer.stream(), 0, list[Placed]()
+    for number, item in enumerate((TokenLogprob(ids[0], 0.0), *found)):
+        shown = item.token_id not in tokenizer.special_ids
+        placed.append(Placed(item, offset, shown, offset == 0, known=number > 0))
+        offset += len(decoder.push(item.token_id)) if shown else 0
+    return placed
+
+
 def text_logprobs(placed: list[Placed], tokenizer: Tokenizer) -> JsonObject:
     """The object of /v1/completions."""
     return {
         "tokens": [_name(tokenizer, p.item.token_id, p) for p in placed],
-        "token_logprobs": [finite(p.item.logprob) for p in placed],
-        "top_logprobs": [_by_text(p, tokenizer) for p in placed],
+        "token_logprobs": [finite(p.item.logprob) if p.known else None for p in placed],
+        "top_logprobs": [_by_text(p, tokenizer) if p.known else None for p in placed],
         "text_offset": [p.offset for p in placed],
     }
 

@@ -1,0 +1,47 @@
+"""How probable the tokens of a prompt are: log-probabilities from the logits of the tokens before them.
+
+A long prompt's logits are the largest tensor there is, [tokens, vocabulary] in FP32, so they are made some rows at a
+time and only what is asked for is kept. A row's figures depend on nothing but its prompt, as in the sampler.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fp8serve.engine.request import MAX_LOGPROBS, Sequence, TokenLogprob
+from fp8serve.engine.scheduler import Work
+from fp8serve.engine.transfer import to_device
+
+ROWS = 256  # of logits at a time
+Tell = Callable[[Sequence, list[TokenLogprob]], None]
+
+
+def score(logits: Callable[[Tensor], Tensor], hidden: Tensor, work: list[Work], tell: Tell) -> None:
+    """hidden [R, hidden]: the rows of `work` whose logits are wanted, in order. Each prompt's new figures are told."""
+    starts = list(accumulate((item.wanted for item in work), initial=0))  # before anything is told, which changes them
+    for start, item in zip(starts, work, strict=False):
+        if positions := item.scored:
+            tokens = item.seq.token_ids[positions.start + 1 : positions.stop + 1]
+            rows = hidden[start : start + len(positions)]
+            tell(item.seq, _scored(logits, rows, tokens, item.seq.params.prompt_logprobs or 0))
+
+
+def sampling(work: list[Work], device: torch.device) -> Tensor:
+    """int64: of the rows whose logits are wanted, those that sample."""
+    ends = accumulate(item.wanted for item in work)
+    return to_device([end - 1 for end, item in zip(ends, work, strict=True) if item.samples], torch.long, device)
+
+
+def _scored(logits: Callable[[Tensor], Tensor], hidden: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+    """Of `tokens`, each by the row before it."""
+    found: list[TokenLogprob] = []
+    for rows in torch.split(hidden, ROWS):
+        some = tokens[len(found) : len(found) + len(rows)]
+        table = torch.log_softmax(logits(rows), -1)
+        chosen = table.gather(1, to_device(some, torch.long, table.device)[:, None])
+        best = table.topk(min(MAX_LOGPROBS, table.shape[-1]), -1)
+        columns = (some, chosen[:, 0].tolist(), best.indices.tolist(), best.values.tolist())
+        found += [TokenLogprob.ranked(*row, top) for row in zip(*columns, strict=True)]
+    return found
