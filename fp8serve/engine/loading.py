@@ -107,6 +107,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     tiles = _separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     sizes = sizes or plan_on_gpu(model, config, options, cache_dtype)
+    model.model.rotary.longest = sizes.max_model_len
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
     graphs = capture_decoding(runner, options, sizes.max_model_len)
     forget_trial_runs(list(frozen.values()))
