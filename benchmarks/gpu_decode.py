@@ -58,7 +58,8 @@ class DecodeStep:
         self.bytes = sum(layer.weight_q.nbytes for layer in layers) + model.lm_head.weight.nbytes
         model.join()
         self.runner = Runner(model, CONTEXT // BLOCK + 1, BLOCK, torch.bfloat16)
-        sequence = SimpleNamespace(token_ids=[5] * (CONTEXT + 1), block_table=list(range(CONTEXT // BLOCK + 1)))
+        tokens, blocks = [5] * (CONTEXT + 1), list(range(CONTEXT // BLOCK + 1))
+        sequence = SimpleNamespace(token_ids=tokens, block_table=blocks, num_unscored=0)
         self.work = [Work(cast(Any, sequence), CONTEXT, 1)]
         self.how = ""
         if device == "cuda":

@@ -136,9 +136,7 @@ class SmoothingReport:
     """Pairs of a norm or linear and the linears that read it, between which channels were evened out (pairs.py)."""
 
     alpha: float
-    pairs: tuple[
-        str, ...
-    ]  # where that made the error of a layer's output smaller: the names of what makes the channels
+    pairs: tuple[str, ...]  # what makes the channels, by name, where the error of a layer's output became smaller
     tried: int
 
 

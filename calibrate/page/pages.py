@@ -30,6 +30,7 @@ def html_report(report: CalibrationReport) -> str:
         tensors.batches(report.layers, report.tensors),
         layers.grid(report.layers),
         tensors.largest(report.tensors),
+        texts.smoothing(report.smoothing),
         texts.healing(report.healing),
         texts.facts(report.made, facts),
         tensors.scales(report.tensors),

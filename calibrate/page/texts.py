@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fp8serve.calibration.result import GeneratedReport, HealingReport, KeptReport, Made
+from fp8serve.calibration.result import GeneratedReport, HealingReport, KeptReport, Made, SmoothingReport
 from fp8serve.calibration.words import count, number, size
 
 from .curve import curve
@@ -71,6 +71,19 @@ def healing(report: HealingReport | None) -> str:
         f"went from {number(report.kl_before)} to {number(report.kl_after)} nats"
         + ("." if report.helped else ", which is no better: the weights of before were written."),
         figures(drawn, "small"),
+    )
+
+
+def smoothing(report: SmoothingReport | None) -> str:
+    """The pairs whose channels were evened out."""
+    if report is None or not report.pairs:
+        return ""
+    names = table(("what makes the channels",), [[escape(name)] for name in report.pairs])
+    return section(
+        "Smoothing",
+        "Channels far larger than the others were divided by powers of two, and the weights that read them multiplied: "
+        f"in {len(report.pairs)} of {report.tried} pairs, where that made the error of the layer's output smaller.",
+        details("The pairs", names),
     )
 
 

@@ -8,6 +8,7 @@ Examples:
   fp8serve eval ./llama-fp8 --data held-out.jsonl --against ./llama --report eval.html
 """
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -45,5 +46,6 @@ def command(
 
     with stages("Evaluating") as progress:
         report = evaluate(directory, against=reference, progress=progress, command=typed(context), **options.values)
+    report = replace(report, model=model, against=against)  # as they were named: a directory may lie in a cache
     write_report(report_file, lambda: html_evaluation(report))
     print_report(report, eval_table, json)

@@ -16,6 +16,8 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fp8serve.engine import loading
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
@@ -104,11 +106,16 @@ class Engine:
     def _compute(self, work: list[Work]) -> list[RequestOutput]:
         seqs = [item.seq for item in work if item.samples]
         try:
-            logits = self.loaded.runner.run(work, lambda seq, found: seq.prompt_logprobs.extend(found))
-            tokens = sample(logits, seqs, self.eos_ids)
+            tokens = sample(self._logits(work), seqs, self.eos_ids)
         except (RuntimeError, MemoryError) as problem:  # of the device; the engine itself is sound
             return [self._fail(item.seq, f"The model failed on this batch: {_sentence(problem)}") for item in work]
         return self._postprocess(work, seqs, tokens)
+
+    def _logits(self, work: list[Work]) -> Tensor:
+        """FP32 [samples, vocab]; sequences that want it learn how probable their prompts are."""
+        if any(item.scored for item in work):
+            return self.loaded.runner.run_scoring(work, lambda seq, found: seq.prompt_logprobs.extend(found))
+        return self.loaded.runner.run(work)
 
     def generate(self, prompts: Items[str | Items[int]], **sampling: Any) -> list[Completion]:
         """Completions of `prompts` (texts, or lists of token ids), in their order; `sampling`: see SamplingParams.

@@ -70,15 +70,11 @@ class Runner:
         self._captured_by: tuple[Capture, int, int] | None = None
 
     @torch.inference_mode()
-    def run(self, work: list[Work], tell: Tell | None = None) -> Tensor:
+    def run(self, work: list[Work]) -> Tensor:
         """Writes the keys and values of `work`; FP32 logits [samples, vocab] for the work that samples, in order.
 
-        They may lie in a buffer that the next step overwrites. tell: hears the log-probabilities of prompts.
+        They may lie in a buffer that the next step overwrites.
         """
-        if tell is not None and any(item.scored for item in work):
-            hidden, index = self._hidden(flatten(work, self.block_size, self.device)), sampling(work, self.device)
-            score(self.model.logits, hidden, work, tell)
-            return self.model.logits(hidden[index])
         if self.graphs is None or not self.graphs.takes(work):
             return self._compute(flatten(work, self.block_size, self.device))
         logits = self.graphs.run(work)
@@ -86,6 +82,13 @@ class Runner:
             self.use_graphs(*self._captured_by)  # type: ignore[misc]  # there with the graphs
             logits = self.graphs.run(work)
         return logits
+
+    @torch.inference_mode()
+    def run_scoring(self, work: list[Work], tell: Tell) -> Tensor:
+        """`run`, where `tell` hears the log-probabilities of the prompts that want them."""
+        hidden, samples = self._hidden(flatten(work, self.block_size, self.device)), sampling(work, self.device)
+        score(self.model.logits, hidden, work, tell)
+        return self.model.logits(hidden[samples])
 
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:

@@ -17,7 +17,7 @@ from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model import interop
 from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.files import read_json
 from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.shards import Shards, open_shards
@@ -51,7 +51,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, config: ModelConfig, shards: Shards, quantization: Quantization | None) -> None:
         self.path, self.config, self.shards, self.quantization = path, config, shards, quantization
-        self.shapes = {n: tuple(p.shape) for n, p in Decoder(config, device="meta").named_parameters()}
+        model = Decoder(config, device="meta")
+        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self._scales: dict[ScaleKey, str] = {}
         for key in shards:
             self._place(key)
@@ -60,6 +61,8 @@ class Checkpoint(Mapping[str, Tensor]):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelError(f"{path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
         self.fp8_linears = [n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n)]
+        in_fp8 = set(self.fp8_linears)
+        self.kept_linears = [n for n in linear_names(model) if in_fp8 and n not in in_fp8]  # left in high precision
 
     def _place(self, key: str) -> None:
         """Sort one key of the file; ModelError when it has no place."""

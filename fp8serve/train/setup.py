@@ -16,9 +16,10 @@ from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import Recipe
-from fp8serve.model.checkpoint import load_trainable
+from fp8serve.model.checkpoint import load_trainable, open_checkpoint
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder
+from fp8serve.model.files import read_json
 from fp8serve.model.quantization_config import quantization_files
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.train import state
@@ -34,7 +35,10 @@ from fp8serve.train.order import total_steps
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same (as an object) over a run. `carry` writes the base model's small files into a directory."""
+    """What stays the same (as an object) over a run.
+
+    carry: writes the base model's small files into a directory. kept: linears in high precision, as in the base model.
+    """
 
     rows: list[Row]
     eval_rows: list[Row]
@@ -44,6 +48,7 @@ class Setup:
     total_steps: int
     data_fingerprint: str
     carry: Callable[[Path], None]
+    kept: tuple[str, ...] = ()
 
 
 def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
@@ -56,7 +61,11 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
     rows, report = load_rows(config.data, tokenizer, config.seq_len)
     report_data(report, on_event)
     eval_rows = load_rows(config.eval_data, tokenizer, config.seq_len)[0] if config.eval_data else []
-    decoder = _decoder(source, recipe, config)
+    kept = () if recipe is None else kept_linears(source)
+    if kept:
+        text = f"{len(kept)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
+        on_event(message("kept", text, kept=len(kept)))
+    decoder = _decoder(source, recipe, kept, config)
     forward = Forward(decoder, recipe)
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
@@ -70,6 +79,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
         total_steps=total_steps([r.tokens for r in rows], config),
         data_fingerprint=fingerprint(rows),
         carry=carried_files(source),
+        kept=kept,
     )
 
 
@@ -103,10 +113,20 @@ def report_data(report: RowCounts, on_event: OnEvent) -> None:
         on_event(message("rows_dropped", text, level="warn", dropped_rows=report.dropped_rows))
 
 
-def _decoder(source: Path, recipe: Recipe | None, config: TrainConfig) -> Decoder:
+def kept_linears(source: Path) -> tuple[str, ...]:
+    """The linears that an FP8 directory holds in high precision; a checkpoint says which those of its base model are.
+
+    A directory without FP8 weights keeps none: nobody chose its layers.
+    """
+    if (source / "trainer.json").exists():
+        return tuple(read_json(source / "trainer.json", JobError).get("kept", ()))
+    return tuple(open_checkpoint(source).kept_linears)
+
+
+def _decoder(source: Path, recipe: Recipe | None, kept: tuple[str, ...], config: TrainConfig) -> Decoder:
     decoder = load_trainable(source, dtype=torch.float32, device=config.device)
     if recipe is not None:
-        convert(decoder, skip=("lm_head",))
+        convert(decoder, skip=("lm_head", *kept))
     return decoder
 
 

@@ -278,6 +278,7 @@ class _Run:
             "progress": {**dataclasses.asdict(self.progress), "total_steps": self.setup.total_steps},
             "identity": self.identity,
             "environment": environment(self.config),
+            "kept": self.setup.kept,
         }
         saved = state.capture(self.setup.forward, self.setup.optimizer, meta)
         self.latest = checkpoint.write_checkpoint(self.root, saved, self.setup.carry)

@@ -14,6 +14,7 @@ from fp8serve.calibration.result import (
     GeneratedReport,
     HealingReport,
     Quality,
+    SmoothingReport,
 )
 
 from .reports import cast, make_report
@@ -94,7 +95,8 @@ def test_what_comes_from_outside_is_escaped(draw: object) -> None:
 
 
 def test_a_report_without_layers_is_still_a_page() -> None:
-    bare = dataclasses.replace(make_report(), layers=(), tensors=(), generated=(), healing=None, made=None)
+    without: dict[str, None] = dict.fromkeys(("smoothing", "healing", "made"))
+    bare = dataclasses.replace(make_report(), layers=(), tensors=(), generated=(), **without)
     page = whole(html_report(bare))
     assert re.findall("<h2>(.*?)</h2>", page) == ["How it was made"]
 
@@ -104,7 +106,7 @@ def test_every_section_has_a_line_that_explains_it() -> None:
     titles = re.findall("<h2>(.*?)</h2>", page)
     assert titles == ["Before and after", "What each layer costs", "Signal and noise", "Room at the top",
                       "Largest values, batch by batch", "Where values land on the grid of E4M3",
-                      "Largest values, layer by layer", "Healing", "How it was made"]  # fmt: skip
+                      "Largest values, layer by layer", "Smoothing", "Healing", "How it was made"]  # fmt: skip
     assert len(re.findall('</h2><p class="why">[^<]{20,}</p>', page)) == len(titles)
 
 
@@ -223,3 +225,11 @@ def test_the_first_difference_is_marked(before: str, after: str, same: int, mark
     text = before_and_after([GeneratedReport("Once", before, after, 48, same)])
     assert re.findall("<mark>(.*?)</mark>", text) == marked
     assert ("In FP8: the same<" in text) is (before == after)
+
+
+def test_the_page_names_the_pairs_that_smoothing_changed() -> None:
+    page = html_report(make_report(layers=30))
+    assert "in 1 of 120 pairs" in page
+    assert "<td>model.layers.0.input_layernorm</td>" in page
+    for none in (SmoothingReport(0.5, (), 120), None):
+        assert "<h2>Smoothing" not in html_report(dataclasses.replace(make_report(), smoothing=none))

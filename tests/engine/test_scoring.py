@@ -28,7 +28,15 @@ def scored(engine: Engine, prompt: list[int] = PROMPT, **sampling: Any) -> list[
     return found
 
 
+def test_they_are_those_that_tokens_have_when_they_are_generated(engine: Engine) -> None:
+    params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+    answer = engine.generate([PROMPT], **params, logprobs=2)[0]
+    assert answer.logprobs is not None
+    assert scored(engine, PROMPT + answer.token_ids)[len(PROMPT) - 1 :] == answer.logprobs
+
+
 def test_they_are_those_of_the_model(engine: Engine) -> None:
+    """Up to what another order of attention's sums does to a random model in BF16."""
     found = scored(engine)
     assert [item.token_id for item in found] == PROMPT[1:]
     (batch,) = make_batches([Sample(tuple(PROMPT), (True,) * len(PROMPT))], 1)
@@ -36,8 +44,8 @@ def test_they_are_those_of_the_model(engine: Engine) -> None:
     with torch.no_grad():
         expected = decoder.logits(forward(decoder, batch)).log_softmax(-1)
     for row, item in zip(expected, found, strict=False):
-        assert item.logprob == pytest.approx(float(row[item.token_id]), abs=0.05)
-        assert [value for _, value in item.top] == pytest.approx(row.topk(2).values.tolist(), abs=0.05)
+        assert item.logprob == pytest.approx(float(row[item.token_id]), abs=0.2)
+        assert [value for _, value in item.top] == pytest.approx(row.topk(2).values.tolist(), abs=0.2)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])

@@ -216,3 +216,31 @@ def test_the_command_line_gives_a_recipe_its_parameters(model_dir: Path, data: P
     recipe = load_scales(served / "scales.safetensors", served).recipe
     assert recipe == DelayedScaling(fp8_mha=True, fp8_format=Format.E4M3, amax_history_len=8)
     assert (served / "hf_quant_config.json").exists()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_layers_that_calibration_left_in_bf16_stay_so(
+    configure: Configure, model_dir: Path, data: Path, tmp_path: Path, recipe: str
+) -> None:
+    base, kept = tmp_path / "partly", {"model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj"}
+    asked = [f"--skip={name}" for name in sorted(kept)]
+    main(["calibrate", str(model_dir), f"--out={base}", f"--recipe={recipe}", f"--data={data}", "--samples=4", *asked])
+    events: list[dict[str, Any]] = []
+    config = configure(model=str(base), recipe=recipe, max_steps=4)
+    result = Trainer(configure(model=str(base), recipe=recipe, max_steps=2)).run(events.append)
+    assert result.model is not None
+    assert [e["message"] for e in events if e.get("code") == "kept"] == [
+        "2 linear layers that are not in FP8 in the model are trained in BF16 and stay so"
+    ]
+    shutil.rmtree(result.model)
+    shutil.rmtree(base)  # a resumed run needs nothing of it
+    longer = Trainer(config).run()
+    assert longer.model is not None
+    served = load_servable(longer.model)
+    in_bf16 = {name for name, m in served.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
+    assert in_bf16 == kept
+    setup = prepare(config, Path(str(longer.checkpoint)), lambda event: None)
+    state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(Path(str(longer.checkpoint))))
+    batch = collate(setup.rows, "cpu")
+    with torch.no_grad():
+        assert torch.equal(setup.forward.logits(batch), served_logits(served, batch))
