@@ -18,8 +18,9 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.config_keys import HONOURED, is_harmless
 from fp8serve.model.config_reader import Reader, token_ids
 from fp8serve.model.families import BEFORE, FAMILIES, SHARED, Family, HeadNorm, Norm, Norms
-from fp8serve.model.files import present, read_json, read_optional_json
+from fp8serve.model.files import present, read_optional_json
 from fp8serve.model.rope import QueryScaling, Rope, layer_ropes, query_scaling, rotary_dim
+from fp8serve.model.wrappers import read_text_config
 
 Activation = Literal["silu", "gelu_tanh"]
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -86,7 +87,7 @@ def read_config(model_dir: Path | str) -> ModelConfig:
         raise ModelError(f"{model_dir} {what}; give the path of a Hugging Face-format model directory.")
     if not present(model_dir / "config.json"):
         raise ModelError(f"{model_dir} is not a model directory: it holds no config.json.")
-    raw = read_json(model_dir / "config.json")
+    raw = read_text_config(model_dir)
     generation = read_optional_json(model_dir / "generation_config.json")
     return parse_config(raw, generation, str(model_dir / "config.json"))
 

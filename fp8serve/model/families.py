@@ -94,7 +94,8 @@ _GEMMA_KEYS = frozenset({"hidden_activation", "attention_bias", "query_pre_attn_
                          "final_logit_softcapping"})  # fmt: skip
 _GEMMA2 = _GEMMA | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
                     "sliding_window_pattern": 2}  # fmt: skip
-_GEMMA3 = _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "rope_theta": 1e6,
+_GEMMA3 = _GEMMA | {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+                    "max_position_embeddings": 131072, "vocab_size": 262208, "rope_theta": 1e6,
                     "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}  # fmt: skip
 _GRANITE = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0}
 _SMOLLM3 = {"max_position_embeddings": 32768, "vocab_size": 128256, "num_key_value_heads": 4, "bos_token_id": 128000,
