@@ -27,12 +27,12 @@ class Stream:
     def __init__(self, decoder: Decoder, batch: Batch, tap: Tap | None = None) -> None:
         self._layers, self._attend = decoder.model.layers, attending(decoder, batch, tap)
         self.batch, self.hidden = batch, decoder.model.embed(batch.ids)
-        self._rotations = decoder.model.rotary.rotations(batch.positions, self.hidden.dtype)
+        self._placements = decoder.model.rotary.placements(batch.positions, self.hidden.dtype)
 
     def run(self, index: int) -> Tensor:
         """What the layer makes of the hidden state, which stays as it is."""
         layer: Callable[..., Tensor] = self._layers[index]
-        return layer(self.hidden, self._rotations[index], self._attend)
+        return layer(self.hidden, self._placements[index], self._attend)
 
     def advance(self, index: int) -> None:
         self.hidden = self.run(index)

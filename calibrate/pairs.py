@@ -9,7 +9,7 @@ A channel is divided by its factor where it is made, and the column that reads i
 powers of two: they change no digit of a BF16 number, so every product and every sum keeps its bits, and the model that
 is written says in high precision exactly what it said before. Where a weight would leave the range of BF16, the pair
 is left alone. A norm that multiplies by 1 + weight (Gemma's) would have to store 1 + weight divided by the factor,
-less 1, which BF16 rounds: such norms are left alone, too.
+less 1, which BF16 rounds: such norms are left alone, too, and so is what a fused linear makes.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import INPUTS, Decoder
+from fp8serve.model.decoder import Decoder
 
 Weights = Mapping[str, Tensor]  # by the names of parameters
 
@@ -47,14 +47,32 @@ class Pair:
 
 def pairs(config: ModelConfig, index: int, linears: Collection[str]) -> list[Pair]:
     """Those of a layer whose channels some of `linears` read, by full names."""
-    prefix = f"model.layers.{index}"
-    qkv, o, gate_up, down = (tuple(f"{prefix}.{name}" for name in group) for group in INPUTS)
-    before = (config.norms.before_attention, config.norms.before_mlp)
-    norms = () if config.offset_norms else before
-    heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
-    normed = [Pair(f"{prefix}.{norm}", after) for norm, after in zip(norms, (qkv, gate_up), strict=False)]
-    found = (*normed, Pair(qkv[2], o, heads), Pair(gate_up[1], down))
+    found = [*_behind_norms(config, index), *_behind_linears(config, index)]
     return [pair for pair in found if any(name in linears for name in pair.after)]
+
+
+def _behind_norms(config: ModelConfig, index: int) -> list[Pair]:
+    """A norm is read by the linears behind it; by all of them where attention and MLP share one."""
+    prefix, readers = f"model.layers.{index}", dict[str, tuple[str, ...]]()
+    qkv = ("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    gate_up = ("gate_up_proj",) if config.fused_gate_up else ("gate_proj", "up_proj")
+    for norm, block, names in (
+        (config.norms.before_attention, "self_attn", qkv),
+        (config.norms.before_mlp, "mlp", gate_up),
+    ):
+        if norm is not None and not config.offset_norms:
+            readers[norm] = readers.get(norm, ()) + tuple(f"{prefix}.{block}.{name}" for name in names)
+    return [Pair(f"{prefix}.{norm}", after) for norm, after in readers.items()]
+
+
+def _behind_linears(config: ModelConfig, index: int) -> Iterator[Pair]:
+    """Where a projection has a linear of its own."""
+    attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+    heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
+    if not config.fused_qkv:
+        yield Pair(f"{attention}.v_proj", (f"{attention}.o_proj",), heads)
+    if not config.fused_gate_up:
+        yield Pair(f"{mlp}.up_proj", (f"{mlp}.down_proj",))
 
 
 def factors(inputs: Tensor, columns: Tensor, alpha: float) -> Tensor:

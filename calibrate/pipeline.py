@@ -30,9 +30,10 @@ from torch import Tensor
 
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
-from fp8serve.model.checkpoint import linear_names, load_servable
+from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.wrappers import left_out_notes
 
 from .data import Batches, calibration_batches
 from .job import Job
@@ -117,6 +118,7 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
         notes += shortfall(asked.samples, seq_len, batches.samples, batches.tokens)
+        notes += left_out_notes(source, open_checkpoint(source).left_out)
         observer = observer_of(decoder, linears, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients)
     return Job(source, recipe, asked, stages, decoder, linears, batches, observer, kept=list(kept), notes=notes)
 

@@ -20,11 +20,11 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8.ops.arithmetic import expand
 from fp8serve.fp8.recipe import to_json
 from fp8serve.model import transformer_engine
-from fp8serve.model.files import read_json
 from fp8serve.model.interop import quantizing_scale
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, read_scales
 from fp8serve.model.shards import DTYPES
 from fp8serve.model.stored import Checkpoint, open_checkpoint
+from fp8serve.model.wrappers import read_text_config
 
 SLICE = 1 << 22  # elements that are widened to FP32 at a time
 KINDS = {kind: "FP8" if name == "F8_E4M3" else name for name, kind in DTYPES.items()}
@@ -122,7 +122,7 @@ def _side(path: Path) -> _Side:
     if not (path / "config.json").exists() and state.tensors:
         return _Side(path, _recipe(state), scales=_of_state(state))
     checkpoint = open_checkpoint(path)
-    config = read_json(path / "config.json") | (_recipe(state) if state.tensors else {})
+    config = read_text_config(path) | (_recipe(state) if state.tensors else {})
     return _Side(path, config, checkpoint, _of_checkpoint(checkpoint) | _of_state(state))
 
 

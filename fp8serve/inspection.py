@@ -21,6 +21,7 @@ from fp8serve.model.readers import reader_notes
 from fp8serve.model.scales import FILE_NAME, FORMAT, ScalingCheckpoint, check_belongs, problems, read_scales
 from fp8serve.model.shards import Shards, read_header
 from fp8serve.model.stored import Checkpoint, open_checkpoint
+from fp8serve.model.wrappers import left_out_notes
 
 Direction = Literal["quantizes", "dequantizes", "unknown"]
 
@@ -86,7 +87,8 @@ def _of_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any]:
     if state is not None:
         found += _from_scales(state, FILE_NAME, dict(contradictions(checkpoint, state)))
         problem = _stranger(checkpoint, state)
-    return _report(path, _describe(checkpoint), found, list(reader_notes(checkpoint)), problem)
+    notes = [*left_out_notes(path, checkpoint.left_out), *reader_notes(checkpoint)]
+    return _report(path, _describe(checkpoint), found, notes, problem)
 
 
 def _present(path: Path) -> Shards:

@@ -29,11 +29,12 @@ from fp8serve.engine.runner import KvScale, Runner
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.checkpoint import kv_scales, load_servable
+from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
 from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder, pruned_names
 from fp8serve.model.files import present
 from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.wrappers import left_out_notes
 
 log = logging.getLogger("fp8serve.engine")
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -107,11 +108,14 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     tiles = _separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     sizes = sizes or plan_on_gpu(model, config, options, cache_dtype)
+    model.model.rotary.longest = sizes.max_model_len
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
     graphs = capture_decoding(runner, options, sizes.max_model_len)
     forget_trial_runs(list(frozen.values()))
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model)
+    for note in left_out_notes(model_dir, open_checkpoint(model_dir).left_out):
+        log.warning(note)
     return Loaded(model_dir, options, config, tokenizer, grammars, sizes, runner, frozen, tiles, graphs, packer)
 
 

@@ -17,9 +17,10 @@ from typing import Any, Literal
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.config_keys import HONOURED, is_harmless
 from fp8serve.model.config_reader import Reader, token_ids
-from fp8serve.model.families import BEFORE, FAMILIES, Family, Norms
-from fp8serve.model.files import present, read_json, read_optional_json
-from fp8serve.model.rope import Rope, layer_ropes
+from fp8serve.model.families import BEFORE, FAMILIES, SHARED, Family, HeadNorm, Norm, Norms
+from fp8serve.model.files import present, read_optional_json
+from fp8serve.model.rope import QueryScaling, Rope, layer_ropes, query_scaling, rotary_dim
+from fp8serve.model.wrappers import read_text_config
 
 Activation = Literal["silu", "gelu_tanh"]
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -63,6 +64,15 @@ class ModelConfig:
     residual_scale: float = 1.0  # multiplies what a block adds to the residual
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
+    fused_qkv: bool = False  # one linear, q's rows first
+    fused_gate_up: bool = False
+    qk_norm_weight: HeadNorm = "shared"  # where there is a qk_norm
+    rotary_dim: int | None = None  # of a head, from its first element on, is turned; None: all of it
+    neighbours_pair: bool = False  # rotary position turns element 2i with 2i + 1
+    query_scaling: QueryScaling | None = None
+    parallel: bool = False  # the MLP reads what attention reads, and both are added to it
+    norm: Norm = "rms"
+    norm_bias: bool = False
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -77,7 +87,7 @@ def read_config(model_dir: Path | str) -> ModelConfig:
         raise ModelError(f"{model_dir} {what}; give the path of a Hugging Face-format model directory.")
     if not present(model_dir / "config.json"):
         raise ModelError(f"{model_dir} is not a model directory: it holds no config.json.")
-    raw = read_json(model_dir / "config.json")
+    raw = read_text_config(model_dir)
     generation = read_optional_json(model_dir / "generation_config.json")
     return parse_config(raw, generation, str(model_dir / "config.json"))
 
@@ -90,7 +100,8 @@ def parse_config(
     _refuse_unknown(raw, family, where)
     get = Reader(raw, family, where)
     layers, max_len = get.positive("num_hidden_layers"), get.positive("max_position_embeddings")
-    windows = _windows(get, layers, where)
+    windows, head_dim = _windows(get, layers, where), _head_dim(get, where)
+    turned = rotary_dim(get, head_dim)
     return ModelConfig(
         architecture=family.architecture,
         model_type=str(raw["model_type"]),
@@ -98,37 +109,53 @@ def parse_config(
         hidden_size=get.positive("hidden_size"),
         intermediate_size=get.positive("intermediate_size"),
         num_layers=layers,
-        rms_norm_eps=get.number("rms_norm_eps"),
+        rms_norm_eps=get.number(family.eps_key),
         max_position_embeddings=max_len,
         tie_word_embeddings=get.boolean("tie_word_embeddings"),
         mlp_bias=get.boolean("mlp_bias"),
         layer_windows=windows,
-        layer_ropes=layer_ropes(get, windows, max_len),
+        layer_ropes=layer_ropes(get, windows, max_len, turned),
+        rotary_dim=None if turned == head_dim else turned,
+        neighbours_pair=family.neighbours_pair,
+        query_scaling=query_scaling(get, max_len),
         bos_token_id=get.token("bos_token_id"),
         eos_token_ids=_eos(get, generation or {}, where),
         dtype=_dtype(raw, where),
         activation=_activation(get, where),
-        norms=family.norms,
+        norm=family.norm,
+        norm_bias=family.norm_bias,
         offset_norms=family.offset_norms,
-        **_attention(get, where),
+        fused_gate_up=family.fused_gate_up,
+        **_blocks(get),
+        **_attention(get, head_dim, where),
         **_multipliers(get),
     )
 
 
-def _attention(get: Reader, where: str) -> dict[str, Any]:
+def _blocks(get: Reader) -> dict[str, Any]:
+    """How attention and MLP follow each other."""
+    family = get.family
+    parallel = get.boolean("use_parallel_residual") if family.parallel is None else family.parallel
+    return {"parallel": parallel, "norms": SHARED if parallel else family.norms}
+
+
+def _attention(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
     heads = get.positive("num_attention_heads")
     kv_heads = get.positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
-    family, head_dim = get.family, _head_dim(get, heads, where)
-    bias = bool(get.boolean("attention_bias")) if family.qkv_bias is None else family.qkv_bias
+    family = get.family
+    bias = get.boolean(family.bias_key) if family.qkv_bias is None else family.qkv_bias
+    normed = family.qk_norm is not None and (get("use_qk_norm") is None or get.boolean("use_qk_norm"))
     return {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "attention_bias": bias,
-        "attention_out_bias": bias and family.qkv_bias is None,
-        "qk_norm": family.qk_norm,
+        "attention_out_bias": bias and family.qkv_bias is None and family.out_bias,
+        "fused_qkv": family.fused_qkv,
+        "qk_norm": normed,
+        "qk_norm_weight": family.qk_norm or "shared",
         "softmax_scale": _softmax_scale(get, head_dim),
         "attention_softcap": get.optional_number("attn_logit_softcapping"),
     }
@@ -150,7 +177,7 @@ def _multipliers(get: Reader) -> dict[str, Any]:
         "embedding_scale": get.positive("hidden_size") ** 0.5 if by_width else given,
         "rounds_embedding_scale": by_width,
         "residual_scale": get.optional_number("residual_multiplier") or 1.0,
-        "logits_divisor": get.optional_number("logits_scaling") or 1.0,
+        "logits_divisor": get.optional_number("logits_scaling") or 1 / (get.optional_number("logit_scale") or 1.0),
         "logits_softcap": get.optional_number("final_logit_softcapping"),
     }
 
@@ -176,15 +203,16 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family, where: str) -> None:
     for key, value in raw.items():
-        if key not in HONOURED and key not in family.optional and not is_harmless(key, value):
+        is_said = key in family.fixed and value == family.fixed[key]
+        if key not in HONOURED and key not in family.optional and not is_said and not is_harmless(key, value):
             raise ModelError(
                 f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."
             )
 
 
-def _head_dim(get: Reader, heads: int, where: str) -> int:
-    hidden = get.positive("hidden_size")
+def _head_dim(get: Reader, where: str) -> int:
+    hidden, heads = get.positive("hidden_size"), get.positive("num_attention_heads")
     if get("head_dim") is None and hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
     dim = get.positive("head_dim", hidden // heads)

@@ -30,6 +30,7 @@ _HARMLESS = frozenset({
     "use_flash_attention", "use_flash_attention_2", "use_return_dict", "return_dict", "torchscript",
     "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "output_past", "pretraining_tp",
     "base_model_tp_plan", "base_model_pp_plan", "tensor_parallel_degree", "transformers.js_config",
+    "use_parallel_embedding",
     # what kind of model a tool took it for
     "is_llama_config", "is_qwen2_config", "is_mistral_config", "is_decoder", "is_encoder_decoder", "auto_map",
     "trust_remote_code", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params",

@@ -17,7 +17,7 @@ and the head; where there are none, it ends there. Rows do not depend on each ot
 linears in `pruned_names` see and count no other rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple
 from typing import Any
 
@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.fusing import PLAIN, Ending, OffsetRMSNorm, Projections, RMSNorm, add_gated, add_projection, direct
-from fp8serve.model.rotary import Rotary, Rotation
+from fp8serve.model.fusing import PLAIN, Ending, Projections, add_gated, add_projection, direct
+from fp8serve.model.norms import make_head_norm, make_norm
+from fp8serve.model.rotary import Placement, Rotary, Rotation
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
 # attend(layer, heads, rotation, last) -> [T, heads, head_dim]: rotates q and k, and attends; where `last` int64 [R] is
@@ -46,49 +47,57 @@ def rotated(mix: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Attend:
     return attend
 
 
-def _norm(config: ModelConfig, size: int) -> nn.Module:
-    return (OffsetRMSNorm if config.offset_norms else RMSNorm)(size, config.rms_norm_eps)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary position; `attend` does the mixing between tokens."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
+        self.norms_whole = config.qk_norm_weight == "whole"
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.qkv = _projections(
+            self,
+            config.hidden_size,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            config.attention_bias,
+            "qkv_proj" if config.fused_qkv else None,
+        )
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
-        for name in ("q_norm", "k_norm"):
-            self.register_module(name, _norm(config, config.head_dim) if config.qk_norm else None)
-        self.qkv = Projections(self, "q_proj", "k_proj", "v_proj")
+        self.register_module("q_norm", make_head_norm(config, config.num_heads))
+        self.register_module("k_norm", make_head_norm(config, config.num_kv_heads))
 
     def forward(
         self,
         x: Tensor,
-        norm: nn.Module,
-        rotation: Rotation,
+        norm: nn.Module | None,
+        place: Placement,
         attend: Attend,
         ending: Ending,
         last: Tensor | None = None,
     ) -> Tensor:
         """x [T, hidden] plus ending(attention over norm(x)); where `last` [R] is not None, [R, hidden] of its rows."""
-        mixed = attend(self.layer, self._heads(x, norm), rotation, last)
+        mixed = attend(self.layer, self._heads(x, norm, place), place.rotation, last)
         if last is not None:
             x = x[last]
             if x.size(0) == 0:
                 return x
         return add_projection(x, self._modules["o_proj"], mixed.reshape(x.size(0), -1), ending)  # type: ignore[arg-type]
 
-    def _heads(self, x: Tensor, norm: nn.Module) -> Heads:
+    def _heads(self, x: Tensor, norm: nn.Module | None, place: Placement) -> Heads:
         tokens, head_dim = x.size(0), self.head_dim
         q, k, v = [part.view(tokens, -1, head_dim) for part in self.qkv(x, norm)]
         q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
         if q_norm is not None and k_norm is not None:
-            q, k = direct(q_norm)(q), direct(k_norm)(k)
+            q, k = self._normed(q, q_norm), self._normed(k, k_norm)
+        if place.order is not None:
+            q, k = q.index_select(-1, place.order), k.index_select(-1, place.order)
+        if place.query_scale is not None:
+            q = q * place.query_scale
         return q, k, v
+
+    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """x [T, heads, head_dim], normalised head by head or as one vector."""
+        return direct(norm)(x.flatten(1)).view_as(x) if self.norms_whole else direct(norm)(x)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -97,38 +106,59 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.gate_up = _projections(
+            self,
+            config.hidden_size,
+            dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
+            config.mlp_bias,
+            "gate_up_proj" if config.fused_gate_up else None,
+        )
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.gate_up = Projections(self, "gate_proj", "up_proj")
 
-    def forward(self, x: Tensor, norm: nn.Module, ending: Ending) -> Tensor:
-        """x [T, hidden] plus ending(MLP of norm(x))."""
+    def forward(self, x: Tensor, norm: nn.Module | None, ending: Ending, residual: Tensor | None = None) -> Tensor:
+        """residual [T, hidden], or x where there is none, plus ending(MLP of norm(x [T, hidden]))."""
         gate, up = self.gate_up(x, norm)
-        return add_gated(x, self._modules["down_proj"], gate, up, self.activation, ending)  # type: ignore[arg-type]
+        onto = x if residual is None else residual
+        return add_gated(onto, self._modules["down_proj"], gate, up, self.activation, ending)  # type: ignore[arg-type]
+
+
+def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: bool, fused: str | None) -> Projections:
+    """The linears of these sizes become children of `owner`: by their names, or all as one by the name `fused`."""
+    if fused is not None:
+        owner.register_module(fused, nn.Linear(inputs, sum(sizes.values()), bias=bias))
+        return Projections(owner, fused, widths=list(sizes.values()))
+    for name, size in sizes.items():
+        owner.register_module(name, nn.Linear(inputs, size, bias=bias))
+    return Projections(owner, *sizes)
 
 
 class Layer(nn.Module):
-    """Normalise, attend, add; normalise, MLP, add. Some families normalise what is added, too, or scale it."""
+    """Normalise, attend, add; normalise, MLP, add.
+
+    Some families normalise what is added, too or instead, or scale it; in some the MLP reads what attention reads.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer)
         self.mlp = MLP(config)
-        self.norms, self.residual_scale = config.norms, config.residual_scale
-        for name in astuple(config.norms):
+        self.norms, self.residual_scale, self.is_parallel = config.norms, config.residual_scale, config.parallel
+        for name in dict.fromkeys(astuple(config.norms)):
             if name is not None:
-                self.register_module(name, _norm(config, config.hidden_size))
+                self.register_module(name, make_norm(config, config.hidden_size))
 
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend, last: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, place: Placement, attend: Attend, last: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> the same; where `last` [R] is not None, [R, hidden] of these rows."""
-        modules: dict[str, nn.Module] = self._modules  # type: ignore[assignment]  # of a layer all are there
+        modules: dict[str | None, nn.Module] = self._modules  # type: ignore[assignment]  # of a layer all are there
         norms = self.norms
         ending = self._ending(norms.after_attention)
-        x = direct(modules["self_attn"])(x, modules[norms.before_attention], rotation, attend, ending, last)
-        if last is not None and x.size(0) == 0:
-            return x
-        return direct(modules["mlp"])(x, modules[norms.before_mlp], self._ending(norms.after_mlp))  # type: ignore[no-any-return]
+        attended = direct(modules["self_attn"])(x, modules.get(norms.before_attention), place, attend, ending, last)
+        if last is not None and attended.size(0) == 0:
+            return attended  # type: ignore[no-any-return]
+        mlp, norm, ending = direct(modules["mlp"]), modules.get(norms.before_mlp), self._ending(norms.after_mlp)
+        if self.is_parallel:
+            return mlp(x if last is None else x[last], norm, ending, attended)  # type: ignore[no-any-return]
+        return mlp(attended, norm, ending)  # type: ignore[no-any-return]
 
     def _ending(self, norm: str | None) -> Ending:
         """Of a block behind which the norm of this name stands."""
@@ -144,15 +174,15 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.norm = _norm(config, config.hidden_size)
+        self.norm = make_norm(config, config.hidden_size)
         self.rotary = Rotary(config)
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.rounds_embedding_scale
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
         x = self.embed(token_ids)
-        *earlier, final = zip(self.layers, self.rotary.rotations(positions, x.dtype), strict=True)
-        for layer, rotation in earlier:
-            x = direct(layer)(x, rotation, attend)
+        *earlier, final = zip(self.layers, self.rotary.placements(positions, x.dtype), strict=True)
+        for layer, place in earlier:
+            x = direct(layer)(x, place, attend)
         return self.norm(direct(final[0])(x, final[1], attend, last))  # type: ignore[no-any-return]
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -219,21 +249,22 @@ class Decoder(nn.Module):
 
 
 INPUTS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"),
     ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
     ("mlp.down_proj",),
 )
-"""The linears of a layer, together where they read the same input, in the order in which they run."""
+"""The linears that a layer may have, together where they read the same input, in the order in which they run."""
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Names of the projections that FP8 may run: the seven of every layer, not `lm_head`. In the model's order."""
+    """Names of the projections that FP8 may run: those of every layer, not `lm_head`. In the model's order."""
     suffixes = tuple(name for group in INPUTS for name in group)
     return [name for name, _ in model.named_modules() if name.endswith(suffixes)]
 
 
 def pruned_names(config: ModelConfig) -> list[str]:
     """Names of the linears that see no rows but `last`: those behind the attention of the last layer."""
-    behind = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
+    behind = ("self_attn.o_proj", *gate_up, "mlp.down_proj")
     return [f"model.layers.{config.num_layers - 1}.{name}" for name in behind]

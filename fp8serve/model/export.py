@@ -30,7 +30,6 @@ from fp8serve.model.files import (
     MAX_CARRIED_BYTES,
     check_absent,
     read_file,
-    read_json,
     regular_file,
     whole_directory,
     write_json,
@@ -41,6 +40,7 @@ from fp8serve.model.quantization_config import quantization_files
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
 from fp8serve.model.shards import DTYPES, SINGLE, inside, write_index
 from fp8serve.model.stored import open_checkpoint
+from fp8serve.model.wrappers import read_text_config
 
 __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]
 
@@ -114,7 +114,7 @@ def write_calibrated(
     """
     source, out = Path(source), Path(out)
     check_absent(out)
-    config = dict(read_json(source / "config.json"))
+    config = read_text_config(source)
     high_precision = weights if weights is not None else open_checkpoint(source)
     writer = _Quantizer(config, high_precision, quantized or {}, kept, scales, format, from_file=weights is None)
     files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv), kept=kept)

@@ -2,28 +2,35 @@
 
 A row and the file together become a `ModelConfig` (config.py), and that is all the decoder knows of a family: it asks
 where norms are, which projections have a bias, what multiplies the residual, never for a name. What all families here
-have in common (RMSNorm, rotary position, a gated dense MLP) is not in the table but in the layer (decoder.py). A family
-that differs there adds a field, the branch of the layer that reads it, and the key of the file that sets it.
+have in common (rotary position, a gated dense MLP) is not in the table but in the layer (decoder.py). A family that
+differs there adds a field, the branch of the layer that reads it, and the key of the file that sets it.
 
 Defaults are those of transformers' config classes. No torch here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class Norms:
     """The names of a layer's norms in the file; None: there is none in this place."""
 
-    before_attention: str
+    before_attention: str | None
     after_attention: str | None
-    before_mlp: str
+    before_mlp: str | None
     after_mlp: str | None
 
 
+Norm = Literal["rms", "wide_rms", "layer"]
+"""RMSNorm, with a rounding before the product with its weight or without, or LayerNorm."""
+HeadNorm = Literal["shared", "whole", "by_head"]
+"""Queries and keys are normed head by head with one weight, as one vector, or head by head with a weight of each."""
+
 BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+SHARED = Norms("input_layernorm", None, "input_layernorm", None)
 AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
@@ -32,21 +39,40 @@ class Family:
     """One architecture.
 
     defaults: of keys that the file leaves out. optional: keys that this family honours besides those that all do.
-    qkv_bias: whether q, k and v have a bias; None: the file's `attention_bias` says so, of o too. qk_norm: whether
-    queries and keys are normed. uniform_window: all layers have the window; else those from `max_window_layers` on, or
-    all but every `sliding_window_pattern`-th where there is such a default. local_theta: layers with a window have a
-    rotary base of their own. offset_norms: norms multiply by 1 + weight. sqrt_embedding: embeddings are multiplied by
-    the square root of their width.
+    fixed: keys of the file that say what this family does anyway, and the one value that is accepted.
+    qkv_bias: whether q, k and v have a bias; None: the file's `bias_key` says so. out_bias: that key is of o too.
+    fused_qkv, fused_gate_up: the file has one linear for what is several elsewhere. qk_norm: whether queries and keys
+    are normed, and how; where the file has `use_qk_norm`, that says whether. uniform_window: all layers have the
+    window; else those from `max_window_layers` on, or all but every `sliding_window_pattern`-th where there is such a
+    default. local_theta: the key of the rotary base of layers with a window, where that is not the others', or where
+    these are stretched and those are not. rope_in_windows_only: other layers have no rotary position. rope_aliases:
+    other names of types of rotary scaling. neighbours_pair: element 2i is turned with 2i + 1. scales_queries: by their
+    position, as the file says. parallel: attention and MLP read the same, by one norm; None: the file's
+    `use_parallel_residual` says so. eps_key: of the norms. offset_norms: they multiply by 1 + weight. sqrt_embedding:
+    embeddings are multiplied by the square root of their width.
     """
 
     architecture: str
     defaults: Mapping[str, Any]
     optional: frozenset[str] = frozenset()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool | None = None
-    qk_norm: bool = False
+    bias_key: str = "attention_bias"
+    out_bias: bool = True
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    qk_norm: HeadNorm | None = None
     uniform_window: bool = True
-    local_theta: bool = False
+    local_theta: str | None = None
+    rope_in_windows_only: bool = False
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    neighbours_pair: bool = False
+    scales_queries: bool = False
+    parallel: bool | None = False
     norms: Norms = BEFORE
+    norm: Norm = "rms"
+    norm_bias: bool = False
+    eps_key: str = "rms_norm_eps"
     offset_norms: bool = False
     sqrt_embedding: bool = False
 
@@ -68,13 +94,34 @@ _GEMMA_KEYS = frozenset({"hidden_activation", "attention_bias", "query_pre_attn_
                          "final_logit_softcapping"})  # fmt: skip
 _GEMMA2 = _GEMMA | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
                     "sliding_window_pattern": 2}  # fmt: skip
-_GEMMA3 = _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "rope_theta": 1e6,
+_GEMMA3 = _GEMMA | {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+                    "max_position_embeddings": 131072, "vocab_size": 262208, "rope_theta": 1e6,
                     "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}  # fmt: skip
 _GRANITE = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0}
 _SMOLLM3 = {"max_position_embeddings": 32768, "vocab_size": 128256, "num_key_value_heads": 4, "bos_token_id": 128000,
             "eos_token_id": 128001, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4,
             "use_sliding_window": False}  # fmt: skip
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
+_PHI3 = {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+         "eos_token_id": 32000, "partial_rotary_factor": 1.0}  # fmt: skip
+_OLMO = {"vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279}
+_GLM = {"vocab_size": 151552, "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
+        "rms_norm_eps": 1.5625e-07, "attention_bias": True, "partial_rotary_factor": 0.5,
+        "eos_token_id": [151329, 151336, 151338]}  # fmt: skip
+_MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                   "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                   "llama_4_scaling_beta": 0.1}  # fmt: skip
+_COHERE = {"vocab_size": 256000, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "tie_word_embeddings": True,
+           "bos_token_id": 5, "eos_token_id": 255001, "logit_scale": 0.0625}  # fmt: skip
+_COHERE_KEYS = frozenset({"layer_norm_eps", "logit_scale", "attention_bias"})
+# What published files of Cohere say of their layers, which transformers does not read either.
+_COHERE_SAYS = {"use_parallel_block": True, "use_gated_activation": True, "use_embedding_sharing": True,
+                "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "layer_switch": 4,
+                "order_of_interleaved_layers": "local_attn_first"}  # fmt: skip
+_STABLELM = {"vocab_size": 50304, "num_key_value_heads": 32, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5,
+             "bos_token_id": 0, "eos_token_id": 0, "partial_rotary_factor": 0.25, "use_qkv_bias": False,
+             "use_parallel_residual": False}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {  # by the file's model_type
     "llama": Family("LlamaForCausalLM", _COMMON | _SPECIAL, _BIASES),
@@ -89,7 +136,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         "Qwen3ForCausalLM",
         _COMMON | _QWEN | {"head_dim": 128},
         _WINDOWED | {"attention_bias"},
-        qk_norm=True,
+        qk_norm="shared",
         uniform_window=False,
     ),
     "gemma2": Family(
@@ -105,13 +152,108 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         "Gemma3ForCausalLM",
         _COMMON | _GEMMA3,
         _GEMMA_KEYS | {"sliding_window_pattern", "rope_local_base_freq"},
-        qk_norm=True,
+        qk_norm="shared",
         uniform_window=False,
-        local_theta=True,
+        local_theta="rope_local_base_freq",
         norms=AROUND,
         offset_norms=True,
         sqrt_embedding=True,
     ),
     "granite": Family("GraniteForCausalLM", _COMMON | _SPECIAL | _GRANITE, _BIASES.union(_GRANITE)),
     "smollm3": Family("SmolLM3ForCausalLM", _COMMON | _SMOLLM3, _BIASES | {"no_rope_layers", "no_rope_layer_interval"}),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _COMMON | _PHI3,
+        frozenset({"sliding_window", "partial_rotary_factor", "original_max_position_embeddings"}),
+        qkv_bias=False,
+        fused_qkv=True,
+        fused_gate_up=True,
+        fixed={"interpolate_factor": 1, "full_attn_mod": 1},
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _COMMON | _OLMO,
+        frozenset({"attention_bias"}),
+        qk_norm="whole",
+        norms=AFTER,
+        norm="wide_rms",
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _COMMON | _OLMO | {"rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        frozenset({"attention_bias", "sliding_window"}),
+        qk_norm="whole",
+        uniform_window=False,
+        local_theta="rope_theta",
+        norms=AFTER,
+        norm="wide_rms",
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        _COMMON | _GLM,
+        frozenset({"attention_bias", "partial_rotary_factor"}),
+        out_bias=False,
+        fused_gate_up=True,
+        neighbours_pair=True,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        _COMMON | _GLM,
+        frozenset({"attention_bias", "partial_rotary_factor"}),
+        out_bias=False,
+        fused_gate_up=True,
+        neighbours_pair=True,
+        norms=Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        _COMMON
+        | _SPECIAL
+        | {
+            "vocab_size": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144,
+            "rope_parameters": _MINISTRAL_ROPE,
+        },
+        frozenset({"sliding_window"}),
+        qkv_bias=False,
+        scales_queries=True,
+    ),
+    "cohere": Family(
+        "CohereForCausalLM",
+        _COMMON | _COHERE | {"rope_theta": 5e5, "use_qk_norm": False},
+        _COHERE_KEYS | {"use_qk_norm"},
+        fixed=_COHERE_SAYS,
+        qk_norm="by_head",
+        neighbours_pair=True,
+        parallel=True,
+        norm="layer",
+        eps_key="layer_norm_eps",
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        _COMMON | _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        _COHERE_KEYS | {"sliding_window", "sliding_window_pattern"},
+        fixed=_COHERE_SAYS,
+        uniform_window=False,
+        rope_in_windows_only=True,
+        neighbours_pair=True,
+        parallel=True,
+        norm="layer",
+        eps_key="layer_norm_eps",
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        _COMMON | _STABLELM,
+        frozenset({"layer_norm_eps", "partial_rotary_factor", "use_qkv_bias", "use_parallel_residual"}),
+        bias_key="use_qkv_bias",
+        out_bias=False,
+        parallel=None,
+        norm="layer",
+        norm_bias=True,
+        eps_key="layer_norm_eps",
+    ),
 }

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.elementwise import gelu_tanh_mul, rms_norm, silu_mul
+from fp8serve.fp8.elementwise import gelu_tanh_mul, silu_mul
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
 from fp8serve.model.config import Activation
+from fp8serve.model.norms import RMSNorm
 
 
 def direct(module: nn.Module) -> Callable[..., Any]:
@@ -28,57 +29,31 @@ def direct(module: nn.Module) -> Callable[..., Any]:
     return module if is_watched else module.forward
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; the mean square in FP32, the product with `weight` in x's dtype."""
-
-    weight: nn.Parameter
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._parameters["weight"], self.eps)  # type: ignore[arg-type]  # it is there
-
-    def fused_weight(self, x: Tensor) -> Tensor | None:
-        """The weight, where an op may norm x with it; None where the module wants to be called."""
-        weight = self._parameters["weight"]
-        is_plain = not (self._forward_hooks or self._forward_pre_hooks) and weight.dtype == x.dtype  # type: ignore[union-attr]
-        return weight if is_plain else None
-
-
-class OffsetRMSNorm(nn.Module):
-    """x / rms(x) * (1 + weight) over the last dimension, in FP32 up to one rounding: Gemma's."""
-
-    weight: nn.Parameter
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
-
-
 class Projections:
     """The linears of `owner`, by name, that read one normed input; as one matrix once `join` has been called.
 
+    widths: where the file has the projections as one linear already, how many of its rows are each one's.
     No module: the linears stay where they are, under their own names.
     """
 
-    def __init__(self, owner: nn.Module, *names: str) -> None:
-        self._owner, self._names = owner, names
+    def __init__(self, owner: nn.Module, *names: str, widths: Sequence[int] | None = None) -> None:
+        self._owner, self._names, self._widths = owner, names, widths
         self._joined: Joined | None = None
 
-    def __call__(self, x: Tensor, norm: nn.Module) -> Sequence[Tensor]:
-        """norm(x [T, K]) through every linear: [T, N] each, in their order."""
-        modules = self._owner._modules
+    def __call__(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
+        """norm(x [T, K]), or x itself where there is no norm, through every projection: [T, N] each, in their order."""
+        parts = self._parts(x, norm)
+        return parts if self._widths is None else parts[0].split_with_sizes(self._widths, -1)
+
+    def _parts(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
+        """Through every linear."""
         if self._joined is not None and not torch.is_grad_enabled() and (joined := self._current()) is not None:
             weight = norm.fused_weight(x) if type(norm) is RMSNorm else None
-            return joined(norm(x)) if weight is None else joined.of_normed(x, weight, norm.eps)  # type: ignore[arg-type]
-        x = norm(x)
+            if weight is not None:
+                return joined.of_normed(x, weight, norm.eps)  # type: ignore[union-attr, arg-type]
+            return joined(x if norm is None else norm(x))
+        x = x if norm is None else norm(x)
+        modules = self._owner._modules
         return [modules[name](x) for name in self._names]  # type: ignore[misc]  # a linear is there
 
     def join(self) -> None:

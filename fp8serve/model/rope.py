@@ -7,6 +7,7 @@ transformers 5 writes `rope_parameters`, by type of layer where these differ, wh
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fp8serve.errors import ModelError, shown
@@ -32,34 +33,96 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LongRope:
+    """Frequencies divided one by one, by other numbers for sequences beyond the trained context (arXiv 2402.13753)."""
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float  # multiplies cos and sin
+    kind: str = "longrope"
+
+
+@dataclass(frozen=True)
 class Rope:
-    """Rotary position: frequencies theta^(-2i/head_dim), stretched by `scaling`."""
+    """Rotary position: frequencies theta^(-2i/rotary_dim), stretched by `scaling`."""
 
     theta: float
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | LongRope | None = None
 
 
-def layer_ropes(get: Reader, layer_windows: tuple[int | None, ...], max_len: int) -> tuple[Rope | None, ...]:
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries are multiplied by 1 + beta * ln(1 + floor(position / original_max_position_embeddings)): Llama 4's."""
+
+    beta: float
+    original_max_position_embeddings: int
+
+
+def layer_ropes(
+    get: Reader, layer_windows: tuple[int | None, ...], max_len: int, rotary_dim: int
+) -> tuple[Rope | None, ...]:
     """Of every layer; None: its queries and keys are not turned."""
-    everywhere, local = _ropes(get, max_len)
+    everywhere, local = _ropes(get, max_len, rotary_dim)
     found = [everywhere if window is None else local for window in layer_windows]
-    return tuple(rope if used else None for rope, used in zip(found, _with_rope(get, len(found)), strict=True))
+    return tuple(rope if used else None for rope, used in zip(found, _with_rope(get, layer_windows), strict=True))
 
 
-def _ropes(get: Reader, max_len: int) -> tuple[Rope, Rope]:
-    """Of layers that see the whole context, and of layers with a window."""
-    raw, where = get.raw, get.where
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+def rotary_dim(get: Reader, head_dim: int) -> int:
+    """How many elements of a head are turned, from the first on."""
+    inner, own = _given(get)[0].get("partial_rotary_factor"), get("partial_rotary_factor")
+    part = positive_number(own if inner is None else inner, "partial_rotary_factor", get.where, 1.0)
+    if part == 1:
+        return head_dim
+    turned = int(head_dim * part)
+    if "partial_rotary_factor" not in get.family.optional or part > 1 or turned % 2 or turned == 0:
+        raise ModelError(
+            f"{get.where}: partial_rotary_factor {shown(part)} of heads of {head_dim} elements is not supported for "
+            f"{get.family.architecture}."
+        )
+    return turned
+
+
+def query_scaling(get: Reader, max_len: int) -> QueryScaling | None:
+    """`llama_4_scaling_beta` of the rotary parameters, where the family has it."""
+    given = _given(get)[0]
+    beta = given.get("llama_4_scaling_beta") if get.family.scales_queries else None
+    if beta is None:
+        return None
+    original = positive_number(
+        given.get("original_max_position_embeddings"), "rope original_max_position_embeddings", get.where, max_len
+    )
+    return QueryScaling(positive_number(beta, "llama_4_scaling_beta", get.where), int(original))
+
+
+def _given(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the file says of layers that see the whole context, and of those with a window where it tells them apart."""
+    where = get.where
+    given = get.raw.get("rope_parameters") or get.raw.get("rope_scaling") or get.family.defaults.get("rope_parameters")
+    given = given or {}
     by_type = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
-    if not isinstance(given, dict) or (by_type and not get.family.local_theta):
+    if not isinstance(given, dict) or (by_type and get.family.local_theta is None):
         raise ModelError(f"{where}: rotary parameters per layer type are not supported for {get.family.architecture}.")
-    if by_type and (set(given) - {"full_attention", "sliding_attention"} or "full_attention" not in given):
+    if not by_type:
+        return given, {}
+    if set(given) - {"full_attention", "sliding_attention"} or "full_attention" not in given:
         raise ModelError(f"{where}: rope_parameters must be of full_attention and sliding_attention.")
-    everywhere = _rope(given["full_attention"] if by_type else given, _theta(get, "rope_theta"), max_len, where)
-    if not get.family.local_theta:
+    return _object(given["full_attention"], where), _object(given.get("sliding_attention") or {}, where)
+
+
+def _object(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ModelError(f"{where}: rotary parameters are {shown(given)} where an object was expected.")
+    return given
+
+
+def _ropes(get: Reader, max_len: int, rotary_dim: int) -> tuple[Rope, Rope]:
+    """Of layers that see the whole context, and of layers with a window."""
+    whole, windowed = _given(get)
+    everywhere = _rope(get, whole, _theta(get, "rope_theta"), max_len, rotary_dim)
+    if get.family.local_theta is None:
         return everywhere, everywhere
-    local = given.get("sliding_attention") if by_type else None
-    return everywhere, _rope(local or {}, _theta(get, "rope_local_base_freq"), max_len, where)
+    return everywhere, _rope(get, windowed, _theta(get, get.family.local_theta), max_len, rotary_dim)
 
 
 def _theta(get: Reader, key: str) -> Any:
@@ -67,9 +130,11 @@ def _theta(get: Reader, key: str) -> Any:
     return get.family.defaults[key] if value is None else value
 
 
-def _with_rope(get: Reader, layers: int) -> list[bool]:
+def _with_rope(get: Reader, layer_windows: tuple[int | None, ...]) -> list[bool]:
     """Of every layer whether it has rotary position: `no_rope_layers` holds a 1 where it does."""
-    used, every = get("no_rope_layers"), get("no_rope_layer_interval")
+    used, every, layers = get("no_rope_layers"), get("no_rope_layer_interval"), len(layer_windows)
+    if get.family.rope_in_windows_only:
+        return [window is not None for window in layer_windows]
     if used is None:
         return [every is None or (i + 1) % get.positive("no_rope_layer_interval") != 0 for i in range(layers)]
     if not isinstance(used, list) or len(used) != layers or any(value not in (0, 1) for value in used):
@@ -83,33 +148,60 @@ _ROPE_KEYS = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
                        "mscale", "mscale_all_dim", "truncate", "finetuned"}),  # the last is a note
+    "longrope": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "short_factor",
+                           "long_factor"}),
 }  # fmt: skip
+_ELSEWHERE = ("partial_rotary_factor",)  # read by `rotary_dim`
+_QUERIES = ("llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings")
 
 
-def _rope(given: Any, theta: Any, max_len: int, where: str) -> Rope:
+def _rope(get: Reader, given: Mapping[str, Any], theta: Any, max_len: int, rotary_dim: int) -> Rope:
     """`given` is the object of the file; `theta` counts where that names none."""
-    if not isinstance(given, dict):
-        raise ModelError(f"{where}: rotary parameters are {shown(given)} where an object was expected.")
-    rope = {k: v for k, v in given.items() if v is not None}
+    where = get.where
+    rope = {k: v for k, v in given.items() if v is not None and k not in _ELSEWHERE}
     base = positive_number(rope.pop("rope_theta", theta), "rope_theta", where)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{where}: partial_rotary_factor other than 1 is not supported.")
+    kind = get.family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     keys = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
-    if keys is None or set(rope) - keys:
-        wrong = f"type {shown(kind)}" if keys is None else f"the keys {shown(sorted(set(rope) - keys))}"
+    unknown = set(rope) - (keys or set()) - set(_QUERIES if get.family.scales_queries else ())
+    if keys is None or unknown:
+        wrong = f"type {shown(kind)}" if keys is None else f"the keys {shown(sorted(unknown))}"
         known = ", ".join(_ROPE_KEYS)
         raise ModelError(f"{where}: rotary scaling with {wrong} is not supported; known types are {known}.")
+    if kind == "longrope":
+        return Rope(base, _long_rope(get, rope, max_len, rotary_dim))
     return Rope(base, None if kind == "default" else _scaling(kind, rope, max_len, where))
 
 
-def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeScaling:
-    def number(key: str, default: float | None = None) -> float:
-        return positive_number(rope.get(key), f"rope {key}", where, default)
+def _long_rope(get: Reader, rope: Mapping[str, Any], max_len: int, rotary_dim: int) -> LongRope:
+    own = get("original_max_position_embeddings")
+    original = int(_number(rope if own is None else {}, "original_max_position_embeddings", get.where, own or max_len))
+    factor = _number(rope, "factor", get.where, max_len / original)
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return LongRope(
+        _factors(rope, "short_factor", rotary_dim // 2, get.where),
+        _factors(rope, "long_factor", rotary_dim // 2, get.where),
+        original,
+        _number(rope, "attention_factor", get.where, attention),
+    )
 
-    original = int(number("original_max_position_embeddings", max_len))
-    factor = number("factor", max_len / original if kind == "yarn" else None)
+
+def _factors(rope: Mapping[str, Any], key: str, count: int, where: str) -> tuple[float, ...]:
+    found = rope.get(key)
+    if not isinstance(found, list) or len(found) != count:
+        raise ModelError(f"{where}: rope {key} is {shown(found)} where a list of {count} numbers was expected.")
+    return tuple(positive_number(value, f"rope {key}", where) for value in found)
+
+
+def _number(rope: Mapping[str, Any], key: str, where: str, default: Any = None) -> float:
+    return positive_number(rope.get(key), f"rope {key}", where, default)
+
+
+def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeScaling:
+    number = partial(_number, rope, where=where)
+    original = int(number("original_max_position_embeddings", default=max_len))
+    factor = number("factor", default=max_len / original if kind == "yarn" else None)
     if kind == "linear":
         return RopeScaling(kind, factor, original)
     if kind == "llama3":
@@ -121,9 +213,9 @@ def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeS
         kind,
         factor,
         original,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        attention_factor=number("attention_factor", _yarn_attention(factor, rope, number)),
+        beta_fast=number("beta_fast", default=32.0),
+        beta_slow=number("beta_slow", default=1.0),
+        attention_factor=number("attention_factor", default=_yarn_attention(factor, rope, number)),
         truncate=bool(rope.get("truncate", True)),
     )
 

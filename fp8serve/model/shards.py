@@ -98,8 +98,14 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:
 class Shards(Mapping[str, Tensor]):
     """All tensors of a directory by name. `shards[name]` maps; `shards.entries[name]` only describes."""
 
-    def __init__(self, entries: dict[str, StoredTensor], metadata: dict[str, str] | None = None) -> None:
-        self.entries, self.metadata = entries, metadata or {}
+    def __init__(
+        self,
+        entries: dict[str, StoredTensor],
+        metadata: dict[str, str] | None = None,
+        keys: Mapping[str, str] | None = None,
+    ) -> None:
+        """keys: of the file, by name, where these are not the same."""
+        self.entries, self.metadata, self._keys = entries, metadata or {}, keys or {}
         self._open: dict[Path, Any] = {}
         self._mapped: dict[Path, Tensor] = {}
         for path in {entry.file for entry in entries.values()}:
@@ -109,7 +115,7 @@ class Shards(Mapping[str, Tensor]):
         """A view of the mapped file; writing to it changes this process's memory only. KeyError when absent."""
         entry = self.entries[name]
         if entry.start % entry.dtype.itemsize or not math.prod(entry.shape):
-            tensor: Tensor = self._handle(entry.file).get_tensor(name)
+            tensor: Tensor = self._handle(entry.file).get_tensor(self._keys.get(name, name))
             return tensor
         num_bytes = math.prod(entry.shape) * entry.dtype.itemsize
         return self._bytes(entry.file)[entry.start : entry.start + num_bytes].view(entry.dtype).view(entry.shape)
@@ -119,6 +125,14 @@ class Shards(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def renamed(self, names: Mapping[str, str]) -> "Shards":
+        """Those of the tensors that `names` has, by the names that it gives. ModelError: two get the same name."""
+        keys = {new: old for old, new in names.items()}
+        if len(keys) < len(names):
+            twice = next(new for old, new in names.items() if keys[new] != old)
+            raise ModelError(f"{self.entries[keys[twice]].file.parent} holds the tensor {twice} under two names.")
+        return Shards({new: self.entries[old] for new, old in keys.items()}, self.metadata, keys)
 
     def _bytes(self, path: Path) -> Tensor:
         """The whole file, mapped once; `_handle` has checked that every tensor lies within it."""

@@ -18,9 +18,9 @@ from fp8serve.fp8.stateful import state_key
 from fp8serve.model import interop
 from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder, linear_names
-from fp8serve.model.files import read_json
 from fp8serve.model.interop import Quantization, ScaleKey
-from fp8serve.model.shards import Shards, open_shards
+from fp8serve.model.shards import Shards
+from fp8serve.model.wrappers import read_text_config, text_shards
 
 _LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
 
@@ -46,11 +46,20 @@ class StoredLinear:
 class Checkpoint(Mapping[str, Tensor]):
     """The model in a directory, as a mapping from parameter names to tensors in high precision.
 
-    `checkpoint["model.norm.weight"]` is as stored, an FP8 weight is dequantized. Opening reads no weight.
+    `checkpoint["model.norm.weight"]` is as stored, an FP8 weight is dequantized. Opening reads no weight. left_out:
+    parts of the directory's model that are no language model.
     """
 
-    def __init__(self, path: Path, config: ModelConfig, shards: Shards, quantization: Quantization | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        shards: Shards,
+        quantization: Quantization | None,
+        left_out: tuple[str, ...] = (),
+    ) -> None:
         self.path, self.config, self.shards, self.quantization = path, config, shards, quantization
+        self.left_out = left_out
         model = Decoder(config, device="meta")
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self._scales: dict[ScaleKey, str] = {}
@@ -140,5 +149,6 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     surplus or misshapen tensor."""
     path = Path(model_dir)
     config = read_config(path)
-    quantization = interop.read_quantization(path, read_json(path / "config.json"))
-    return Checkpoint(path, config, open_shards(path), quantization)
+    quantization = interop.read_quantization(path, read_text_config(path))
+    shards, left_out = text_shards(path)
+    return Checkpoint(path, config, shards, quantization, left_out)

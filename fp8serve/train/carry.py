@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.model.export import CARRIED
-from fp8serve.model.files import MAX_CARRIED_BYTES, read_file, read_json, regular_file, write_json
+from fp8serve.model.files import MAX_CARRIED_BYTES, read_file, regular_file, write_json
+from fp8serve.model.wrappers import read_text_config
 
 
 def carried_files(source: Path) -> Callable[[Path], None]:
     """A function that writes the files of `source` into a directory; config.json as `training_config` makes it."""
     contents = {n: read_file(source / n, MAX_CARRIED_BYTES) for n in CARRIED if regular_file(source / n)}
-    config = training_config(read_json(source / "config.json"))
+    config = training_config(read_text_config(source))
 
     def write(directory: Path) -> None:
         write_json(directory / "config.json", config)

@@ -25,6 +25,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 STRETCHED = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
              "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "final_logit_softcapping": 5.0, "pad_token_id": 2}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0], "long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 9.0]}  # fmt: skip
+COHERE = {"pad_token_id": 2, "logit_scale": 0.25, "attention_bias": True}
 LINEAR = "model.layers.0.mlp.up_proj"
 IDS = list(range(3, 40))
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,6 +49,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {"embedding_multiplier": 12.3, "residual_multiplier": 0.22, "attention_multiplier": 0.07,
                             "logits_scaling": 7.0}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 2}),
+    "phi3": ("Phi3", {"pad_token_id": 2}),
+    "phi3-window": ("Phi3", {"pad_token_id": 2, "sliding_window": 8}),
+    "phi3-long": ("Phi3", {"pad_token_id": 2, "rope_parameters": LONG, "original_max_position_embeddings": 64}),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 8}),
+    "olmo3-stretched": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 8, "rope_parameters": STRETCHED}),
+    "glm": ("Glm", {"pad_token_id": 2, "head_dim": 32}),
+    "glm4": ("Glm4", {"pad_token_id": 2, "head_dim": 32}),
+    "ministral3": ("Ministral3", {"pad_token_id": 2, "head_dim": 32, "rope_parameters": YARN | {
+        "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}}),
+    "cohere": ("Cohere", COHERE),
+    "cohere-qk-norm": ("Cohere", COHERE | {"use_qk_norm": True, "attention_bias": False}),
+    "cohere2": ("Cohere2", COHERE | {"num_hidden_layers": 4, "sliding_window": 8}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
+    "stablelm-parallel": ("StableLm", {"use_parallel_residual": True}),
 }  # fmt: skip
 
 
@@ -63,7 +82,7 @@ def make_model(
     model = architecture(config).to(dtype).eval()
     with torch.no_grad():  # biases and norms start at 0 and 1, where a missing term would not show
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or "_norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "embed" not in name:
                 parameter.mul_(4)  # attention and MLP that matter beside the residual

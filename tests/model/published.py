@@ -239,9 +239,105 @@ SMOLLM3: dict[str, tuple[Sizes, dict[str, Any]]] = {
          "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False} | _types(36),
     ),
 }  # fmt: skip
+_PHI3 = {"attention_bias": False, "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "pad_token_id": 32000,
+         "original_max_position_embeddings": 4096, "resid_pdrop": 0.0, "rope_theta": 10000.0}  # fmt: skip
+_LONG = {"rope_scaling": {"long_factor": [1.08] * 48, "short_factor": [1.05] * 48, "type": "longrope"},
+         "sliding_window": 262144}  # fmt: skip  # the files hold 48 different numbers each
+PHI3: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "microsoft/Phi-3-mini-4k-instruct": (
+        (32064, 3072, 8192, 32, 32, 32, 4096),
+        _PHI3 | {"rope_scaling": None, "sliding_window": 2047},
+    ),
+    "microsoft/Phi-3-mini-128k-instruct": ((32064, 3072, 8192, 32, 32, 32, 131072), _PHI3 | _LONG),
+    "microsoft/phi-4": (
+        (100352, 5120, 17920, 40, 40, 10, 16384),
+        _PHI3 | {"bos_token_id": 100257, "eos_token_id": 100265, "original_max_position_embeddings": 16384,
+                 "pad_token_id": 100349, "rope_scaling": None, "rope_theta": 250000, "sliding_window": None},
+    ),
+    "microsoft/Phi-4-mini-instruct": (
+        (200064, 3072, 8192, 32, 24, 8, 131072),
+        _PHI3 | _LONG | {"bos_token_id": 199999, "eos_token_id": 199999, "full_attn_mod": 1, "interpolate_factor": 1,
+                         "lm_head_bias": False, "mlp_bias": False, "pad_token_id": 199999,
+                         "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    ),
+}  # fmt: skip
+_OLMO = {"attention_bias": False, "eos_token_id": 100257, "pad_token_id": 100277, "rms_norm_eps": 1e-6,
+         "rope_theta": 500000}  # fmt: skip
+OLMO2: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "allenai/OLMo-2-1124-7B-Instruct": ((100352, 4096, 11008, 32, 32, 32, 4096), _OLMO | {"rope_scaling": None}),
+    "allenai/OLMo-2-0425-1B-Instruct": ((100352, 2048, 8192, 16, 16, 16, 4096), _OLMO | {"rope_scaling": None}),
+}
+OLMO3: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "allenai/Olmo-3-7B-Instruct": (
+        (100278, 4096, 11008, 32, 32, 32, 65536),
+        _OLMO
+        | {"rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                            "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "sliding_window": 4096}
+        | {"layer_types": ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(32)]},
+    ),
+}  # fmt: skip
+_GLM = {"attention_bias": True, "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5, "rope_theta": 10000.0}  # fmt: skip
+GLM: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "THUDM/glm-4-9b-chat-hf": (
+        (151552, 4096, 13696, 40, 32, 2, 131072),
+        _GLM | {"rms_norm_eps": 1.5625e-07},
+    ),
+}
+GLM4: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "THUDM/GLM-4-9B-0414": ((151552, 4096, 13696, 40, 32, 2, 32768), _GLM),
+    "THUDM/GLM-4-32B-0414": ((151552, 6144, 23040, 61, 48, 2, 32768), _GLM | {"attention_bias": False}),
+}
+MINISTRAL3: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "mistralai/Ministral-3-8B-Instruct-2512": (  # the text_config of its wrapper
+        (131072, 4096, 14336, 34, 32, 8, 262144),
+        {"bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "pad_token_id": 11, "sliding_window": None,
+         "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
+                             "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                             "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"}},
+    ),
+}  # fmt: skip
+_COHERE = {"attention_bias": False, "bos_token_id": 5, "eos_token_id": 255001, "layer_norm_eps": 1e-5,
+           "pad_token_id": 0, "tie_word_embeddings": True}  # fmt: skip
+COHERE: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "CohereForAI/c4ai-command-r-v01": (
+        (256000, 8192, 22528, 40, 64, 64, 8192),
+        _COHERE | {"logit_scale": 0.0625, "model_max_length": 131072, "rope_theta": 8000000.0, "use_qk_norm": False},
+    ),
+    "CohereForAI/c4ai-command-r-plus": (
+        (256000, 12288, 33792, 64, 96, 8, 8192),
+        _COHERE | {"logit_scale": 0.8333333333333334, "rope_theta": 75000000.0, "use_qk_norm": True},
+    ),
+}
+COHERE2: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "CohereForAI/c4ai-command-r7b-12-2024": (
+        (256000, 4096, 14336, 32, 32, 8, 8192),
+        _COHERE
+        | {"cache_implementation": "hybrid", "head_dim": 128, "layer_switch": 4, "logit_scale": 0.25,
+           "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
+           "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096,
+           "sliding_window_pattern": 4, "use_embedding_sharing": True, "use_gated_activation": True,
+           "use_parallel_block": True, "use_parallel_embedding": True},
+    ),
+}  # fmt: skip
+_STABLELM = {"hidden_dropout": 0.0, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "rope_theta": 10000}
+STABLELM: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "stabilityai/stablelm-3b-4e1t": (
+        (50304, 2560, 6912, 32, 32, 32, 4096),
+        _STABLELM | {"bos_token_id": 0, "eos_token_id": 0, "use_qkv_bias": False},
+    ),
+    "stabilityai/stablelm-2-zephyr-1_6b": (
+        (100352, 2048, 5632, 24, 32, 32, 4096),
+        _STABLELM | {"bos_token_id": 100257, "eos_token_id": 100257, "qk_layernorm": False, "use_qkv_bias": True,
+                     "use_parallel_residual": False},
+    ),
+}  # fmt: skip
 _FAMILIES = {"llama": ("Llama", LLAMA), "mistral": ("Mistral", MISTRAL), "qwen2": ("Qwen2", QWEN2),
              "qwen3": ("Qwen3", QWEN3), "gemma2": ("Gemma2", GEMMA2), "gemma3_text": ("Gemma3", GEMMA3),
-             "granite": ("Granite", GRANITE), "smollm3": ("SmolLM3", SMOLLM3)}  # fmt: skip
+             "granite": ("Granite", GRANITE), "smollm3": ("SmolLM3", SMOLLM3), "phi3": ("Phi3", PHI3),
+             "olmo2": ("Olmo2", OLMO2), "olmo3": ("Olmo3", OLMO3), "glm": ("Glm", GLM), "glm4": ("Glm4", GLM4),
+             "ministral3": ("Ministral3", MINISTRAL3), "cohere": ("Cohere", COHERE), "cohere2": ("Cohere2", COHERE2),
+             "stablelm": ("StableLm", STABLELM)}  # fmt: skip
 
 
 def _config(model_type: str, name: str, sizes: Sizes, keys: dict[str, Any]) -> dict[str, Any]:

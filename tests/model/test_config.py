@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,20 @@ def test_old_and_new_spellings_are_the_same_model() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family: str) -> None:
-    theirs: Any = transformers.AutoConfig.for_model(family)
+    theirs: Any = transformers.AutoConfig.for_model(family, hidden_size=4096, num_attention_heads=32)
     raw = {"model_type": family, "hidden_size": 4096, "intermediate_size": 1, "num_hidden_layers": 6,
            "num_attention_heads": 32}  # fmt: skip
     ours = parse_config(raw)
-    for mine, his in (("num_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim"), ("vocab_size", "vocab_size"),
-                      ("rms_norm_eps", "rms_norm_eps"), ("max_position_embeddings", "max_position_embeddings"),
-                      ("tie_word_embeddings", "tie_word_embeddings"), ("bos_token_id", "bos_token_id")):  # fmt: skip
+    names = {"num_kv_heads": "num_key_value_heads", "rms_norm_eps": FAMILIES[family].eps_key}
+    same = ("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "bos_token_id")
+    for mine, his in (names | dict(zip(same, same, strict=True))).items():
         assert getattr(ours, mine) == getattr(theirs, his, {"head_dim": 128}.get(his)), mine
     assert smallest_window(ours) == getattr(theirs, "sliding_window", None)
     assert {rope.theta for rope in ours.layer_ropes if rope} == thetas(theirs)
-    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    eos = theirs.eos_token_id
+    assert ours.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
+    turned = {rope.get("partial_rotary_factor", 1.0) for rope in ropes(theirs)}
+    assert {(ours.rotary_dim or ours.head_dim) / ours.head_dim} == turned
 
 
 def test_eos_of_generation_config_rules() -> None:
@@ -94,7 +98,7 @@ def test_harmless_keys_are_ignored() -> None:
 def test_published_models_are_read_as_transformers_reads_them(repository: str) -> None:
     raw = CONFIGS[repository]
     ours = parse_config(raw)
-    theirs: Any = transformers.AutoConfig.for_model(**raw)
+    theirs: Any = transformers.AutoConfig.for_model(**deepcopy(raw))  # which changes what it is given
     assert (ours.num_layers, ours.num_kv_heads) == (theirs.num_hidden_layers, theirs.num_key_value_heads)
     assert ours.head_dim == getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     used = [rope for rope in ours.layer_ropes if rope]
@@ -122,9 +126,10 @@ def test_what_the_architectures_code_reads_is_never_taken_for_harmless(family: s
     module = family.removesuffix("_text")
     source = Path(transformers.__path__[0], "models", module, f"modeling_{module}.py").read_text()
     read = set(re.findall(r"config\.([a-z]\w*)", source)) | set(re.findall(r'config, "([a-z]\w*)"', source))
-    assert {"rms_norm_eps", "num_hidden_layers"} <= read
+    assert {FAMILIES[family].eps_key, "num_hidden_layers"} <= read
+    in_training = {"use_cache", "resid_pdrop", "embd_pdrop", "hidden_dropout"}
     assert {key for key in read if is_harmless(key, "anything")} == {"attention_dropout", "pad_token_id"} | (
-        read & {"use_cache"}
+        read & in_training
     )
 
 

@@ -1,7 +1,8 @@
 """The decoder against transformers on random models.
 
 With the reference ops logits are equal bit for bit, because we round where transformers rounds. A kernel adds a norm's
-squares in its own order and has its own exponential: then logits are equal to the roundings that follow from that.
+squares in its own order and has its own exponential: then logits are equal to the roundings that follow from that. So
+they are in a few families with the reference ops, too (`ROUNDED`).
 """
 
 from pathlib import Path
@@ -13,11 +14,14 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from safetensors.torch import load_file
 
 from fp8serve.fp8.ops import reference
-from fp8serve.model import fusing
+from fp8serve.model import fusing, norms
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder, linear_names
 from tests.model.oracle import MODELS, all_logits, make_model
 
+# OLMo and Cohere turn queries and keys in FP32, Ministral 3 scales queries after that; where pairs are neighbours or
+# only a part of a head is turned, a product of a query and a key is summed in another order.
+ROUNDED = ("olmo", "cohere", "ministral3", "glm", "stablelm", "phi3-long")
 IDS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -37,11 +41,11 @@ def both_logits(kind: str, dtype: torch.dtype, path: Path) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if not kind.startswith(ROUNDED)])
 def test_logits_of_the_reference_equal_transformers(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusing, "rms_norm", reference.rms_norm)
+    monkeypatch.setattr(norms, "rms_norm", reference.rms_norm)
     monkeypatch.setitem(fusing.GATED, "silu", reference.silu_mul)
     monkeypatch.setitem(fusing.GATED, "gelu_tanh", lambda gate, up: F.gelu(gate, approximate="tanh") * up)
     actual, expected = both_logits(kind, dtype, tmp_path)

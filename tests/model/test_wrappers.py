@@ -1,0 +1,183 @@
+"""The language model inside a multimodal one: its logits, its own scales, and what is left out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fp8serve.errors import ModelError
+from fp8serve.fp8 import ops
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.inspection import inspect
+from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint, write_calibrated, write_hf_directory
+from fp8serve.model.config import read_config
+from fp8serve.model.wrappers import read_text_config
+from tests.model.oracle import SIZES, YARN, all_logits, state_for
+
+IDS = list(range(3, 40))
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+MINISTRAL = YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
+TEXTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral": ("Mistral3", {"model_type": "mistral"}, {"head_dim": 16, "image_size": 28, "patch_size": 14}),
+    "ministral3": (
+        "Mistral3",
+        {"model_type": "ministral3", "head_dim": 32, "rope_parameters": MINISTRAL},
+        {"head_dim": 16, "image_size": 28, "patch_size": 14},
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 8, "pad_token_id": 2},
+        {"image_size": 28, "patch_size": 14},
+    ),
+}
+
+
+def make(kind: str, out: Path, **wrapper: Any) -> Any:
+    name, text, vision = TEXTS[kind]
+    torch.manual_seed(0)
+    architecture = getattr(transformers, f"{name}ForConditionalGeneration")
+    image = {"image_token_index": 319} | ({"mm_tokens_per_image": 4} if name == "Gemma3" else {})
+    config = architecture.config_class(text_config=SIZES | text, vision_config=VISION | vision, **image, **wrapper)
+    model = architecture(config).bfloat16().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(out)
+    return architecture.from_pretrained(out, dtype=torch.bfloat16).eval()  # `.bfloat16()` rounded rotary frequencies
+
+
+def spelled(new: str) -> Callable[[str], str]:
+    """From transformers 4's keys to 5's."""
+
+    def rename(key: str) -> str:
+        if key.startswith("language_model.model."):
+            return key.replace("language_model.model.", "model.language_model.")
+        return key.replace("language_model.lm_head", "lm_head") if "lm_head" in key else f"model.{key}"
+
+    return rename if new == "new" else str
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    file = directory / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+    save_file(change(tensors), file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("spelling", ["old", "new"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_logits_are_those_of_the_whole_model_given_text(kind: str, tied: bool, spelling: str, tmp_path: Path) -> None:
+    theirs = make(kind, tmp_path, tie_word_embeddings=tied)
+    rename = spelled(spelling)
+    rewrite(tmp_path, lambda tensors: {rename(key): tensor for key, tensor in tensors.items()})
+    model = load_servable(tmp_path, "bf16")
+    with torch.no_grad():
+        found, expected = all_logits(model, IDS), theirs(torch.tensor([IDS])).logits[0].float()
+    assert (found - expected).square().mean().sqrt() < 8 * torch.finfo(torch.bfloat16).eps * expected.std()
+    assert model.config.tie_word_embeddings == tied
+    assert model.config.model_type == kind
+    assert open_checkpoint(tmp_path).left_out == ("multi_modal_projector", "vision_tower")
+
+
+def test_the_parts_that_are_left_out_are_named(tmp_path: Path) -> None:
+    make("mistral", tmp_path)
+    assert inspect(tmp_path)["notes"] == [
+        f"Only the language model in {tmp_path} is used; multi_modal_projector and vision_tower are left out."
+    ]
+
+
+def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As Mistral's own static FP8 releases are: BF16 scales per tensor, by the names of transformers."""
+    done: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        done[key] = tensor
+        if key.startswith("language_model.model.layers") and key.endswith("proj.weight"):
+            scale_inv = (tensor.abs().max().float() / 448).bfloat16()
+            done[key] = ops.quantize(tensor, scale=scale_inv.float().reciprocal())[0]
+            done[key.replace(".weight", ".weight_scale_inv")] = scale_inv
+            done[key.replace(".weight", ".activation_scale")] = torch.tensor(0.03125 + len(done) / 4096).bfloat16()
+    return done
+
+
+def make_static(directory: Path) -> None:
+    make("ministral3", directory)
+    rewrite(directory, quantized)
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"] = {
+        "activation_scheme": "static", "dequantize": False, "quant_method": "fp8", "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(raw))
+
+
+def test_static_scales_of_the_file_are_served_as_they_are(tmp_path: Path) -> None:
+    make_static(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    model = load_servable(tmp_path)
+    for name in linear_names(model):
+        layer, key = model.get_submodule(name), f"language_model.{name}"
+        assert isinstance(layer, FrozenLinear)
+        assert torch.equal(layer.weight_q.view(torch.uint8), stored[f"{key}.weight"].view(torch.uint8))
+        assert torch.equal(layer.weight_scale_inv, stored[f"{key}.weight_scale_inv"].float())
+        assert layer.input_scale is not None
+        assert torch.equal(layer.input_scale, stored[f"{key}.activation_scale"].float().reciprocal())
+
+
+def test_what_is_written_is_the_language_model_alone(tmp_path: Path) -> None:
+    source, out = tmp_path / "whole", tmp_path / "text"
+    theirs = make("ministral3", source)
+    write_hf_directory(out, read_text_config(source), open_checkpoint(source))
+    alone = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    assert type(alone).__name__ == "Ministral3ForCausalLM"
+    ids = torch.tensor([IDS])
+    with torch.no_grad():
+        assert torch.equal(alone(ids).logits, theirs(ids).logits)
+
+
+def test_a_calibrated_wrapper_is_written_as_the_language_model(tmp_path: Path) -> None:
+    source, out = tmp_path / "whole", tmp_path / "fp8"
+    make("mistral", source)
+    write_calibrated(out, source, state_for(source))
+    assert read_config(out).architecture == "MistralForCausalLM"
+    assert open_checkpoint(out).left_out == ()
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.no_grad():
+        theirs = auto.from_pretrained(out, dtype=torch.bfloat16)(torch.tensor([IDS])).logits[0].float()
+        ours = all_logits(load_servable(out), IDS)
+    assert (theirs - ours).square().mean().sqrt() < 0.1 * ours.std()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": None}, "is not that of Mistral3ForConditionalGeneration with a text_config; it says None"),
+        ({"text_config": {"model_type": "qwen2"}}, "text_config of .* is of the type 'qwen2', which is not supported"),
+        ({"architectures": ["PixtralForCausalLM"]}, r"it says \['PixtralForCausalLM'\]"),
+    ],
+)
+def test_a_wrapper_of_something_else_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make("mistral", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_under_both_spellings_is_refused(tmp_path: Path) -> None:
+    make("mistral", tmp_path)
+    rewrite(tmp_path, lambda t: t | {"model.language_model.norm.weight": t["language_model.model.norm.weight"].clone()})
+    with pytest.raises(ModelError, match=r"holds the tensor model\.norm\.weight under two names"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_unknown_tensor_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    make("mistral", tmp_path)
+    rewrite(tmp_path, lambda t: t | {"audio_tower.weight": torch.zeros(4)})
+    with pytest.raises(ModelError, match=r"holds the tensor audio_tower\.weight"):
+        open_checkpoint(tmp_path)
