@@ -19,6 +19,7 @@ from fp8serve.model.config_keys import HONOURED, is_harmless
 from fp8serve.model.config_reader import Reader, token_ids
 from fp8serve.model.families import BEFORE, FAMILIES, Family, Norms
 from fp8serve.model.files import present, read_json, read_optional_json
+from fp8serve.model.mixture import Experts, experts_of
 from fp8serve.model.rope import Rope, layer_ropes
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -63,6 +64,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # multiplies what a block adds to the residual
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
+    experts: Experts | None = None  # what some layers have for an MLP
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -110,6 +112,7 @@ def parse_config(
         activation=_activation(get, where),
         norms=family.norms,
         offset_norms=family.offset_norms,
+        experts=experts_of(get, layers),
         **_attention(get, where),
         **_multipliers(get),
     )
@@ -121,7 +124,8 @@ def _attention(get: Reader, where: str) -> dict[str, Any]:
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
     family, head_dim = get.family, _head_dim(get, heads, where)
-    bias = bool(get.boolean("attention_bias")) if family.qkv_bias is None else family.qkv_bias
+    bias = get.boolean("attention_bias") if family.qkv_bias is None else family.qkv_bias
+    bias = get.boolean("qkv_bias") if "qkv_bias" in family.optional else bias
     return {
         "num_heads": heads,
         "num_kv_heads": kv_heads,

@@ -21,6 +21,7 @@ from fp8serve.model.decoder import Decoder
 from fp8serve.model.files import read_json
 from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.shards import Shards, open_shards
+from fp8serve.model.unstacked import unstacked
 
 _LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
 
@@ -138,4 +139,4 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     path = Path(model_dir)
     config = read_config(path)
     quantization = interop.read_quantization(path, read_json(path / "config.json"))
-    return Checkpoint(path, config, open_shards(path), quantization)
+    return Checkpoint(path, config, unstacked(open_shards(path), config), quantization)
