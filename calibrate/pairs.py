@@ -9,7 +9,8 @@ A channel is divided by its factor where it is made, and the column that reads i
 powers of two: they change no digit of a BF16 number, so every product and every sum keeps its bits, and the model that
 is written says in high precision exactly what it said before. Where a weight would leave the range of BF16, the pair
 is left alone. A norm that multiplies by 1 + weight (Gemma's) would have to store 1 + weight divided by the factor,
-less 1, which BF16 rounds: such norms are left alone, too.
+less 1, which BF16 rounds: such norms are left alone, too. So are mixtures of experts, whose router reads what the norm
+makes as well.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import INPUTS, Decoder
+from fp8serve.model.decoder import Decoder, has_dense_mlp, inputs_of
 
 Weights = Mapping[str, Tensor]  # by the names of parameters
 
@@ -48,12 +49,13 @@ class Pair:
 def pairs(config: ModelConfig, index: int, linears: Collection[str]) -> list[Pair]:
     """Those of a layer whose channels some of `linears` read, by full names."""
     prefix = f"model.layers.{index}"
-    qkv, o, gate_up, down = (tuple(f"{prefix}.{name}" for name in group) for group in INPUTS)
+    (qkv, o, *block), dense = inputs_of(config, index), has_dense_mlp(config, index)
     before = (config.norms.before_attention, config.norms.before_mlp)
     norms = () if config.offset_norms else before
     heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
-    normed = [Pair(f"{prefix}.{norm}", after) for norm, after in zip(norms, (qkv, gate_up), strict=False)]
-    found = (*normed, Pair(qkv[2], o, heads), Pair(gate_up[1], down))
+    after = (qkv, block[0]) if dense else (qkv,)
+    normed = [Pair(f"{prefix}.{norm}", group) for norm, group in zip(norms, after, strict=False)]
+    found = (*normed, Pair(qkv[2], o, heads), *([Pair(block[0][1], block[1])] if dense else ()))
     return [pair for pair in found if any(name in linears for name in pair.after)]
 
 
