@@ -188,6 +188,10 @@ class Mixture(nn.Module):
         for weight in mapped:
             release_pages(weight)
 
+    @property
+    def is_stacked(self) -> bool:
+        return self._stacks is not None
+
     def matrices(self) -> Iterator[nn.Module | Stacked]:
         """What a step multiplies by: the stacks, or each linear."""
         if self._stacks is not None:
