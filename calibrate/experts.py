@@ -6,37 +6,27 @@ then measured on tokens that its router sends elsewhere, and the model's own res
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from fp8serve.model.decoder import Decoder
-from fp8serve.model.experts import Mixture
+from fp8serve.model.experts import every_expert, mixtures, reset_token_counts
 
 Counts = dict[str, Tensor]  # by the name of a mixture: tokens that each expert was given, int64 [E]
 NAMED = 3  # of many
 
 
-def mixtures(decoder: Decoder) -> dict[str, Mixture]:
-    """By name."""
-    return {name: module for name, module in decoder.named_modules() if isinstance(module, Mixture)}
-
-
 @contextmanager
-def counting(decoder: Decoder, *, every_expert: bool) -> Iterator[Counts]:
-    """Inside, tokens are counted from nothing; what was counted is there at the end. every_expert: all tokens run
+def counting(decoder: Decoder, *, all_experts: bool) -> Iterator[Counts]:
+    """Inside, tokens are counted from nothing; what was counted is there at the end. all_experts: all tokens run
     through all experts, and count where the router sends them."""
-    found, counts = mixtures(decoder), Counts()
-    for mixture in found.values():
-        mixture.reset_counters()
-        mixture.every_expert = every_expert
-    try:
+    counts = Counts()
+    reset_token_counts(decoder)
+    with every_expert(decoder) if all_experts else nullcontext():
         yield counts
-    finally:
-        counts |= {name: mixture.tokens.cpu().clone() for name, mixture in found.items()}
-        for mixture in found.values():
-            mixture.every_expert = False
+    counts |= {name: mixture.tokens.cpu().clone() for name, mixture in mixtures(decoder).items()}
 
 
 def added(shares: Sequence[Counts]) -> Counts:
@@ -55,10 +45,10 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def said_of_experts(counts: Mapping[str, Tensor], *, every_expert: bool) -> tuple[str, ...]:
+def said_of_experts(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple[str, ...]:
     """A sentence for the report where experts went without tokens."""
     names = starved(counts)
     if not names:
         return ()
-    told = "their scales come from tokens of other experts" if every_expert else "nothing of them was observed"
+    told = "their scales come from tokens of other experts" if all_experts else "nothing of them was observed"
     return (f"The router sent no calibration token to {listed(names)}; {told}.",)

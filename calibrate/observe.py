@@ -219,23 +219,23 @@ def observe(
     *,
     kv_cache: bool = False,
     gradients: bool = False,
-    every_expert: bool = False,
+    all_experts: bool = False,
     stages: Stages | None = None,
     ranks: Ranks = ALONE,
 ) -> Observer:
-    """Run every batch once in high precision and record. every_expert: all tokens through all experts of a mixture.
+    """Run every batch once in high precision and record. all_experts: all tokens through all experts of a mixture.
 
     ScalesError: a tensor is not finite or can have no scale, or no token reached an expert.
     """
     observer = observer_of(decoder, linears, recipe, kv_cache=kv_cache, gradients=gradients)
     passes = _forward_and_backward if gradients else _layer_by_layer
-    with ranks.together(), counting(decoder, every_expert=every_expert) as tokens:
+    with ranks.together(), counting(decoder, all_experts=all_experts) as tokens:
         passes(decoder, ranks.own(batches), observer, stages)
     observer.tokens = added(ranks.gather(tokens))
     if ranks.size > 1:
         observer.replay(_in_order(ranks.gather(_by_batch(observer)), len(batches)))
     needed = observer.kv if delayed(recipe) is None else observer.seen
-    if needed is observer.seen and not every_expert:
+    if needed is observer.seen and not all_experts:
         check_experts(observer.tokens, len(batches))
     check(observer.seen, needed, len(batches))
     return observer

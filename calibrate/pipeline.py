@@ -127,14 +127,14 @@ def _observe(job: Job, unfinished: Unfinished, ranks: Ranks) -> None:
 
     def now() -> dict[str, Tensor]:
         asked = job.asked
-        watched = {"kv_cache": asked.kv_cache, "gradients": asked.gradients, "every_expert": asked.all_experts}
+        watched = {"kv_cache": asked.kv_cache, "gradients": asked.gradients, "all_experts": asked.all_experts}
         samples = job.batches.calibration
         return recorded(
             observe(job.decoder, job.linears, samples, job.recipe, **watched, stages=job.stages, ranks=ranks)
         )
 
     restore_observer(job.observer, unfinished.once("observed", now))
-    job.notes += said_of_experts(job.observer.tokens, every_expert=job.asked.all_experts)
+    job.notes += said_of_experts(job.observer.tokens, all_experts=job.asked.all_experts)
     job.states = settle(job.observer, amaxes_of_inputs(job))
 
 

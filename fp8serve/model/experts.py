@@ -11,6 +11,7 @@ give the same bits.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import torch
@@ -206,18 +207,34 @@ class Mixture(nn.Module):
         return all(stack.is_current(used) for stack in stacks)
 
 
+def mixtures(model: nn.Module) -> dict[str, Mixture]:
+    """Those of `model`, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Mixture)}
+
+
+@contextmanager
+def every_expert(model: nn.Module) -> Iterator[None]:
+    """Inside, every token runs through every expert, see `Mixture`."""
+    found = mixtures(model).values()
+    try:
+        for mixture in found:
+            mixture.every_expert = True
+        yield
+    finally:
+        for mixture in found:
+            mixture.every_expert = False
+
+
 def reset_token_counts(model: nn.Module) -> None:
     """Start counting anew in every mixture of `model`."""
-    for module in model.modules():
-        if isinstance(module, Mixture):
-            module.reset_counters()
+    for mixture in mixtures(model).values():
+        mixture.reset_counters()
 
 
 def rows_of_experts(model: nn.Module) -> dict[str, int]:
     """How many rows every expert's linear has seen, by its name in `model`."""
     found: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Mixture):
-            for index, (expert, rows) in enumerate(zip(module.experts, module.tokens.tolist(), strict=True)):
-                found |= {f"{name}.experts.{index}.{leaf}": rows for leaf in cast(Expert, expert).names}
+    for name, mixture in mixtures(model).items():
+        for index, (expert, rows) in enumerate(zip(mixture.experts, mixture.tokens.tolist(), strict=True)):
+            found |= {f"{name}.experts.{index}.{leaf}": rows for leaf in cast(Expert, expert).names}
     return found
