@@ -31,6 +31,7 @@ from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
 from fp8serve.model.decoder import Decoder
 
 from .data import Batch
+from .experts import Counts, added, counting, listed, starved
 from .layerwise import layers, releasing, streams, within
 from .passes import Linears, attention_names, backward, blame, forward, tracked
 from .progress import Stages
@@ -73,6 +74,7 @@ class Observer:
         self.kv = {name: ScalingState.create(recipe.amax_history_len, device) for name in names}
         # All states are made here: made during a pass, between large temporaries, they fragment the heap by gigabytes.
         self.seen = {name: Seen() for name in self.states()}
+        self.tokens = Counts()  # that experts were given
 
     def tap(self, layer: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Record keys and values [tokens, kv_heads, head_dim] as they enter the cache (after rotary embedding)."""
@@ -192,6 +194,15 @@ def check(seen: Mapping[str, Seen], needed: Collection[str], batches: int) -> No
         )
 
 
+def check_experts(tokens: Counts, batches: int) -> None:
+    """ScalesError naming experts that no token reached."""
+    if names := starved(tokens):
+        raise ScalesError(
+            f"No token of {batches} batches reached {listed(names)}, so no scale can be found for their inputs; "
+            "calibrate on more data, or send every token through every expert while observing (--all-experts)."
+        )
+
+
 def observer_of(
     decoder: Decoder, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
 ) -> Observer:
@@ -208,17 +219,24 @@ def observe(
     *,
     kv_cache: bool = False,
     gradients: bool = False,
+    all_experts: bool = False,
     stages: Stages | None = None,
     ranks: Ranks = ALONE,
 ) -> Observer:
-    """Run every batch once in high precision and record. ScalesError: a tensor is not finite or can have no scale."""
+    """Run every batch once in high precision and record. all_experts: all tokens through all experts of a mixture.
+
+    ScalesError: a tensor is not finite or can have no scale, or no token reached an expert.
+    """
     observer = observer_of(decoder, linears, recipe, kv_cache=kv_cache, gradients=gradients)
     passes = _forward_and_backward if gradients else _layer_by_layer
-    with ranks.together():
+    with ranks.together(), counting(decoder, all_experts=all_experts) as tokens:
         passes(decoder, ranks.own(batches), observer, stages)
+    observer.tokens = added(ranks.gather(tokens))
     if ranks.size > 1:
         observer.replay(_in_order(ranks.gather(_by_batch(observer)), len(batches)))
     needed = observer.kv if delayed(recipe) is None else observer.seen
+    if needed is observer.seen and not all_experts:
+        check_experts(observer.tokens, len(batches))
     check(observer.seen, needed, len(batches))
     return observer
 

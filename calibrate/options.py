@@ -68,6 +68,7 @@ class CalibrationOptions(SampleOptions):
     ] = None
     kv_cache: Annotated[bool, About("Also find scales for an FP8 KV cache.")] = False
     gradients: Annotated[bool, About("Also observe gradients, for training.")] = False
+    all_experts: Annotated[bool, About("While observing, send every token through every expert of a mixture.")] = False
     format: Annotated[FileFormat, About("Spelling of the FP8 weights; docs/formats.md says who reads it.")] = (
         "compressed-tensors"
     )

@@ -9,7 +9,8 @@ A channel is divided by its factor where it is made, and the column that reads i
 powers of two: they change no digit of a BF16 number, so every product and every sum keeps its bits, and the model that
 is written says in high precision exactly what it said before. Where a weight would leave the range of BF16, the pair
 is left alone. A norm that multiplies by 1 + weight (Gemma's) would have to store 1 + weight divided by the factor,
-less 1, which BF16 rounds: such norms are left alone, too, and so is what a fused linear makes.
+less 1, which BF16 rounds: such norms are left alone, too. So is what a fused linear makes, and the norm before a
+mixture of experts, whose router reads it as well.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.decoder import Decoder, has_dense_mlp, inputs_of
 
 Weights = Mapping[str, Tensor]  # by the names of parameters
 
@@ -53,26 +54,25 @@ def pairs(config: ModelConfig, index: int, linears: Collection[str]) -> list[Pai
 
 def _behind_norms(config: ModelConfig, index: int) -> list[Pair]:
     """A norm is read by the linears behind it; by all of them where attention and MLP share one."""
-    prefix, readers = f"model.layers.{index}", dict[str, tuple[str, ...]]()
-    qkv = ("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")
-    gate_up = ("gate_up_proj",) if config.fused_gate_up else ("gate_proj", "up_proj")
-    for norm, block, names in (
-        (config.norms.before_attention, "self_attn", qkv),
-        (config.norms.before_mlp, "mlp", gate_up),
-    ):
+    qkv, _, *block = inputs_of(config, index)
+    behind = [(config.norms.before_attention, qkv)]
+    if has_dense_mlp(config, index):
+        behind.append((config.norms.before_mlp, block[0]))
+    readers = dict[str, tuple[str, ...]]()
+    for norm, names in behind:
         if norm is not None and not config.offset_norms:
-            readers[norm] = readers.get(norm, ()) + tuple(f"{prefix}.{block}.{name}" for name in names)
-    return [Pair(f"{prefix}.{norm}", after) for norm, after in readers.items()]
+            readers[norm] = readers.get(norm, ()) + names
+    return [Pair(f"model.layers.{index}.{norm}", after) for norm, after in readers.items()]
 
 
 def _behind_linears(config: ModelConfig, index: int) -> Iterator[Pair]:
     """Where a projection has a linear of its own."""
-    attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+    qkv, o, *block = inputs_of(config, index)
     heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
     if not config.fused_qkv:
-        yield Pair(f"{attention}.v_proj", (f"{attention}.o_proj",), heads)
-    if not config.fused_gate_up:
-        yield Pair(f"{mlp}.up_proj", (f"{mlp}.down_proj",))
+        yield Pair(qkv[2], o, heads)
+    if has_dense_mlp(config, index) and not config.fused_gate_up:
+        yield Pair(block[0][1], block[1])
 
 
 def factors(inputs: Tensor, columns: Tensor, alpha: float) -> Tensor:

@@ -36,6 +36,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.model.wrappers import left_out_notes
 
 from .data import Batches, calibration_batches
+from .experts import said_of_experts
 from .job import Job
 from .lengths import fitting, shortfall
 from .made import call, made
@@ -127,13 +128,15 @@ def _observe(job: Job, unfinished: Unfinished, ranks: Ranks) -> None:
     """What was seen of every tensor, now or by an interrupted run, and the scales from it."""
 
     def now() -> dict[str, Tensor]:
-        watched = {"kv_cache": job.asked.kv_cache, "gradients": job.asked.gradients}
+        asked = job.asked
+        watched = {"kv_cache": asked.kv_cache, "gradients": asked.gradients, "all_experts": asked.all_experts}
         samples = job.batches.calibration
         return recorded(
             observe(job.decoder, job.linears, samples, job.recipe, **watched, stages=job.stages, ranks=ranks)
         )
 
     restore_observer(job.observer, unfinished.once("observed", now))
+    job.notes += said_of_experts(job.observer.tokens, all_experts=job.asked.all_experts)
     job.states = settle(job.observer, amaxes_of_inputs(job))
 
 

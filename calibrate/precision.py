@@ -3,7 +3,7 @@
 `skip` and `only` name linears by patterns. A target (`target_kl`, `max_ppl_increase`) is met at the smallest price in
 bytes: linears are ordered by the KL divergence that their FP8 adds (sensitivity.py) for each byte that it saves, and as
 many of the first as are needed go back to high precision. How many is found by bisection, measured and not predicted.
-Linears that read one input are one choice: they are served as one product.
+Linears that read one input are one choice, and so are the experts of a layer: they are served as one product.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,13 +13,17 @@ from torch import nn
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
-from fp8serve.model.decoder import INPUTS, Decoder
+from fp8serve.model.decoder import Decoder
 from fp8serve.model.targets import matches
 
 from .options import CalibrationOptions
 from .result import KeptReport, Quality
 
 Names = tuple[str, ...]
+EXPERTS = ".experts."
+# What linears read, by the last part of their name, where several read the same.
+_INPUTS = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+           **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up")}  # fmt: skip
 
 
 def left_out(linears: Sequence[str], skip: Iterable[str], only: Iterable[str]) -> list[str]:
@@ -35,11 +39,23 @@ def left_out(linears: Sequence[str], skip: Iterable[str], only: Iterable[str]) -
 
 
 def groups(linears: Iterable[str]) -> list[Names]:
-    """Linears of a layer that read one input, together."""
-    named = set(linears)
-    prefixes = dict.fromkeys(".".join(name.split(".")[:-2]) for name in linears)
-    found = [tuple(n for s in group if (n := f"{prefix}.{s}") in named) for prefix in prefixes for group in INPUTS]
-    return [group for group in found if group]
+    """Linears that read one input, together."""
+    return _together(linears, lambda owner, leaf: f"{owner}.{_INPUTS.get(leaf, leaf)}")
+
+
+def choices(linears: Iterable[str]) -> list[Names]:
+    """Linears that are served as one product, together: those that read one input, and all experts of a layer."""
+    return _together(linears, lambda owner, leaf: owner.partition(EXPERTS)[0] if EXPERTS in owner
+                     else f"{owner}.{_INPUTS.get(leaf, leaf)}")  # fmt: skip
+
+
+def _together(linears: Iterable[str], key: Callable[[str, str], str]) -> list[Names]:
+    """In the order of the first of each."""
+    found: dict[str, list[str]] = {}
+    for name in linears:
+        owner, _, leaf = name.rpartition(".")
+        found.setdefault(key(owner, leaf), []).append(name)
+    return [tuple(names) for names in found.values()]
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,7 @@ def ordered(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[
     """The groups of `linears`, those first whose FP8 adds most KL divergence for each byte that it saves."""
     found = [
         KeptReport(names, sum(_saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
-        for names in groups(linears)
+        for names in choices(linears)
     ]
     return sorted(found, key=lambda group: -(group.kl or 0.0) / group.bytes)
 
@@ -79,7 +95,7 @@ def _saved(linear: nn.Module) -> int:
 
 def kept_reports(decoder: Decoder, names: Sequence[str]) -> tuple[KeptReport, ...]:
     """Of linears that somebody named: what they would cost is not measured."""
-    found = ((group, sum(_saved(decoder.get_submodule(n)) for n in group)) for group in groups(names))
+    found = ((group, sum(_saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
     return tuple(KeptReport(group, saved, None) for group, saved in found)
 
 

@@ -11,10 +11,13 @@ from fp8serve.fp8.scaling import FIELDS, ScalingState
 from .observe import Observer, Seen
 from .result import HISTORY_SHOWN
 
+TOKENS = ".tokens"
+
 
 def recorded(observer: Observer) -> dict[str, Tensor]:
-    """By the tensor's name and a field: those of its state, and `seen`, FP64 [running amax, newest amaxes]."""
-    found: dict[str, Tensor] = {}
+    """By the tensor's name and a field: those of its state, and `seen`, FP64 [running amax, newest amaxes]; by a
+    mixture's name and `tokens` what its experts were given."""
+    found = {f"{name}{TOKENS}": counts for name, counts in observer.tokens.items()}
     for name, state in observer.states().items():
         found |= {f"{name}.{field}": getattr(state, field) for field in FIELDS}
         seen = observer.seen[name]
@@ -24,6 +27,7 @@ def recorded(observer: Observer) -> dict[str, Tensor]:
 
 def restore(observer: Observer, found: Mapping[str, Tensor]) -> None:
     """Make an `observer` of the same tensors one that has seen what was recorded."""
+    observer.tokens = {name.removesuffix(TOKENS): found[name].clone() for name in found if name.endswith(TOKENS)}
     for name, state in observer.states().items():
         _set(state, {field: found[f"{name}.{field}"] for field in FIELDS})
         amax, *newest = found[f"{name}.seen"].tolist()

@@ -132,6 +132,14 @@ class KeptReport:
 
 
 @dataclass(frozen=True)
+class ExpertsReport:
+    """A mixture of experts, such as `model.layers.0.mlp`: how many calibration tokens its router sent to each."""
+
+    name: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SmoothingReport:
     """Pairs of a norm or linear and the linears that read it, between which channels were evened out (pairs.py)."""
 
@@ -199,6 +207,7 @@ class CalibrationReport:
     healing: HealingReport | None = None
     kept: tuple[KeptReport, ...] = ()  # what stays in high precision
     generated: tuple[GeneratedReport, ...] = ()
+    experts: tuple[ExpertsReport, ...] = ()
     made: Made | None = None
 
     @property

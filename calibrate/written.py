@@ -28,7 +28,7 @@ from .methods import said_of_healing, said_of_smoothing
 from .observe import Observer
 from .options import CalibrationOptions
 from .page.pages import html_report
-from .result import CalibrationReport, DataReport, LayerReport, Made, Quality, TensorReport
+from .result import CalibrationReport, DataReport, ExpertsReport, LayerReport, Made, Quality, TensorReport
 
 
 def write(job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Made) -> CalibrationReport:
@@ -108,6 +108,7 @@ def _draft(
         smoothing=job.smoothing,
         healing=job.healing,
         kept=tuple(job.kept),
+        experts=tuple(ExpertsReport(name, tuple(n.tolist())) for name, n in job.observer.tokens.items()),
     )
 
 

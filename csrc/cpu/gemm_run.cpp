@@ -205,6 +205,34 @@ class Task {
   float* a_scale_;
 };
 
+// Problems whose rows lie one after the other, and all their rows.
+struct Group {
+  const Problem* problems;
+  int64_t count, rows;
+
+  const Problem& shape() const { return problems[0]; }  // of each: n, k and types
+};
+
+// Rows m0 to m1 of a problem, and how they are cut into tasks.
+struct Piece {
+  const Problem* problem;
+  Panel panel;  // seen from the problem's own first row
+  int64_t m0, m1;
+  int64_t first = 0;  // task
+  bool few = false;
+  int64_t rows = 0, columns = 0;  // of a task
+
+  int64_t row_tasks() const { return (m1 - m0 + rows - 1) / rows; }
+  int64_t tasks() const { return row_tasks() * ((problem->n + columns - 1) / columns); }
+
+  void run(const Level& level, int64_t task) const {
+    const int64_t m = m0 + task % row_tasks() * rows, n = task / row_tasks() * columns;
+    Task(*problem, level, panel, few ? Outside::columns : Outside::blocks, m, std::min(m1, m + rows), n,
+         std::min(problem->n, n + columns))
+        .run();
+  }
+};
+
 Panel unpack_rows(const Problem& p, const Level& level, int64_t m0, int64_t m1) {
   thread_local Scratch scratch;  // the caller's: tasks on this thread use `memory`
   const int64_t rows = m1 - m0, bytes = p.stride() * level.element_size;
@@ -223,6 +251,19 @@ int64_t share(int64_t count, int64_t most) {
   return ceil_to((count + shares - 1) / shares, kMaxRows);
 }
 
+// What lies in rows m0 to m1 of the group, of each problem that has any there.
+std::vector<Piece> pieces(const Group& group, const Panel& panel, int64_t m0, int64_t m1) {
+  std::vector<Piece> found;
+  int64_t begin = 0;
+  for (int64_t i = 0; i < group.count; begin += group.problems[i++].m) {
+    const int64_t low = std::max(m0, begin), high = std::min(m1, begin + group.problems[i].m);
+    Panel own = panel;
+    own.first -= begin;
+    if (low < high) found.push_back({&group.problems[i], own, low - begin, high - begin});
+  }
+  return found;
+}
+
 // Narrow enough to keep the threads busy.
 int64_t columns_per_task(const Problem& p, int64_t row_tasks, int64_t columns) {
   const int64_t wanted = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
@@ -230,22 +271,42 @@ int64_t columns_per_task(const Problem& p, int64_t row_tasks, int64_t columns) {
   return columns;
 }
 
-bool alone(const Problem& p) {
-  return p.n * p.k * bytes_of(p.b.kind) < kAloneBytes && p.m * p.n * p.k < kAloneWork;
+// Cuts the pieces into tasks; how many there are.
+int64_t cut(std::vector<Piece>& all) {
+  int64_t row_tasks = 0, tasks = 0;
+  for (Piece& piece : all) {
+    const int64_t rows = piece.m1 - piece.m0,
+                  bytes = rows * piece.panel.row_bytes * piece.problem->k_blocks();
+    piece.few = rows <= kMaxRows || bytes <= kResident;
+    piece.rows = piece.few ? rows : share(rows, kRowsPerTask);
+    row_tasks += piece.row_tasks();
+  }
+  for (Piece& piece : all) {
+    piece.columns =
+        columns_per_task(*piece.problem, row_tasks, piece.few ? kColumnsPerStream : kColumnsPerTask);
+    piece.first = tasks;
+    tasks += piece.tasks();
+  }
+  return tasks;
 }
 
-void run_rows(const Problem& p, const Level& level, int64_t m0, int64_t m1) {
-  const Panel panel = unpack_rows(p, level, m0, m1);
-  if (alone(p)) return Task(p, level, panel, Outside::columns, m0, m1, 0, p.n).run();
-  const bool few = panel.rows <= kMaxRows || panel.bytes(p.k_blocks()) <= kResident;
-  const int64_t rows = few ? panel.rows : share(panel.rows, kRowsPerTask);
-  const int64_t row_tasks = (panel.rows + rows - 1) / rows;
-  const int64_t columns = columns_per_task(p, row_tasks, few ? kColumnsPerStream : kColumnsPerTask);
-  parallel_tasks(row_tasks * ((p.n + columns - 1) / columns), [&](int64_t i) {
-    const int64_t m = m0 + i % row_tasks * rows, n = i / row_tasks * columns;
-    Task(p, level, panel, few ? Outside::columns : Outside::blocks, m, std::min(m1, m + rows), n,
-         std::min(p.n, n + columns))
-        .run();
+bool alone(const Problem& p, int64_t rows, int64_t weights) {
+  return weights * p.n * p.k * bytes_of(p.b.kind) < kAloneBytes && rows * p.n * p.k < kAloneWork;
+}
+
+void run_rows(const Group& group, const Level& level, int64_t m0, int64_t m1) {
+  const Problem& shape = group.shape();
+  const Panel panel = unpack_rows(shape, level, m0, m1);
+  std::vector<Piece> all = pieces(group, panel, m0, m1);
+  if (alone(shape, m1 - m0, static_cast<int64_t>(all.size()))) {
+    for (const Piece& p : all)
+      Task(*p.problem, level, p.panel, Outside::columns, p.m0, p.m1, 0, shape.n).run();
+    return;
+  }
+  parallel_tasks(cut(all), [&](int64_t task) {
+    const auto behind = [](int64_t wanted, const Piece& piece) { return wanted < piece.first; };
+    const Piece& piece = *(std::upper_bound(all.begin(), all.end(), task, behind) - 1);
+    piece.run(level, task - piece.first);
   });
 }
 
@@ -256,11 +317,16 @@ const Level& best_level() {
   return (*std::find_if(kLevels.begin(), kLevels.end(), runs))();
 }
 
-void run(const Problem& p) {
+void run(const Problem* problems, int64_t count) {
+  Group group{problems, count, 0};
+  for (int64_t i = 0; i < count; ++i) group.rows += problems[i].m;
+  const Problem& shape = group.shape();
   const Level& building_blocks = best_level();
-  const int64_t row_bytes = std::max<int64_t>(p.k_blocks() * p.stride() * building_blocks.element_size, 1);
-  const int64_t rows = share(p.m, std::max(kRowsPerTask, kPanel / row_bytes));
-  for (int64_t m = 0; m < p.m; m += rows) run_rows(p, building_blocks, m, std::min(p.m, m + rows));
+  const int64_t row_bytes =
+      std::max<int64_t>(shape.k_blocks() * shape.stride() * building_blocks.element_size, 1);
+  const int64_t rows = share(group.rows, std::max(kRowsPerTask, kPanel / row_bytes));
+  for (int64_t m = 0; m < group.rows; m += rows)
+    run_rows(group, building_blocks, m, std::min(group.rows, m + rows));
 }
 
 }  // namespace fp8serve::gemm

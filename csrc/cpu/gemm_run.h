@@ -51,6 +51,9 @@ struct Problem {
   int64_t k_count(int64_t block) const { return std::min(kBlock, k - block * kBlock); }
 };
 
-void run(const Problem& problem);
+// Of problems with the same `n`, `k` and types whose rows of `a` lie one after the other, such as those that
+// the experts of a layer have: in one parallel region, so that small problems share the threads among them.
+void run(const Problem* problems, int64_t count);
+inline void run(const Problem& problem) { run(&problem, 1); }
 
 }  // namespace fp8serve::gemm

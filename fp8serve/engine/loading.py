@@ -32,6 +32,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
 from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder, pruned_names
+from fp8serve.model.experts import reset_token_counts, rows_of_experts
 from fp8serve.model.files import present
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.model.wrappers import left_out_notes
@@ -91,8 +92,9 @@ class Loaded:
 
     def scales(self, tokens: int, sampled: int) -> list[dict[str, Any]]:
         """See `Engine.scales`; `tokens` is how many were computed, `sampled` of how many there were logits."""
-        pruned = pruned_names(self.config)
+        pruned = set(pruned_names(self.config))
         rows = {name: sampled if name in pruned else tokens for name in self.frozen}
+        rows |= rows_of_experts(self.runner.model)
         return [_scale_record(name, layer, rows[name]) for name, layer in self.frozen.items()]
 
 
@@ -112,6 +114,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
     graphs = capture_decoding(runner, options, sizes.max_model_len)
     forget_trial_runs(list(frozen.values()))
+    reset_token_counts(model)
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model)
     for note in left_out_notes(model_dir, open_checkpoint(model_dir).left_out):

@@ -24,6 +24,7 @@ from fp8serve.engine.invariant import OwnLinear
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import is_packable
+from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.fusing import Projections
 from fp8serve.model.mapped import release_pages
@@ -80,7 +81,8 @@ def packer_of(model: Decoder) -> Packer:
     if not worth_packing():
         return Packer([])
     shared = model.model.embed_tokens.weight.data_ptr()
-    known = [matrix for matrix in model.matrices() if isinstance(matrix, FrozenLinear | OwnLinear | Projections)]
+    kinds = FrozenLinear | OwnLinear | Projections | Stacked
+    known = [matrix for matrix in model.matrices() if isinstance(matrix, kinds)]
     return Packer([matrix for matrix in known if matrix.weight is None or matrix.weight.data_ptr() != shared])
 
 

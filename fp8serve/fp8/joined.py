@@ -119,6 +119,27 @@ class Joined:
         self.weight = packed(self.weight, out)
         self._share()
 
+    @property
+    def first(self) -> FrozenLinear:
+        """The layer whose input scale and counters all share."""
+        return self._first
+
+    @property
+    def scale(self) -> Tensor:
+        """Of the weight: FP32 [N, 1], or of its blocks."""
+        return self._scale
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    @torch.no_grad()
+    def lie_at(self, weight: Tensor, scale: Tensor, bias: Tensor | None, counters: tuple[Tensor, Tensor]) -> None:
+        """From now on everything is there: equal tensors, and (amax, saturated) to count in."""
+        self.weight, self._scale, self._bias = weight, scale, bias
+        self._first.amax, self._first.saturated = counters
+        self._share()
+
     def _share(self) -> None:
         """The layers' tensors become views of the joined ones."""
         unit = GROUP if self.weight.dim() == 3 else 1

@@ -19,6 +19,7 @@ from fp8serve.model.config_keys import HONOURED, is_harmless
 from fp8serve.model.config_reader import Reader, token_ids
 from fp8serve.model.families import BEFORE, FAMILIES, SHARED, Family, HeadNorm, Norm, Norms
 from fp8serve.model.files import present, read_optional_json
+from fp8serve.model.mixture import Experts, experts_of
 from fp8serve.model.rope import QueryScaling, Rope, layer_ropes, query_scaling, rotary_dim
 from fp8serve.model.wrappers import read_text_config
 
@@ -73,6 +74,7 @@ class ModelConfig:
     parallel: bool = False  # the MLP reads what attention reads, and both are added to it
     norm: Norm = "rms"
     norm_bias: bool = False
+    experts: Experts | None = None  # what some layers have for an MLP
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -126,6 +128,7 @@ def parse_config(
         norm_bias=family.norm_bias,
         offset_norms=family.offset_norms,
         fused_gate_up=family.fused_gate_up,
+        experts=experts_of(get, layers),
         **_blocks(get),
         **_attention(get, head_dim, where),
         **_multipliers(get),

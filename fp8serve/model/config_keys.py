@@ -24,13 +24,14 @@ _HARMLESS = frozenset({
     "initializer_range", "initializer_factor", "init_method", "init_std", "attention_dropout", "attn_pdrop",
     "embd_pdrop", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
     "classifier_dropout", "neftune_noise_alpha", "gradient_checkpointing", "use_bfloat16", "router_aux_loss_coef",
-    "output_router_logits", "ffn_dim_multiplier", "multiple_of", "mlp_ratio",
+    "output_router_logits", "router_jitter_noise", "router_z_loss_coef", "ffn_dim_multiplier", "multiple_of",
+    "mlp_ratio",
     # how it is computed, not what
     "use_cache", "cache_implementation", "attn_implementation", "flash_attention", "use_flash_attn",
     "use_flash_attention", "use_flash_attention_2", "use_return_dict", "return_dict", "torchscript",
     "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "output_past", "pretraining_tp",
-    "base_model_tp_plan", "base_model_pp_plan", "tensor_parallel_degree", "transformers.js_config",
-    "use_parallel_embedding",
+    "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "tensor_parallel_degree",
+    "transformers.js_config", "use_parallel_embedding",
     # what kind of model a tool took it for
     "is_llama_config", "is_qwen2_config", "is_mistral_config", "is_decoder", "is_encoder_decoder", "auto_map",
     "trust_remote_code", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params",

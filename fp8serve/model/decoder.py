@@ -25,8 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
+from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.config import ModelConfig
+from fp8serve.model.experts import Mixture
 from fp8serve.model.fusing import PLAIN, Ending, Projections, add_gated, add_projection, direct
+from fp8serve.model.mixture import Experts
 from fp8serve.model.norms import make_head_norm, make_norm
 from fp8serve.model.rotary import Placement, Rotary, Rotation
 
@@ -121,6 +124,13 @@ class MLP(nn.Module):
         onto = x if residual is None else residual
         return add_gated(onto, self._modules["down_proj"], gate, up, self.activation, ending)  # type: ignore[arg-type]
 
+    def join(self) -> None:
+        self.gate_up.join()
+
+    def matrices(self) -> Iterator[nn.Module | Projections]:
+        """What a step multiplies by."""
+        yield from (*self.gate_up.matrices(), self.down_proj)
+
 
 def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: bool, fused: str | None) -> Projections:
     """The linears of these sizes become children of `owner`: by their names, or all as one by the name `fused`."""
@@ -132,6 +142,13 @@ def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: 
     return Projections(owner, *sizes)
 
 
+def _block(config: ModelConfig, layer: int) -> tuple[str, MLP | Mixture]:
+    """What follows attention, and its name in the file."""
+    if config.experts is None or has_dense_mlp(config, layer):
+        return "mlp", MLP(config)
+    return config.experts.names.block, Mixture(config, config.experts)
+
+
 class Layer(nn.Module):
     """Normalise, attend, add; normalise, MLP, add.
 
@@ -141,7 +158,8 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        self.block, block = _block(config, layer)
+        self.register_module(self.block, block)
         self.norms, self.residual_scale, self.is_parallel = config.norms, config.residual_scale, config.parallel
         for name in dict.fromkeys(astuple(config.norms)):
             if name is not None:
@@ -155,10 +173,10 @@ class Layer(nn.Module):
         attended = direct(modules["self_attn"])(x, modules.get(norms.before_attention), place, attend, ending, last)
         if last is not None and attended.size(0) == 0:
             return attended  # type: ignore[no-any-return]
-        mlp, norm, ending = direct(modules["mlp"]), modules.get(norms.before_mlp), self._ending(norms.after_mlp)
+        block, norm, ending = direct(modules[self.block]), modules.get(norms.before_mlp), self._ending(norms.after_mlp)
         if self.is_parallel:
-            return mlp(x if last is None else x[last], norm, ending, attended)  # type: ignore[no-any-return]
-        return mlp(attended, norm, ending)  # type: ignore[no-any-return]
+            return block(x if last is None else x[last], norm, ending, attended)  # type: ignore[no-any-return]
+        return block(attended, norm, ending)  # type: ignore[no-any-return]
 
     def _ending(self, norm: str | None) -> Ending:
         """Of a block behind which the norm of this name stands."""
@@ -224,18 +242,19 @@ class Decoder(nn.Module):
         return self.model(token_ids, positions, attend, last)  # type: ignore[no-any-return]
 
     def join(self) -> None:
-        """For serving: q, k, v and gate, up of each layer become one matrix where they can (fp8/joined.py)."""
+        """For serving: q, k, v and gate, up of each layer become one matrix where they can (fp8/joined.py), and
+        experts are stacked."""
         layers: Any = self.model.layers
         for layer in layers:
             layer.self_attn.qkv.join()
-            layer.mlp.gate_up.join()
+            layer.get_submodule(layer.block).join()
 
-    def matrices(self) -> Iterator[nn.Module | Projections]:
+    def matrices(self) -> Iterator[nn.Module | Projections | Stacked]:
         """What a step multiplies by, in the order in which it does; what is joined as one."""
         layers: Any = self.model.layers
         for layer in layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            yield from (*attention.qkv.matrices(), attention.o_proj, *mlp.gate_up.matrices(), mlp.down_proj)
+            attention, block = layer.self_attn, layer.get_submodule(layer.block)
+            yield from (*attention.qkv.matrices(), attention.o_proj, *block.matrices())
         yield self.lm_head
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -248,23 +267,43 @@ class Decoder(nn.Module):
         return logits.float()  # type: ignore[no-any-return]
 
 
-INPUTS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
-    ("mlp.down_proj",),
-)
-"""The linears that a layer may have, together where they read the same input, in the order in which they run."""
+Groups = tuple[tuple[str, ...], ...]  # names of linears, together where they read the same input
 
 
-def linear_names(model: nn.Module) -> list[str]:
-    """Names of the projections that FP8 may run: those of every layer, not `lm_head`. In the model's order."""
-    suffixes = tuple(name for group in INPUTS for name in group)
-    return [name for name, _ in model.named_modules() if name.endswith(suffixes)]
+def has_dense_mlp(config: ModelConfig, layer: int) -> bool:
+    """Whether the layer has an MLP; else it has a mixture of experts."""
+    return config.experts is None or layer not in config.experts.layers
+
+
+def inputs_of(config: ModelConfig, layer: int) -> Groups:
+    """The linears of a layer by full name, in the order in which they run; each expert's for itself."""
+    qkv = ("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    attention = (tuple(f"self_attn.{name}" for name in qkv), ("self_attn.o_proj",))
+    block = _dense(config) if has_dense_mlp(config, layer) else tuple(_of_experts(config.experts))
+    return tuple(tuple(f"model.layers.{layer}.{name}" for name in group) for group in attention + block)
+
+
+def _dense(config: ModelConfig) -> Groups:
+    gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
+    return gate_up, ("mlp.down_proj",)
+
+
+def _of_experts(experts: Experts | None) -> Iterator[tuple[str, ...]]:
+    if experts is None:
+        return
+    names = experts.names
+    owners = [f"{names.block}.experts.{expert}" for expert in range(experts.count)]
+    for owner in [*owners, f"{names.block}.{names.shared}"] if names.shared else owners:
+        yield f"{owner}.{names.gate}", f"{owner}.{names.up}"
+        yield (f"{owner}.{names.down}",)
+
+
+def linear_names(model: Decoder) -> list[str]:
+    """Names of the projections that FP8 may run: of every layer, not routers and `lm_head`. In the model's order."""
+    config = model.config
+    return [name for layer in range(config.num_layers) for group in inputs_of(config, layer) for name in group]
 
 
 def pruned_names(config: ModelConfig) -> list[str]:
     """Names of the linears that see no rows but `last`: those behind the attention of the last layer."""
-    gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
-    behind = ("self_attn.o_proj", *gate_up, "mlp.down_proj")
-    return [f"model.layers.{config.num_layers - 1}.{name}" for name in behind]
+    return [name for group in inputs_of(config, config.num_layers - 1)[1:] for name in group]

@@ -35,6 +35,32 @@ AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_l
 
 
 @dataclass(frozen=True)
+class MixtureNames:
+    """The names of a mixture of experts in the file; the experts are `block`.experts.0, .1, ... None: there is none."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str | None = None  # the expert that every token goes through
+    shared_gate: str | None = None  # a linear whose sigmoid multiplies what that one says
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How a family's mixtures of experts differ from others'; see mixture.Experts.
+
+    size: the key for the size of each expert. normalizes: None: the file says so.
+    """
+
+    names: MixtureNames = MixtureNames()
+    size: str = "moe_intermediate_size"
+    normalizes: bool | None = None
+    wide_weights: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture.
 
@@ -49,7 +75,7 @@ class Family:
     other names of types of rotary scaling. neighbours_pair: element 2i is turned with 2i + 1. scales_queries: by their
     position, as the file says. parallel: attention and MLP read the same, by one norm; None: the file's
     `use_parallel_residual` says so. eps_key: of the norms. offset_norms: they multiply by 1 + weight. sqrt_embedding:
-    embeddings are multiplied by the square root of their width.
+    embeddings are multiplied by the square root of their width. mixture: some layers have experts for an MLP.
     """
 
     architecture: str
@@ -75,6 +101,7 @@ class Family:
     eps_key: str = "rms_norm_eps"
     offset_norms: bool = False
     sqrt_embedding: bool = False
+    mixture: Mixture | None = None
 
 
 _COMMON: dict[str, Any] = {
@@ -101,6 +128,16 @@ _GRANITE = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_
 _SMOLLM3 = {"max_position_embeddings": 32768, "vocab_size": 128256, "num_key_value_heads": 4, "bos_token_id": 128000,
             "eos_token_id": 128001, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4,
             "use_sliding_window": False}  # fmt: skip
+_MIXTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "num_experts": 8, "num_experts_per_tok": 2}  # fmt: skip
+_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False}
+_QWEN2_MOE = _QWEN | _EXPERTS | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+                                 "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+                                 "qkv_bias": True}  # fmt: skip
+_QWEN3_MOE = _QWEN | _EXPERTS | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+                                 "moe_intermediate_size": 768, "max_window_layers": 0}  # fmt: skip
+_MOE_KEYS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+                       "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})  # fmt: skip
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _PHI3 = {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
          "num_attention_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1,
@@ -255,5 +292,32 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         norm="layer",
         norm_bias=True,
         eps_key="layer_norm_eps",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _COMMON | _SPECIAL | _MIXTRAL,
+        frozenset({"sliding_window", "num_experts", "num_local_experts", "num_experts_per_tok"}),
+        qkv_bias=False,
+        mixture=Mixture(
+            MixtureNames("block_sparse_moe", "gate", "w1", "w3", "w2"),
+            size="intermediate_size",
+            normalizes=True,
+            wide_weights=True,
+        ),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _COMMON | _QWEN2_MOE,
+        _MOE_KEYS | {"sliding_window", "shared_expert_intermediate_size", "qkv_bias"},
+        bias_key="qkv_bias",
+        out_bias=False,
+        mixture=Mixture(MixtureNames(shared="shared_expert", shared_gate="shared_expert_gate")),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _COMMON | _QWEN3_MOE,
+        frozenset({"sliding_window", "use_sliding_window", "attention_bias"}) | _MOE_KEYS,
+        qk_norm="shared",
+        mixture=Mixture(),
     ),
 }

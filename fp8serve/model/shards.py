@@ -114,11 +114,11 @@ class Shards(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """A view of the mapped file; writing to it changes this process's memory only. KeyError when absent."""
         entry = self.entries[name]
-        if entry.start % entry.dtype.itemsize or not math.prod(entry.shape):
-            tensor: Tensor = self._handle(entry.file).get_tensor(self._keys.get(name, name))
-            return tensor
         num_bytes = math.prod(entry.shape) * entry.dtype.itemsize
-        return self._bytes(entry.file)[entry.start : entry.start + num_bytes].view(entry.dtype).view(entry.shape)
+        if num_bytes == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        raw = self._bytes(entry.file)[entry.start : entry.start + num_bytes]
+        return (raw.clone() if entry.start % entry.dtype.itemsize else raw).view(entry.dtype).view(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)

@@ -20,6 +20,7 @@ from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.shards import Shards
+from fp8serve.model.unstacked import unstacked
 from fp8serve.model.wrappers import read_text_config, text_shards
 
 _LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
@@ -151,4 +152,4 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     config = read_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, left_out = text_shards(path)
-    return Checkpoint(path, config, shards, quantization, left_out)
+    return Checkpoint(path, config, unstacked(shards, config), quantization, left_out)

@@ -20,6 +20,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, unreduced
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.model.decoder import Decoder, rotated
+from fp8serve.model.experts import Expert, Mixture, every_expert, mixtures
 from fp8serve.train.batch import PackedBatch
 
 
@@ -74,12 +75,29 @@ class Forward:
     def observe(self, batch: PackedBatch, targets: int) -> None:
         """Forward and backward in high precision that only record amaxes, of gradients too, into the delayed states.
 
-        `targets`: of the whole step, so that gradients have the size they will have. Leaves no gradient behind.
+        `targets`: of the whole step, so that gradients have the size they will have. Leaves no gradient behind. Every
+        expert of a mixture sees every token; a gradient of one that no token chose begins with the scale of another's.
         """
-        with autocast(enabled=False, recipe=self._run_by, calibrating=True):
+        calibrating = autocast(enabled=False, recipe=self._run_by, calibrating=True)
+        with calibrating, every_expert(self.network):
             loss, _ = summed_loss(self._logits(batch), batch.targets)
         (loss / targets).backward()  # type: ignore[no-untyped-call]
         self.network.zero_grad(set_to_none=True)
+        for mixture in mixtures(self.network).values():
+            _lend_gradient_scales(mixture)
+
+
+@torch.no_grad()
+def _lend_gradient_scales(mixture: Mixture) -> None:
+    """Projections of experts that have seen no gradient take the smallest scale of those that have: of their largest
+    gradient. At scale 1 most of a gradient would become zero."""
+    experts = [expert for expert in mixture.experts if isinstance(expert, Expert)]
+    for linears in zip(*(expert.linears() for expert in experts), strict=True):
+        states = [linear.scaling["grad_output"] for linear in linears if isinstance(linear, Linear)]
+        seen = [state.scale for state in states if bool(state.amax_history.any())]
+        for state in states:
+            if seen and not bool(state.amax_history.any()):
+                state.scale.copy_(torch.stack(seen).min())
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.decoder import Attend
+from fp8serve.model.experts import Mixture
 
 from .tiny import ARCHITECTURES, call_each_layer, write_model, write_scales
 
@@ -83,7 +84,8 @@ def joined(engine: Engine) -> dict[str, bool]:
 
 
 def groups_of(layer: Any) -> dict[str, Any]:
-    return {"qkv": layer.self_attn.qkv, "gate_up": layer.mlp.gate_up}
+    block = layer.get_submodule(layer.block)
+    return {"qkv": layer.self_attn.qkv, **({} if isinstance(block, Mixture) else {"gate_up": block.gate_up})}
 
 
 @pytest.mark.parametrize("mode", list(MODES))

@@ -77,9 +77,11 @@ def learn(oracle: Any) -> Any:
     return oracle.eval()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "windows"), [*((kind, {}) for kind in ARCHITECTURES), *WINDOWS.items()], ids=str
-)
+# Where two experts are as good as each other, BF16 and FP32 choose one each, and that is no rounding.
+DENSE = [kind for kind, options in ARCHITECTURES.items() if "num_experts_per_tok" not in options]
+
+
+@pytest.mark.parametrize(("model_type", "windows"), [*((kind, {}) for kind in DENSE), *WINDOWS.items()], ids=str)
 def test_tokens_of_a_random_model_are_transformers_best_to_rounding(
     model_type: str, windows: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from fp8serve.model.scales import ScalingCheckpoint, TensorScale, fingerprint, s
 VOCAB = 260  # 256 bytes, <s>, </s>, and two that no text uses
 BOS, EOS = 256, 257
 _GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 12}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
@@ -28,6 +29,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], **_GEMMA, "sliding_window_pattern": 2},
     "granite": {"architectures": ["GraniteForCausalLM"], "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
                 "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], **_EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS, "head_dim": 32, "norm_topk_prob": True},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0], "pad_token_id": 0},
 }  # fmt: skip
 

@@ -28,6 +28,7 @@ GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "final_logit_softcapping":
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
         "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0], "long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 9.0]}  # fmt: skip
 COHERE = {"pad_token_id": 2, "logit_scale": 0.25, "attention_bias": True}
+EXPERTS = {"num_experts": 7, "moe_intermediate_size": 48}
 LINEAR = "model.layers.0.mlp.up_proj"
 IDS = list(range(3, 40))
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,6 +49,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-stretched": ("Gemma3", GEMMA | {"num_hidden_layers": 6, "sliding_window": 8, "rope_parameters": STRETCHED}),
     "granite": ("Granite", {"embedding_multiplier": 12.3, "residual_multiplier": 0.22, "attention_multiplier": 0.07,
                             "logits_scaling": 7.0}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | {"num_experts_per_tok": 3, "shared_expert_intermediate_size": 112}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS | {"num_experts_per_tok": 4, "norm_topk_prob": True, "head_dim": 32}),
+    "qwen3-moe-sparse": ("Qwen3Moe", EXPERTS | {"num_experts_per_tok": 2, "head_dim": 32, "num_hidden_layers": 4,
+                                                "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 2}),
     "phi3": ("Phi3", {"pad_token_id": 2}),
     "phi3-window": ("Phi3", {"pad_token_id": 2, "sliding_window": 8}),
@@ -88,6 +94,8 @@ def make_model(
                 parameter.mul_(4)  # attention and MLP that matter beside the residual
     model.save_pretrained(out, **save)
     how = {"attn_implementation": "eager"} if family.startswith("Gemma") else {}  # the other ones drop the soft cap
+    if "num_experts_per_tok" in options:
+        how["experts_implementation"] = "eager"  # the other ones add a token's experts in FP32
     return type(model).from_pretrained(out, dtype=dtype, **how).eval()
 
 

@@ -332,7 +332,45 @@ STABLELM: dict[str, tuple[Sizes, dict[str, Any]]] = {
                      "use_parallel_residual": False},
     ),
 }  # fmt: skip
-_FAMILIES = {"llama": ("Llama", LLAMA), "mistral": ("Mistral", MISTRAL), "qwen2": ("Qwen2", QWEN2),
+_ROUTER = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+_MIXTRAL = _MISTRAL | _ROUTER | {"num_experts_per_tok": 2, "num_local_experts": 8}
+_QWEN_MOE = _QWEN | _ROUTER | {"decoder_sparse_step": 1, "norm_topk_prob": False}
+_QWEN3_MOE = _QWEN3 | _ROUTER | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+                                 "num_experts": 128, "num_experts_per_tok": 8}  # fmt: skip
+MIXTRAL: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": ((32000, 4096, 14336, 32, 32, 8, 32768), _MIXTRAL),
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": (
+        (32768, 6144, 16384, 56, 48, 8, 65536),
+        _MIXTRAL | {"router_jitter_noise": 0.0},
+    ),
+}
+QWEN2_MOE: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": (
+        (151936, 2048, 5632, 24, 16, 16, 8192),
+        _QWEN_MOE
+        | {"max_window_layers": 21, "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4}
+        | {"shared_expert_intermediate_size": 5632, "sliding_window": 32768},
+    ),
+    "Qwen/Qwen2-57B-A14B-Instruct": (
+        (151936, 3584, 18944, 28, 28, 4, 32768),
+        _QWEN_MOE
+        | {"max_window_layers": 28, "moe_intermediate_size": 2560, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"shared_expert_intermediate_size": 20480, "sliding_window": 65536},
+    ),
+}
+QWEN3_MOE: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "Qwen/Qwen3-30B-A3B": (
+        (151936, 2048, 6144, 48, 32, 4, 40960),
+        _QWEN3_MOE | {"max_window_layers": 48, "moe_intermediate_size": 768},
+    ),
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": (
+        (151936, 4096, 12288, 94, 64, 4, 262144),
+        _QWEN3_MOE | {"max_window_layers": 94, "moe_intermediate_size": 1536, "rope_theta": 5000000},
+    ),
+}
+_FAMILIES = {"mixtral": ("Mixtral", MIXTRAL), "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
+             "qwen3_moe": ("Qwen3Moe", QWEN3_MOE), "llama": ("Llama", LLAMA), "mistral": ("Mistral", MISTRAL),
+             "qwen2": ("Qwen2", QWEN2),
              "qwen3": ("Qwen3", QWEN3), "gemma2": ("Gemma2", GEMMA2), "gemma3_text": ("Gemma3", GEMMA3),
              "granite": ("Granite", GRANITE), "smollm3": ("SmolLM3", SMOLLM3), "phi3": ("Phi3", PHI3),
              "olmo2": ("Olmo2", OLMO2), "olmo3": ("Olmo3", OLMO3), "glm": ("Glm", GLM), "glm4": ("Glm4", GLM4),

@@ -1,0 +1,69 @@
+// What the ops of a GEMM take: types, scales of any granularity, and scales that lie far apart.
+#pragma once
+
+#include "check.h"
+#include "cpu/gemm_run.h"
+#include "cpu/tensors.h"
+
+namespace fp8serve::gemm {
+
+inline constexpr auto kHigh = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+inline constexpr auto kFp8 = {ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2};
+inline constexpr auto kBf16 = {ScalarType::BFloat16};
+inline constexpr auto kFp8OrBf16 = {ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2, ScalarType::BFloat16};
+
+inline Kind kind_of(const Tensor& x) {
+  if (x.scalar_type() == ScalarType::BFloat16) return Kind::bf16;
+  return x.scalar_type() == ScalarType::Float8_e5m2 ? Kind::e5m2 : Kind::e4m3;
+}
+
+inline void attach_scale(const Contract& check, const char* name, const Tensor& scale, Size rows, Size k,
+                         Operand& out) {
+  check.cpu(name, scale);
+  check.dtype(name, scale, {ScalarType::Float});
+  out.scale = data<const float>(scale);
+  out.scale_rows = std::max<int64_t>(rows.value(), 1);
+  if (scale.numel() == 1 && (scale.dim() == 0 || scale.dim() == 2)) return;
+  check.rank(name, scale, 2);
+  const Size tiles = ceil_div(rows, kScaleBlock), blocks = ceil_div(k, kScaleBlock);
+  const bool by_row = scale.size(0) == rows.value();
+  if (!by_row) check.shape(name, scale, {tiles, blocks});
+  if (by_row && scale.size(1) != 1) check.shape(name, scale, {rows, blocks});
+  out.scale_rows = by_row ? 1 : kScaleBlock;
+  out.scale_blocks = by_row && scale.size(1) == 1 ? 0 : blocks.value();
+}
+
+// Whether a's scales, outside the sum, may take it out of the range of FP32 before b's bring it back.
+inline bool is_far(const Problem& p) {
+  if (p.blocked() || p.a.scale == nullptr || p.b.scale == nullptr) return false;
+  const int64_t count = p.a.scale_rows == 1 ? p.m : 1;
+  return std::any_of(p.a.scale, p.a.scale + count, [](float s) { return s > kFarUp || s < kFarDown; });
+}
+
+// The end of the sums [m, n] in FP32 of a problem that is far: like end_row, rare and therefore plain.
+template <class Out, class Bias>
+void end_far(const Problem& p, const float* sums) {
+  for (int64_t i = 0; i < p.m * p.n; ++i) {
+    const float bias = p.bias == nullptr ? 0.0f : load(static_cast<const Bias*>(p.bias)[i % p.n]);
+    Out* out = static_cast<Out*>(p.out) + i;
+    store(scaled_by(sums[i], p.a.outer(i / p.n), p.b.outer(i % p.n)) + bias, out);
+    if (p.residual != nullptr) store(load(static_cast<const Out*>(p.residual)[i]) + load(*out), out);
+  }
+}
+
+inline void run_far(const Problem& p) {
+  const Tensor sums = empty({p.m, p.n}, ScalarType::Float);
+  Problem plain = p;
+  plain.a.scale = plain.b.scale = nullptr;
+  plain.bias = plain.residual = nullptr;
+  plain.out = sums.data_ptr();
+  plain.out_type = plain.bias_type = ScalarType::Float;
+  run(plain);
+  with_element(p.out_type, [&](auto out) {
+    with_element(p.bias_type, [&](auto bias) {
+      end_far<typename decltype(out)::type, typename decltype(bias)::type>(p, data<const float>(sums));
+    });
+  });
+}
+
+}  // namespace fp8serve::gemm

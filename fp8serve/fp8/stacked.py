@@ -1,0 +1,116 @@
+"""Stacked: frozen layers of many experts as one [E, N, K], for products that do all experts in one go (ops/grouped.py).
+
+Each expert's layers are joined first (joined.py), its gate and up for instance; then the experts' weights are stacked
+and the layers' tensors become views of the stack. So a weight that is written to counts at once, and a layer that was
+replaced or hooked is seen before the call. On a CPU only the experts that a step uses are asked, because asking all
+would take longer than computing them.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.fp8.casting import content_cast
+from fp8serve.fp8.frozen import FrozenLinear, packed
+from fp8serve.fp8.joined import Joined, can_join
+from fp8serve.fp8.ops.arithmetic import CUT_OFF
+from fp8serve.fp8.ops.grouped import expert_of_rows
+from fp8serve.fp8.ops.packing import is_packable
+
+E4M3 = torch.float8_e4m3fn
+_grouped_mm = torch.ops.fp8serve.grouped_mm.default
+_grouped_quantize = torch.ops.fp8serve.grouped_quantize.default
+
+
+def can_stack(owners: Sequence[nn.Module], names: Sequence[str]) -> bool:
+    """Whether these layers of every owner can be joined, and all owners have them of the same shapes and kind."""
+    layers = [[owner._modules[name] for name in names] for owner in owners]
+    return all(map(can_join, layers)) and len({_kind(cast(list[FrozenLinear], group)) for group in layers}) == 1
+
+
+def _kind(layers: Sequence[FrozenLinear]) -> tuple[object, ...]:
+    """Equal for layers whose products can be stacked."""
+    first = layers[0]
+    alike = first.input_spec, first.out_dtype, first.input_scale is None, first.bias is None
+    return (*alike, *((layer.weight_q.shape, layer.weight_scale_inv.shape) for layer in layers))
+
+
+class Stacked:
+    """The layers `names` of every owner, [N, K] together, as one. Changes the layers: see above.
+
+    They must be such that `can_stack` holds, and none may be packed yet.
+    """
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(self, owners: Sequence[nn.Module], names: Sequence[str]) -> None:
+        self._owners = owners
+        layers = [{name: cast(FrozenLinear, owner._modules[name]) for name in names} for owner in owners]
+        self._parts = parts = [Joined(group) for group in layers]
+        self._first = first = parts[0].first
+        self._whole = torch.cat([part.weight.view(torch.uint8) for part in parts]).view(first.weight_q.dtype)
+        self._scale = torch.stack([part.scale for part in parts])
+        biases = [part.bias for part in parts if part.bias is not None]
+        self._bias = torch.stack(biases) if biases else None
+        scales = [part.first.input_scale for part in parts if part.first.input_scale is not None]
+        self._input_scale = torch.stack(scales) if scales else None
+        self._input_scale_inv = None if self._input_scale is None else self._input_scale.reciprocal()
+        self._amax = torch.zeros(len(parts), device=self._whole.device)
+        self._saturated = torch.zeros(len(parts), dtype=torch.int64, device=self._whole.device)
+        self._cast = content_cast(first.input_spec)
+        self._share()
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """x [T, K], rows sorted by expert, which end at `offsets` int32 [E] -> [T, N]."""
+        q, scale_inv = self._quantized(x, offsets)
+        dtype = self._first.out_dtype or x.dtype
+        return cast(Tensor, _grouped_mm(q, self._weights, scale_inv, self._scale, offsets, self._bias, dtype))
+
+    def is_current(self, experts: Sequence[int]) -> bool:
+        """Whether the layers of these experts are the modules, with the tensors, that were stacked."""
+        return all(self._parts[expert].is_current(self._owners[expert]._modules) for expert in experts)
+
+    @property
+    def weight(self) -> Tensor:
+        """All weights as one matrix [E * N, K]."""
+        return self._whole
+
+    @property
+    def is_packable(self) -> bool:
+        return is_packable(self._whole) and all(part.is_packable for part in self._parts)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def pack(self, out: Tensor) -> None:
+        """See FrozenLinear.pack."""
+        self._whole = packed(self._whole, out)
+        self._share()
+
+    def _quantized(self, x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        if self._input_scale is None or self._input_scale_inv is None:
+            op, arguments = self._cast
+            return op(x, *arguments)
+        q, amax = _grouped_quantize(x, self._input_scale, offsets, E4M3)
+        self._watch(x, amax, offsets)
+        return q, self._input_scale_inv
+
+    def _watch(self, x: Tensor, amax: Tensor, offsets: Tensor) -> None:
+        """Count as `count_saturated` does, for each expert."""
+        scale = cast(Tensor, self._input_scale)
+        torch.fmax(self._amax, amax, out=self._amax)
+        limit = CUT_OFF[E4M3]
+        if not x.is_cuda and not bool((amax * scale > limit).any()):
+            return
+        expert = expert_of_rows(offsets, len(x))
+        cut = ((x.float() * scale[expert].unsqueeze(1)).abs() > limit).sum(1)
+        self._saturated.index_add_(0, expert, cut)
+
+    def _share(self) -> None:
+        """The parts' tensors become views of the stack."""
+        weight = self._whole
+        self._weights = weight.view(len(self._parts), -1, *weight.shape[1:])
+        for expert, part in enumerate(self._parts):
+            bias = None if self._bias is None else self._bias[expert]
+            part.lie_at(self._weights[expert], self._scale[expert], bias, (self._amax[expert], self._saturated[expert]))

@@ -1,0 +1,157 @@
+"""Mixtures of experts in the engine: stacked and grouped they give the bits of experts called one by one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fp8serve.engine import packing
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.invariant import own_products
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.model.experts import Mixture
+
+from .test_fused import MODES, make
+from .test_oracle import TEXT, learn
+from .tiny import call_each_layer, write_model
+
+pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]
+SIZES = {"moe_intermediate_size": 128, "hidden_size": 256, "intermediate_size": 128}
+PROMPTS = [[256, *b"Once upon a time"], list(range(1, 90)), [256, *b"x"]]
+NEW = 64
+
+
+def sizes_of(kind: str) -> dict[str, int]:
+    return {key: value for key, value in SIZES.items() if kind != "mixtral" or key != "moe_intermediate_size"}
+
+
+def logits_of_every_step(engine: Engine, prompts: list[list[int]], tokens: int) -> list[torch.Tensor]:
+    """What the sampler saw; and the tokens it chose, last."""
+    run, seen = engine.loaded.runner.run, list[torch.Tensor]()
+
+    def watched(*work: Any) -> torch.Tensor:
+        logits = run(*work)
+        seen.append(logits.clone())
+        return logits
+
+    engine.loaded.runner.run = watched  # type: ignore[method-assign]
+    done = engine.generate(prompts, temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+    return [*seen, *(torch.tensor(completion.token_ids) for completion in done)]
+
+
+def mixtures(engine: Engine) -> list[Mixture]:
+    return [module for module in engine.loaded.runner.model.modules() if isinstance(module, Mixture)]
+
+
+def packed(engine: Engine) -> bool:
+    model = engine.loaded.runner.model
+    return all(m.is_packed for name, m in model.named_modules() if isinstance(m, FrozenLinear) and ".experts." in name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", list(MODES))
+def test_grouped_experts_equal_experts_called_one_by_one(
+    kind: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "worth_packing", lambda: False)
+    sizes = sizes_of(kind)
+    plain, grouped = (make(tmp_path / "model", mode, kind, **sizes) for _ in range(2))
+    assert all(mixture.is_stacked for mixture in mixtures(grouped))
+    call_each_layer(plain)
+    monkeypatch.setattr(packing, "worth_packing", lambda: True)
+    fast = make(tmp_path / "model", mode, kind, **sizes)
+    expected = logits_of_every_step(plain, PROMPTS, 12)
+    assert all(map(torch.equal, logits_of_every_step(grouped, PROMPTS, 12), expected))
+    assert all(map(torch.equal, logits_of_every_step(fast, PROMPTS, 12), expected))
+    assert not packed(grouped)
+    assert packed(fast)
+    columns = ("name", "amax", "saturated", "saturation")
+    for engine in (grouped, fast):
+        assert [[r[c] for c in columns] for r in engine.scales()] == [[r[c] for c in columns] for r in plain.scales()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_64_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
+    oracle = learn(AutoModelForCausalLM.from_pretrained(write_model(tmp_path, kind), dtype=torch.float32))
+    oracle.to(torch.bfloat16).save_pretrained(tmp_path)
+    prompts = [list(TEXT[at : at + size]) for at, size in ((0, 8), (30, 40), (60, 17))]
+    engine = Engine(tmp_path, recipe="bf16", max_batch_tokens=24, max_prefill_tokens=8)
+    for prompt, completion in zip(prompts, engine.generate(prompts, temperature=0.0, max_new_tokens=NEW), strict=True):
+        expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_counters_of_an_expert_count_its_own_rows(tmp_path: Path) -> None:
+    engine = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+    engine.generate(PROMPTS, temperature=0.0, max_new_tokens=8, ignore_eos=True)
+    records = {record["name"]: record for record in engine.scales()}
+    for i, mixture in enumerate(mixtures(engine)):
+        tokens = mixture.tokens.tolist()
+        assert sum(tokens) % mixture.settings.per_token == 0
+        for expert, count in enumerate(tokens):
+            for leaf in ("gate_proj", "up_proj", "down_proj"):
+                amax = records[f"model.layers.{i}.mlp.experts.{expert}.{leaf}"]["amax"]
+                assert (amax > 0) == (count > 0)
+
+
+def test_saturation_is_counted_for_the_expert_that_saturates(tmp_path: Path) -> None:
+    engine = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+    mixture = mixtures(engine)[0]
+    x, norm = torch.randn(5, 256).bfloat16() * 40, torch.nn.Identity()
+    with torch.no_grad():
+        chosen, _ = mixture.choose(x)
+        mixture(x, norm, lambda y: y)
+    scale = 20.0  # made up by write_scales
+    for expert, module in enumerate(mixture.experts):
+        rows = x[(chosen == expert).any(1)].float()
+        expected = int(((rows * scale).abs() > 448.001).sum())
+        assert int(module.gate_proj.saturated) == expected
+        assert int(module.up_proj.saturated) == expected
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_weight_that_is_written_to_or_replaced_counts(
+    pack: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "worth_packing", lambda: pack)
+
+    def changed(how: str) -> list[torch.Tensor]:
+        engine = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+        engine.generate(PROMPTS, temperature=0.0, max_new_tokens=2)
+        for mixture in mixtures(engine):
+            for expert in mixture.experts:
+                down: Any = expert.down_proj
+                if how == "written":
+                    down.weight_scale_inv.mul_(2)
+                elif how == "replaced":
+                    down.weight_scale_inv = down.weight_scale_inv * 2
+                elif how == "another":
+                    parts = down.weight_scale_inv * 2, None, down.input_scale, down.input_spec, down.out_dtype
+                    expert.down_proj = FrozenLinear(down.weight_q, *parts)
+        return logits_of_every_step(engine, PROMPTS, 4)
+
+    same, *others = (changed(how) for how in ("not", "written", "replaced", "another"))
+    assert not all(map(torch.equal, same, others[0]))
+    for other in others[1:]:
+        assert all(map(torch.equal, other, others[0]))
+
+
+def test_a_hook_on_an_expert_is_called(tmp_path: Path) -> None:
+    engine, seen = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES), list[int]()
+    for expert in mixtures(engine)[0].experts:
+        expert.up_proj.register_forward_hook(lambda m, args, out: seen.append(len(args[0])))
+    engine.generate([PROMPTS[1]], temperature=0.0, max_new_tokens=1)
+    assert sum(seen) == 89 * 3
+
+
+def test_experts_that_memory_cannot_hold_twice_stay_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacked = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+    monkeypatch.setattr("fp8serve.model.experts.free_memory", lambda: 1000)
+    loose = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+    assert not any(mixture.is_stacked for mixture in mixtures(loose))
+    assert all(map(torch.equal, logits_of_every_step(loose, PROMPTS, 6), logits_of_every_step(stacked, PROMPTS, 6)))

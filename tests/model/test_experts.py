@@ -1,0 +1,154 @@
+"""Mixtures of experts: what config.json says of them, how tokens are sorted, and both layouts of files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from fp8serve.errors import ModelError
+from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint
+from fp8serve.model.config import parse_config, read_config
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.experts import Mixture, sort
+from tests.model.oracle import MODELS, all_logits, make_model
+
+MOE = [kind for kind, (_, options) in MODELS.items() if "num_experts_per_tok" in options]
+RAW = {"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+       "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+IDS = list(range(3, 40))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_defaults_of_mixtures_are_those_of_transformers(family: str) -> None:
+    theirs: Any = transformers.AutoConfig.for_model(family)
+    ours = parse_config(RAW | {"model_type": family}).experts
+    assert ours is not None
+    assert ours.count == theirs.num_local_experts if family != "qwen2_moe" else theirs.num_experts
+    assert ours.per_token == theirs.num_experts_per_tok
+    assert ours.size == getattr(theirs, "moe_intermediate_size", 96)
+    assert ours.normalizes == getattr(theirs, "norm_topk_prob", True)
+    assert ours.shared_size == getattr(theirs, "shared_expert_intermediate_size", None)
+    assert ours.layers == (0, 1, 2, 3)
+
+
+def test_some_layers_stay_dense() -> None:
+    config = parse_config(RAW | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert config.experts is not None
+    assert config.experts.layers == (1,)
+    assert parse_config(RAW | {"mlp_only_layers": [0, 1, 2, 3]}).experts is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129 where at most the 128 experts was expected"),
+        ({"num_experts": 8, "num_local_experts": 4}, "num_local_experts is 4 where 8, as many as num_experts, was"),
+        ({"num_experts": 0}, "num_experts is 0 where a positive whole number was expected"),
+        ({"mlp_only_layers": "1"}, "mlp_only_layers is '1' where a list of layers was expected"),
+        ({"shared_expert_intermediate_size": 4}, "does not compute"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "does not compute"),
+    ],
+)
+def test_a_mixture_that_cannot_be_right_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        parse_config(RAW | change)
+
+
+def test_names_are_those_of_files(tmp_path: Path) -> None:
+    for kind, (first, last) in {
+        "mixtral": ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.4.w2"),
+        "qwen2-moe": ("mlp.experts.0.gate_proj", "mlp.shared_expert.down_proj"),
+    }.items():
+        make_model(kind, tmp_path / kind)
+        decoder = Decoder(read_config(tmp_path / kind), device="meta")
+        names = linear_names(decoder)
+        assert names[4] == f"model.layers.0.{first}"
+        assert names[-1] == f"model.layers.1.{last}"
+        assert set(names) < {name for name, _ in decoder.named_modules()}
+        assert not any(name.endswith((".gate", "shared_expert_gate")) for name in names)
+
+
+def test_tokens_are_sorted_by_expert_and_come_back() -> None:
+    chosen = torch.tensor([[0, 3], [1, 3], [0, 4], [3, 4]])
+    found = sort(chosen, 6)
+    assert found.counts.tolist() == [2, 1, 0, 3, 2, 0]
+    assert found.offsets.tolist() == [2, 3, 3, 6, 8, 8]
+    assert found.rows.tolist() == [0, 2, 1, 0, 1, 3, 2, 3]
+    experts = torch.arange(6).repeat_interleave(found.counts)
+    assert torch.equal(experts[found.places].view(4, 2), chosen)
+
+
+@pytest.mark.parametrize("kind", MOE)
+def test_every_expert_may_see_every_token_and_nothing_changes(kind: str, tmp_path: Path) -> None:
+    make_model(kind, tmp_path)
+    model = load_servable(tmp_path, "bf16")
+    with torch.no_grad():
+        expected = all_logits(model, IDS)
+        seen: dict[str, int] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, Mixture):
+                module.every_expert = True
+                for i, expert in enumerate(module.experts):
+                    expert.register_forward_hook(
+                        lambda m, args, out, key=f"{name}.{i}": seen.update({key: len(args[0])})
+                    )
+        actual = all_logits(model, IDS)
+    assert set(seen.values()) == {len(IDS)}
+    assert (actual - expected).abs().max() < 0.05 * expected.std()  # a library's product may depend on its height
+
+
+NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen": ("mlp", "gate_proj", "up_proj", "down_proj")}
+
+
+def stacked(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """The same weights as transformers has them in memory."""
+    block, gate, up, down = NAMES["mixtral" if kind == "mixtral" else "qwen"]
+    found = {name.replace(f".{block}.", ".mlp."): t for name, t in tensors.items() if ".experts." not in name}
+    for layer in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
+        count = len({name.split(".experts.")[1].split(".")[0] for name in tensors if f"{layer}.experts." in name})
+        at = layer.replace(block, "mlp")
+        parts = [[tensors[f"{layer}.experts.{e}.{leaf}.weight"] for leaf in (gate, up, down)] for e in range(count)]
+        found[f"{at}.experts.gate_up_proj"] = torch.stack([torch.cat([g, u]) for g, u, _ in parts])
+        found[f"{at}.experts.down_proj"] = torch.stack([d for *_, d in parts])
+    return found
+
+
+@pytest.mark.parametrize("kind", MOE)
+def test_stacked_experts_are_read_as_separate_ones(kind: str, tmp_path: Path) -> None:
+    make_model(kind, tmp_path)
+    separate = {name: t.clone() for name, t in open_checkpoint(tmp_path).items()}
+    save_file(stacked(load_file(tmp_path / "model.safetensors"), kind), tmp_path / "model.safetensors")
+    found = open_checkpoint(tmp_path)
+    assert set(found) == set(separate)
+    assert all(torch.equal(found[name], tensor) for name, tensor in separate.items())
+
+
+def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    make_model("qwen3-moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    both = stacked(tensors, "qwen3-moe") | {k: v for k, v in tensors.items() if ".experts.0.gate" in k}
+    save_file(both, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"holds .*experts\.0\.gate_proj\.weight twice"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    make_model("qwen3-moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.6.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks the tensor model\.layers\.1\.mlp\.experts\.6\.up_proj\.weight"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+    make_model("qwen3-moe", tmp_path)
+    save_file(stacked(load_file(tmp_path / "model.safetensors"), "qwen3-moe"), tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 6}))
+    with pytest.raises(ModelError):
+        open_checkpoint(tmp_path)
