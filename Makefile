@@ -26,7 +26,7 @@ CUDA_PACKAGES = nvidia-cutlass==4.2.0.0 nvidia-cuda-cuobjdump nvidia-cuda-nvdisa
 REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
   print(*p["build-system"]["requires"], *p["project"]["dependencies"], *p["project"]["optional-dependencies"]["dev"], sep="\n")
 
-.PHONY: help setup options demo test test-all lint format typecheck cuda gpu wheel lock clean
+.PHONY: help setup options compatibility demo test test-all lint format typecheck cuda gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -49,6 +49,10 @@ setup: .venv/built ## make .venv, install the pinned packages, compile csrc/ (wh
 options: setup ## write docs/options.md, the tables of all options
 	$(BIN)/python -m fp8serve.options_page > docs/options.md.new
 	mv docs/options.md.new docs/options.md
+
+compatibility: setup ## write docs/compatibility.md, by testing every architecture
+	$(BIN)/python -m tests.compatibility.page > docs/compatibility.md.new
+	mv docs/compatibility.md.new docs/compatibility.md
 
 demo: setup ## the whole main job, offline: calibrate, serve, fine-tune over HTTP, serve again
 	$(BIN)/fp8serve demo $(DEMO_ARGS)

@@ -38,18 +38,25 @@ TEXTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(kind: str, out: Path, **wrapper: Any) -> Any:
+def make(kind: str, out: Path, tied: bool | None = None, **save: Any) -> Any:
+    """Write the wrapper of a language model to `out` in BF16, and return transformers' own, loaded from there."""
     name, text, vision = TEXTS[kind]
     torch.manual_seed(0)
     architecture = getattr(transformers, f"{name}ForConditionalGeneration")
     image = {"image_token_index": 319} | ({"mm_tokens_per_image": 4} if name == "Gemma3" else {})
-    config = architecture.config_class(text_config=SIZES | text, vision_config=VISION | vision, **image, **wrapper)
+    config = architecture.config_class(
+        text_config=SIZES | text,
+        vision_config=VISION | vision,
+        **image,
+        **({} if tied is None else {"tie_word_embeddings": tied}),
+    )
     model = architecture(config).bfloat16().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(out)
-    return architecture.from_pretrained(out, dtype=torch.bfloat16).eval()  # `.bfloat16()` rounded rotary frequencies
+    model.save_pretrained(out, **save)
+    # loaded again, because `.bfloat16()` rounded rotary frequencies; eager, because Gemma is elsewhere, too
+    return architecture.from_pretrained(out, dtype=torch.bfloat16, attn_implementation="eager").eval()
 
 
 def spelled(new: str) -> Callable[[str], str]:
@@ -73,7 +80,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], dict[str, Ten
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", TEXTS)
 def test_logits_are_those_of_the_whole_model_given_text(kind: str, tied: bool, spelling: str, tmp_path: Path) -> None:
-    theirs = make(kind, tmp_path, tie_word_embeddings=tied)
+    theirs = make(kind, tmp_path, tied)
     rename = spelled(spelling)
     rewrite(tmp_path, lambda tensors: {rename(key): tensor for key, tensor in tensors.items()})
     model = load_servable(tmp_path, "bf16")
@@ -133,7 +140,8 @@ def test_what_is_written_is_the_language_model_alone(tmp_path: Path) -> None:
     source, out = tmp_path / "whole", tmp_path / "text"
     theirs = make("ministral3", source)
     write_hf_directory(out, read_text_config(source), open_checkpoint(source))
-    alone = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    auto: Any = transformers.AutoModelForCausalLM
+    alone = auto.from_pretrained(out, dtype=torch.bfloat16, attn_implementation="eager")
     assert type(alone).__name__ == "Ministral3ForCausalLM"
     ids = torch.tensor([IDS])
     with torch.no_grad():

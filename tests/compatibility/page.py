@@ -1,0 +1,82 @@
+"""docs/compatibility.md, made by running the tests of every architecture: `make compatibility`."""
+
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.compatibility.cases import NAMES, architecture, repository
+
+TESTS = Path(__file__).with_name("test_compatibility.py")
+# By the name of a test: the column that it fills, and what is done.
+CHECKS = {
+    "test_logits": ("logits", "equal transformers' to rounding, in BF16 and in FP32, from one file and from several"),
+    "test_greedy_tokens": (
+        "64 tokens",
+        "greedy, through the paged engine, up to the end of the context and beyond every window: each is the best by "
+        "transformers' logits, to rounding",
+    ),
+    "test_calibrate_and_serve": (
+        "calibrate, serve",
+        "static scales of every linear and of the KV cache; what is written is served, with an FP8 cache",
+    ),
+    "test_training_step": (
+        "train",
+        "a step in FP8 under delayed, current, rowwise and block scaling: finite, and every weight moves",
+    ),
+    "test_formats": (
+        "formats",
+        "compressed-tensors, `fp8` and ModelOpt hold the same numbers, and are served with the same logits",
+    ),
+    "test_transformers_reads_what_is_written": (
+        "read by transformers",
+        "BF16 and compressed-tensors directories, with the same logits",
+    ),
+}
+HEAD = """# Architectures
+
+Made by `make compatibility`, which runs `tests/compatibility` on a tiny random model of each architecture, written by
+transformers' own class. A cell says whether all of its tests passed. Everything of a family is honoured that its
+`config.json` may say, or refused in one sentence.
+"""
+Outcomes = Mapping[tuple[str, str], bool]  # (test, name of the model) -> whether all of it passed
+
+
+def page(outcomes: Outcomes) -> str:
+    """The whole text."""
+    titles = ["architecture", "`model_type`", "such as", *(title for title, _ in CHECKS.values())]
+    rows = [titles, ["---"] * len(titles), *(_row(name, outcomes) for name in NAMES)]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    meanings = "\n".join(f"* **{title}**: {meaning}." for title, meaning in CHECKS.values())
+    return f"{HEAD}\n{table}\n\n{meanings}\n"
+
+
+def _row(name: str, outcomes: Outcomes) -> list[str]:
+    cells = ["yes" if outcomes.get((check, name)) else "no" for check in CHECKS]
+    return [architecture(name), f"`{name}`", repository(name), *cells]
+
+
+def complete() -> Outcomes:
+    """What the page is made of when every test passes."""
+    return {(check, name): True for check in CHECKS for name in NAMES}
+
+
+def tested() -> Outcomes:
+    """What becomes of every test now."""
+    found: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        options = ("-q", "-n0", "-p", "no:cacheprovider", f"--junit-xml={report}")
+        subprocess.run([sys.executable, "-m", "pytest", str(TESTS), *options], stdout=sys.stderr, check=False)
+        for case in ElementTree.parse(report).iter("testcase"):
+            test, _, parameters = case.attrib["name"].partition("[")
+            name = next(name for name in parameters.rstrip("]").split("-") if name in NAMES)
+            found[test, name].append(all(child.tag not in ("failure", "error", "skipped") for child in case))
+    return {key: all(passed) for key, passed in found.items()}
+
+
+if __name__ == "__main__":
+    print(page(tested()), end="")

@@ -1,0 +1,160 @@
+"""Every architecture through every room, against transformers; docs/compatibility.md is made of these tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.engine.engine import Engine
+from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.recipe import DelayedScaling, from_name
+from fp8serve.model.checkpoint import (
+    linear_names,
+    load_scales,
+    load_servable,
+    load_trainable,
+    open_checkpoint,
+    write_calibrated,
+    write_hf_directory,
+)
+from fp8serve.model.file_formats import FORMATS
+from fp8serve.model.wrappers import read_text_config
+from fp8serve.train.batch import PackedBatch
+from fp8serve.train.forward import Forward, summed_loss
+from tests.compatibility.cases import NAMES, make
+from tests.model.oracle import SIZES, all_logits, write_tokenizer
+
+CONTEXT: int = SIZES["max_position_embeddings"]  # type: ignore[assignment]
+NEW = 64
+IDS = torch.randint(3, 256, (CONTEXT,), generator=torch.Generator().manual_seed(1))
+RECIPES = ("delayed", "current", "rowwise", "block")
+pytestmark = pytest.mark.parametrize("name", NAMES)
+ModelDir = Callable[[str], tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
+    """By name: a directory with a tokenizer, and transformers' model in FP32. Read only."""
+    known: dict[str, tuple[Path, Any]] = {}
+
+    def get(name: str) -> tuple[Path, Any]:
+        if name not in known:
+            known.clear()  # one model is tested after the other
+            out = tmp_path_factory.mktemp(name)
+            known[name] = out, make(name, out)
+            write_tokenizer(out)
+        return known[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def calibrated(made: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    known: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in known:
+            known[name] = tmp_path_factory.mktemp("out") / name
+            recipe, sizes = DelayedScaling(amax_history_len=4), {"samples": 4, "seq_len": 48, "batch_size": 4}
+            calibrate(made(name)[0], out=known[name], recipe=recipe, kv_cache=True, **sizes)
+        return known[name]
+
+    return get
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Root of the mean squared difference, as a part of what is expected."""
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+@torch.no_grad()
+def logits_of(theirs: Any, ids: Tensor = IDS[:60]) -> Tensor:
+    found: Tensor = theirs(ids[None]).logits[0].float()
+    return found
+
+
+@torch.no_grad()
+def ours(directory: Path, recipe: Any = "stored", dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return all_logits(load_servable(directory, recipe, dtype=dtype), IDS[:60].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("files", ["single", "sharded"])
+def test_logits(name: str, files: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = make(name, tmp_path, **({"max_shard_size": "50KB"} if files == "sharded" else {}))
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (files == "sharded")
+    found = ours(tmp_path, "bf16", dtype)
+    assert apart(found, logits_of(theirs.to(dtype) if dtype is torch.float32 else theirs)) < 8 * torch.finfo(dtype).eps
+
+
+def test_greedy_tokens(name: str, made: ModelDir) -> None:
+    directory, theirs = made(name)
+    engine = Engine(directory, recipe="bf16", max_batch_tokens=48, max_num_seqs=2)
+    prompt = IDS[: CONTEXT - NEW].tolist()
+    tokens = engine.generate([prompt], max_new_tokens=NEW, temperature=0.0, ignore_eos=True)[0].token_ids
+    assert len(tokens) == NEW
+    expected = logits_of(theirs, torch.tensor([*prompt, *tokens]))[len(prompt) - 1 : -1]
+    chosen = expected.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    assert ((expected.amax(-1) - chosen) < 0.15 * expected.std(-1)).all()
+
+
+def test_calibrate_and_serve(name: str, made: ModelDir, calibrated: Callable[[str], Path]) -> None:
+    (source, theirs), out = made(name), calibrated(name)
+    state = load_scales(out / "scales.safetensors", out)
+    names = linear_names(load_servable(source, "bf16"))
+    assert {f"{linear}.input" for linear in names} <= set(state.tensors)
+    assert apart(ours(out), logits_of(theirs)) < 0.5
+    engine = Engine(out, max_num_seqs=2, kv_cache_dtype="fp8")
+    info = engine.loaded.info()
+    assert (info["fp8_layers"], info["input_scales"]) == (len(names), "stored")
+    done = engine.generate([IDS[:100].tolist()], max_new_tokens=8, temperature=0.0, ignore_eos=True)[0]
+    assert len(done.token_ids) == 8
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_step(name: str, recipe: str, made: ModelDir) -> None:
+    decoder = load_trainable(made(name)[0])
+    convert(decoder, skip=("lm_head",))
+    forward, ids = Forward(decoder, from_name(recipe)), IDS[:64]
+    positions = torch.arange(32).repeat(2)
+    batch = PackedBatch(ids, positions, [32, 32], torch.arange(63), ids[1:])
+    before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-3, weight_decay=0.0)
+    loss, _ = summed_loss(forward.logits(batch), batch.targets)
+    (loss / 63).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert loss.isfinite()
+    assert sum(isinstance(module, Linear) for module in decoder.modules()) == len(linear_names(decoder))
+    for parameter, weight in decoder.named_parameters():
+        assert weight.isfinite().all(), parameter
+        assert not torch.equal(weight, before[parameter]), parameter
+
+
+def test_formats(name: str, calibrated: Callable[[str], Path], tmp_path: Path) -> None:
+    out = calibrated(name)
+    expected, state = ours(out), load_scales(out / "scales.safetensors", out)
+    for format_ in FORMATS:
+        write_calibrated(tmp_path / format_, out, state, format=format_)
+        assert torch.equal(ours(tmp_path / format_), expected)
+        again = open_checkpoint(tmp_path / format_)
+        assert all(torch.equal(again[key], tensor) for key, tensor in open_checkpoint(out).items())
+
+
+def test_transformers_reads_what_is_written(
+    name: str, made: ModelDir, calibrated: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, theirs = made(name)
+    auto: Any = transformers.AutoModelForCausalLM
+    write_hf_directory(tmp_path / "bf16", read_text_config(source), open_checkpoint(source))
+    how = {"attn_implementation": theirs.config._attn_implementation}  # of Gemma eager: the others drop the soft cap
+    again = auto.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16, **how).eval()
+    assert torch.equal(logits_of(again), logits_of(theirs))
+    asked = transformers.CompressedTensorsConfig(dequantize=True)
+    with pytest.warns(UserWarning, match="loading attributes .* will be overwritten"):
+        fp8 = auto.from_pretrained(calibrated(name), dtype=torch.float32, quantization_config=asked, **how).eval()
+    assert apart(ours(calibrated(name), "bf16", torch.float32), logits_of(fp8)) < 32 * torch.finfo(torch.float32).eps

@@ -1,0 +1,21 @@
+"""docs/compatibility.md is what `make compatibility` writes when every test passes, and no test is left out of it."""
+
+from pathlib import Path
+
+from tests.compatibility import test_compatibility
+from tests.compatibility.page import CHECKS, complete, page
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+
+
+def test_the_page_is_what_the_tests_say() -> None:
+    assert page(complete()) == PAGE.read_text(), "run: make compatibility"
+
+
+def test_a_test_that_fails_is_a_no() -> None:
+    key = ("test_logits", "phi3")
+    assert page(complete() | {key: False}) != page(complete())
+
+
+def test_every_test_has_a_column() -> None:
+    assert {name for name in vars(test_compatibility) if name.startswith("test_")} == set(CHECKS)
