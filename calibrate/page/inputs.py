@@ -7,9 +7,9 @@ from typing import TypeVar
 from fp8serve.calibration.result import LayerReport, TensorReport
 
 _KIND_OF = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "into q, k, v"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "into q, k, v"),
     "o_proj": "into o",
-    **dict.fromkeys(("gate_proj", "up_proj"), "into gate, up"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "into gate, up"),
     "down_proj": "into down",
 }
 KINDS = tuple(dict.fromkeys(_KIND_OF.values()))

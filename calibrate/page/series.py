@@ -6,7 +6,8 @@ from fp8serve.calibration.charts import Dot, dots
 
 from .inputs import KINDS, index_of, kind_of
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
+               "gate_up_proj")  # fmt: skip
 Value = tuple[str, float, str]  # name of a layer or tensor, y, and y as it is shown
 
 

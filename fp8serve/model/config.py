@@ -206,8 +206,9 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family, where: str) -> None:
     for key, value in raw.items():
-        is_said = key in family.fixed and value == family.fixed[key]
-        if key not in HONOURED and key not in family.optional and not is_said and not is_harmless(key, value):
+        known = key in HONOURED or key in family.optional
+        fits = value in (family.fixed[key], None) if key in family.fixed else is_harmless(key, value)
+        if not known and not fits:
             raise ModelError(
                 f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."

@@ -70,14 +70,15 @@ def layer_ropes(
 
 def rotary_dim(get: Reader, head_dim: int) -> int:
     """How many elements of a head are turned, from the first on."""
-    inner, own = _given(get)[0].get("partial_rotary_factor"), get("partial_rotary_factor")
-    part = positive_number(own if inner is None else inner, "partial_rotary_factor", get.where, 1.0)
-    if part == 1:
+    key, (whole, windowed) = "partial_rotary_factor", _given(get)
+    own = 1.0 if get(key) is None else get(key)
+    parts = sorted({positive_number(given.get(key), key, get.where, own) for given in (whole, windowed or whole)})
+    turned = int(head_dim * parts[0])
+    if parts == [1.0]:
         return head_dim
-    turned = int(head_dim * part)
-    if "partial_rotary_factor" not in get.family.optional or part > 1 or turned % 2 or turned == 0:
+    if key not in get.family.optional or len(parts) > 1 or parts[0] > 1 or turned % 2 or turned == 0:
         raise ModelError(
-            f"{get.where}: partial_rotary_factor {shown(part)} of heads of {head_dim} elements is not supported for "
+            f"{get.where}: {key} {parts[0]} of heads of {head_dim} elements is not supported for "
             f"{get.family.architecture}."
         )
     return turned

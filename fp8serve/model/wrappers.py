@@ -51,7 +51,8 @@ def text_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     if kind not in (usual, *others):
         raise ModelError(f"{where}: the text_config of {name} is of the type {shown(kind)}, which is not supported.")
     own = {"architectures": [FAMILIES[kind].architecture], "model_type": kind}
-    return {key: raw[key] for key in _OF_BOTH if raw.get(key) is not None} | dict(text) | own
+    of_both = {key: raw[key] for key in _OF_BOTH if raw.get(key) is not None and text.get(key) is None}
+    return dict(text) | of_both | own
 
 
 def text_key(key: str) -> str | None:

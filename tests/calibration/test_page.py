@@ -5,7 +5,9 @@ from html.parser import HTMLParser
 import pytest
 
 from fp8serve.calibration.page.findings import Finding, evaluation_findings, findings
+from fp8serve.calibration.page.inputs import kind_of
 from fp8serve.calibration.page.pages import html_evaluation, html_report
+from fp8serve.calibration.page.series import by_projection
 from fp8serve.calibration.page.texts import before_and_after, what_to_know
 from fp8serve.calibration.result import (
     CalibrationReport,
@@ -233,3 +235,9 @@ def test_the_page_names_the_pairs_that_smoothing_changed() -> None:
     assert "<td>model.layers.0.input_layernorm</td>" in page
     for none in (SmoothingReport(0.5, (), 120), None):
         assert "<h2>Smoothing" not in html_report(dataclasses.replace(make_report(), smoothing=none))
+
+
+def test_fused_projections_are_drawn() -> None:
+    values = [(f"model.layers.0.{name}", 1.0, "1") for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")]
+    assert [by_projection([value]).count("<circle") for value in values] == [1, 1]
+    assert [kind_of(name) for name, _, _ in values] == ["into q, k, v", "into gate, up"]

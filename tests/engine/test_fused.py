@@ -26,7 +26,7 @@ from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.decoder import Attend
 from fp8serve.model.experts import Mixture
 
-from .tiny import ARCHITECTURES, call_each_layer, write_model, write_scales
+from .tiny import ARCHITECTURES, OTHERS, call_each_layer, write_model, write_scales
 
 pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512, "head_dim": 128}
@@ -93,7 +93,7 @@ def test_logits_and_256_tokens_are_equal(tmp_path: Path, mode: str) -> None:
     assert_fused_equals_plain(tmp_path / "model", mode, 256)
 
 
-@pytest.mark.parametrize("model_type", [name for name in ARCHITECTURES if name != "llama"])
+@pytest.mark.parametrize("model_type", [name for name in ARCHITECTURES | OTHERS if name != "llama"])
 def test_every_architecture(tmp_path: Path, model_type: str) -> None:
     assert_fused_equals_plain(tmp_path / "model", "delayed", 12, model_type=model_type)
 

@@ -36,13 +36,24 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Families whose layers have other parts; transformers' tokens are in tests/compatibility.
+OTHERS: dict[str, dict[str, Any]] = {
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75, "sliding_window": 12},
+    "olmo3": {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 12},
+    "glm4": {"architectures": ["Glm4ForCausalLM"], "head_dim": 32},
+    "ministral3": {"architectures": ["Ministral3ForCausalLM"], "head_dim": 32},
+    "cohere2": {"architectures": ["Cohere2ForCausalLM"], "sliding_window": 12},
+    "stablelm": {"architectures": ["StableLmForCausalLM"], "use_qkv_bias": True},
+}
+
+
 def write_model(path: Path, model_type: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """A directory with config, BF16 weights and tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "torch_dtype": "bfloat16"}
-    config = {"model_type": model_type, **sizes, **ids, **ARCHITECTURES[model_type], **overrides}
+    config = {"model_type": model_type, **sizes, **ids, **(ARCHITECTURES | OTHERS)[model_type], **overrides}
     (path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(seed)
     decoder = Decoder(read_config(path))

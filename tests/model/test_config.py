@@ -228,6 +228,45 @@ def test_what_is_not_computed_is_refused(change: dict[str, Any], message: str) -
         parse_config(LLAMA | change)
 
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("phi3", {"rope_scaling": LONG | {"long_factor": [2.0] * 7}}, "rope long_factor is .* a list of 8 numbers"),
+        ("phi3", {"rope_scaling": LONG | {"short_factor": [0.0] * 8}}, "rope short_factor is 0.0"),
+        ("phi3", {"rope_scaling": LONG | {"short_factor": None}}, "rope short_factor is None"),
+        ("phi3", {"rope_scaling": LONG | {"short_mscale": 1.1}}, "short_mscale"),
+        ("phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 of heads of 16 elements is not supported"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
+        ("phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01"),
+        ("phi3", {"partial_rotary_factor": "half"}, "partial_rotary_factor is 'half'"),
+        ("phi3", {"attention_bias": True}, "'attention_bias' is True"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor 0.5",
+        ),
+        ("cohere", {"use_parallel_block": False}, "'use_parallel_block' is False"),
+        ("cohere", {"position_embedding_type": "rope"}, "'position_embedding_type' is 'rope'"),
+        ("cohere", {"layer_switch": 3}, "'layer_switch' is 3"),
+        ("cohere", {"use_qk_norm": "yes"}, "use_qk_norm is 'yes'"),
+        ("cohere2", {"use_qk_norm": True}, "'use_qk_norm' is True"),
+        ("stablelm", {"qk_layernorm": True}, "'qk_layernorm' is True"),
+        ("stablelm", {"use_parallel_residual": 1}, "use_parallel_residual is 1"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta is 'x'"),
+        ("llama", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused(model_type: str, change: dict[str, Any], message: str) -> None:
+    raw = LLAMA | {"architectures": [FAMILIES[model_type].architecture], "model_type": model_type, "head_dim": 16}
+    raw |= {"num_key_value_heads": 2}
+    parse_config(raw)
+    with pytest.raises(ModelError, match=message):
+        parse_config(raw | change)
+
+
 def test_wrong_layer_types_are_refused() -> None:
     with pytest.raises(ModelError, match="layer_types is not 2 of"):
         parse_config(qwen2(layer_types=["full_attention"]))

@@ -18,7 +18,9 @@ from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint, write_calibrated, write_hf_directory
 from fp8serve.model.config import read_config
 from fp8serve.model.wrappers import read_text_config
-from tests.model.oracle import SIZES, YARN, all_logits, state_for
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.trainer import Trainer
+from tests.model.oracle import SIZES, YARN, all_logits, state_for, write_tokenizer
 
 IDS = list(range(3, 40))
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -159,6 +161,20 @@ def test_a_calibrated_wrapper_is_written_as_the_language_model(tmp_path: Path) -
         theirs = auto.from_pretrained(out, dtype=torch.bfloat16)(torch.tensor([IDS])).logits[0].float()
         ours = all_logits(load_servable(out), IDS)
     assert (theirs - ours).square().mean().sqrt() < 0.1 * ours.std()
+
+
+def test_a_wrapper_is_trained_as_the_language_model(tmp_path: Path) -> None:
+    source, data = tmp_path / "whole", tmp_path / "data.jsonl"
+    make("ministral3", source)
+    write_tokenizer(source)
+    data.write_text("".join(json.dumps({"text": f"row {i} of the data"}) + "\n" for i in range(4)))
+    sizes = {"batch_size": 2, "seq_len": 32, "max_steps": 2, "amax_history_len": 4}
+    config = TrainConfig.from_dict({"model": str(source), "data": [str(data)], "out": str(tmp_path / "out"), **sizes})
+    result = Trainer(config).run()
+    assert (result.status, result.step) == ("succeeded", 2)
+    assert result.model is not None
+    assert read_config(result.model).architecture == "Ministral3ForCausalLM"
+    assert load_servable(result.model).config.query_scaling == read_config(source).query_scaling
 
 
 @pytest.mark.parametrize(
