@@ -65,6 +65,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
     experts: Experts | None = None  # what some layers have for an MLP
+    attention_sinks: bool = False  # a logit of each head joins the sum of its weights
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -113,6 +114,7 @@ def parse_config(
         norms=family.norms,
         offset_norms=family.offset_norms,
         experts=experts_of(get, layers),
+        attention_sinks=family.sinks,
         **_attention(get, where),
         **_multipliers(get),
     )

@@ -19,7 +19,7 @@ linears in `pruned_names` see and count no other rows.
 
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
         for name in ("q_norm", "k_norm"):
             self.register_module(name, _norm(config, config.head_dim) if config.qk_norm else None)
+        sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
+        self.register_parameter("sinks", sinks)
         self.qkv = Projections(self, "q_proj", "k_proj", "v_proj")
 
     def forward(
@@ -210,6 +212,13 @@ class Decoder(nn.Module):
         None: of all T.
         """
         return self.model(token_ids, positions, attend, last)  # type: ignore[no-any-return]
+
+    def attention_options(self, layer: int) -> tuple[float, int | None, float | None, Tensor | None]:
+        """(softmax_scale, window, softcap, sinks) of a layer, as attention takes them."""
+        config, attention = self.config, cast(Attention, self.model.layers[layer].self_attn)
+        sinks = attention._parameters["sinks"]
+        scores = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
+        return *scores, None if sinks is None else sinks.float()
 
     def join(self) -> None:
         """For serving: q, k, v and gate, up of each layer become one matrix where they can (fp8/joined.py), and

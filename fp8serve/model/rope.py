@@ -49,7 +49,7 @@ def layer_ropes(get: Reader, layer_windows: tuple[int | None, ...], max_len: int
 def _ropes(get: Reader, max_len: int) -> tuple[Rope, Rope]:
     """Of layers that see the whole context, and of layers with a window."""
     raw, where = get.raw, get.where
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or get.family.defaults.get("rope_scaling") or {}
     by_type = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
     if not isinstance(given, dict) or (by_type and not get.family.local_theta):
         raise ModelError(f"{where}: rotary parameters per layer type are not supported for {get.family.architecture}.")

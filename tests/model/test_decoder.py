@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
-from safetensors.torch import load_file
 
 from fp8serve.fp8.ops import reference
 from fp8serve.model import fusing
+from fp8serve.model.checkpoint import open_checkpoint
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder, linear_names
 from tests.model.oracle import MODELS, all_logits, make_model
@@ -23,7 +23,7 @@ IDS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1)).t
 
 def load(directory: Path, dtype: torch.dtype) -> Decoder:
     model = Decoder(read_config(directory), dtype=dtype)
-    missing, unexpected = model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
+    missing, unexpected = model.load_state_dict(dict(open_checkpoint(directory)), strict=False)
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     return model.eval()
@@ -36,7 +36,7 @@ def both_logits(kind: str, dtype: torch.dtype, path: Path) -> tuple[torch.Tensor
         return all_logits(load(path, dtype), IDS), theirs(torch.tensor([IDS])).logits[0].float()
 
 
-EXACT = [(kind, torch.bfloat16) for kind in MODELS]
+EXACT = [(kind, torch.bfloat16) for kind in MODELS if kind != "gpt-oss"]  # whose scores transformers keeps in BF16
 # An expert's gate and up are one matrix in transformers, whose FP32 product adds in another order.
 EXACT += [(kind, torch.float32) for kind, (_, options) in MODELS.items() if "num_experts_per_tok" not in options]
 
