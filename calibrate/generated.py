@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fp8serve.model.checkpoint import kv_scales, load_servable
-from fp8serve.model.config import ModelConfig
 from fp8serve.model.decoder import Attend, Decoder, rotated
 from fp8serve.model.memory import free_memory
 from fp8serve.model.tokenizer import Tokenizer
@@ -72,7 +71,7 @@ def continued(
     """
     tokens = min(tokens, decoder.config.max_position_embeddings - max(map(len, prompts)))
     device = decoder.model.embed_tokens.weight.device
-    cache = _Cache(decoder.config, [len(p) + tokens for p in prompts], device, scales or {})
+    cache = _Cache(decoder, [len(p) + tokens for p in prompts], device, scales or {})
     ids, found = torch.tensor([i for p in prompts for i in p], device=device), list[list[int]]()
     new = [len(p) for p in prompts]
     for _ in range(tokens):
@@ -86,10 +85,11 @@ def continued(
 class _Cache:
     """Keys and values of sequences that grow to at most `rooms` tokens."""
 
-    def __init__(self, config: ModelConfig, rooms: Sequence[int], device: torch.device, scales: KVScales) -> None:
+    def __init__(self, decoder: Decoder, rooms: Sequence[int], device: torch.device, scales: KVScales) -> None:
+        config = decoder.config
         per_sequence = -(-max(rooms) // BLOCK)
         blocks = per_sequence * len(rooms)
-        self._config, self._device, self._scales = config, device, scales
+        self._decoder, self._device, self._scales = decoder, device, scales
         self._tables = torch.arange(blocks, dtype=torch.int32, device=device).view(len(rooms), per_sequence)
         self._starts = [i * per_sequence * BLOCK for i in range(len(rooms))]  # slots of the first tokens
         self._lengths = [0] * len(rooms)
@@ -111,7 +111,7 @@ class _Cache:
             scales = self._scales.get(layer, (None, None))
             _write_kv(k, v, keys, values, slots, *scales)
             inverse = (None if s is None else s.reciprocal() for s in scales)
-            options = self._config.softmax_scale, self._config.layer_windows[layer], self._config.attention_softcap
+            options = self._decoder.attention_options(layer)
             return _paged_attention(q, keys, values, self._tables, lengths, queries, *inverse, *options)  # type: ignore[no-any-return]
 
         return self._tensor([p for row in positions for p in row]), rotated(mix)

@@ -36,12 +36,11 @@ def forward(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Tensor:
 
 def attending(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Attend:
     """How the tokens of a batch attend in the decoder's layers."""
-    names, config = attention_names(decoder), decoder.config
+    names = attention_names(decoder)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = tap(names[layer], k, v) if tap else (k, v)
-        options = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
-        return causal_attention(q, k, v, batch.lengths, *options)
+        return causal_attention(q, k, v, batch.lengths, *decoder.attention_options(layer))
 
     return rotated(attend)
 

@@ -37,7 +37,6 @@ struct Panel {
   const std::byte* values;
   int64_t first, rows, row_bytes;  // of one block of K
 
-  int64_t bytes(int64_t k_blocks) const { return k_blocks * rows * row_bytes; }
   const std::byte* at(int64_t row, int64_t kb) const {
     return values + (kb * rows + row - first) * row_bytes;
   }

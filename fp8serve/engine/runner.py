@@ -135,6 +135,5 @@ class Runner:
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k_inv, scale.v_inv) if scale else (None, None)
         tables = queries.block_tables, queries.context_lens, queries.query_starts
-        config = self.model.config
-        options = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
+        options = self.model.attention_options(layer)
         return _paged_attention(q, *self._caches[layer], *tables, *scales, *options)  # type: ignore[no-any-return]

@@ -27,7 +27,16 @@ _grouped_quantize = torch.ops.fp8serve.grouped_quantize.default
 def can_stack(owners: Sequence[nn.Module], names: Sequence[str]) -> bool:
     """Whether these layers of every owner can be joined, and all owners have them of the same shapes and kind."""
     layers = [[owner._modules[name] for name in names] for owner in owners]
-    return all(map(can_join, layers)) and len({_kind(cast(list[FrozenLinear], group)) for group in layers}) == 1
+    return (
+        all(map(can_join, layers))
+        and _multiplies(cast(FrozenLinear, layers[0][0]))
+        and len({_kind(cast(list[FrozenLinear], group)) for group in layers}) == 1
+    )
+
+
+def _multiplies(layer: FrozenLinear) -> bool:
+    """Whether grouped_mm takes what it would be given: on a GPU not an input in BF16."""
+    return layer.input_spec.is_fp8 or not layer.weight_q.is_cuda
 
 
 def _kind(layers: Sequence[FrozenLinear]) -> tuple[object, ...]:

@@ -75,6 +75,7 @@ class ModelConfig:
     norm: Norm = "rms"
     norm_bias: bool = False
     experts: Experts | None = None  # what some layers have for an MLP
+    attention_sinks: bool = False  # a logit of each head joins the sum of its weights
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -129,6 +130,7 @@ def parse_config(
         offset_norms=family.offset_norms,
         fused_gate_up=family.fused_gate_up,
         experts=experts_of(get, layers),
+        attention_sinks=family.sinks,
         **_blocks(get),
         **_attention(get, head_dim, where),
         **_multipliers(get),

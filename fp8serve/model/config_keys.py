@@ -39,7 +39,7 @@ _HARMLESS = frozenset({
     # limits and tokens that a tokenizer or a tool wrote down
     "max_sequence_length", "model_max_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "n_positions",
     "n_ctx", "context_length", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
-    "decoder_start_token_id", "tokenizer_class", "prefix", "sliding_window_size",
+    "initial_context_length", "decoder_start_token_id", "tokenizer_class", "prefix", "sliding_window_size",
     # generation defaults, which belong to generation_config.json
     "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p",
     "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams",

@@ -102,7 +102,11 @@ def _config(model: nn.Module) -> dict[str, Any]:
     half = next(model.parameters()).dtype is torch.float16
     raw = {key: value for key, value in raw.items() if key not in dropped}
     raw |= {"dtype": "float16" if half else "bfloat16"}
-    parse_config(raw)
+    if parse_config(raw).experts is not None:
+        raise ModelError(
+            f"The experts of {type(model).__name__} are no linear layers in transformers, so they were not trained in "
+            "FP8; fine-tune the model's directory with `fp8serve finetune` instead."
+        )
     return raw
 
 

@@ -19,7 +19,7 @@ linears in `pruned_names` see and count no other rows.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
         self.register_module("q_norm", make_head_norm(config, config.num_heads))
         self.register_module("k_norm", make_head_norm(config, config.num_kv_heads))
+        sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
+        self.register_parameter("sinks", sinks)
 
     def forward(
         self,
@@ -240,6 +242,13 @@ class Decoder(nn.Module):
         None: of all T.
         """
         return self.model(token_ids, positions, attend, last)  # type: ignore[no-any-return]
+
+    def attention_options(self, layer: int) -> tuple[float, int | None, float | None, Tensor | None]:
+        """(softmax_scale, window, softcap, sinks) of a layer, as attention takes them."""
+        config, attention = self.config, cast(Attention, self.model.layers[layer].self_attn)
+        sinks = attention._parameters["sinks"]
+        scores = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
+        return *scores, None if sinks is None else sinks.float()
 
     def join(self) -> None:
         """For serving: q, k, v and gate, up of each layer become one matrix where they can (fp8/joined.py), and

@@ -35,21 +35,31 @@ class Router(nn.Linear):
     """A linear that `convert` leaves in high precision."""
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    """gpt-oss' activation: gate * sigmoid(alpha * gate) * (up + 1), of a gate up to `limit` and an up within it."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 class Expert(nn.Module):
     """down(activation(gate(x)) * up(x)), under the names that the file has for the three."""
 
-    def __init__(self, config: ModelConfig, size: int, names: tuple[str, str, str]) -> None:
+    def __init__(self, config: ModelConfig, size: int, settings: Experts) -> None:
         super().__init__()
-        self.activation, self.names = config.activation, names
-        gate, up, down = names
-        self.register_module(gate, nn.Linear(config.hidden_size, size, bias=False))
-        self.register_module(up, nn.Linear(config.hidden_size, size, bias=False))
-        self.register_module(down, nn.Linear(size, config.hidden_size, bias=False))
+        self.activation, self.clamp = config.activation, settings.clamp
+        self.names = gate, up, down = settings.names.gate, settings.names.up, settings.names.down
+        self.register_module(gate, nn.Linear(config.hidden_size, size, bias=settings.bias))
+        self.register_module(up, nn.Linear(config.hidden_size, size, bias=settings.bias))
+        self.register_module(down, nn.Linear(size, config.hidden_size, bias=settings.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> the same."""
         gate, up, down = self.linears()
-        return down(GATED[self.activation](gate(x), up(x)))  # type: ignore[no-any-return]
+        return down(self.gated(gate(x), up(x)))  # type: ignore[no-any-return]
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What goes into `down`."""
+        return GATED[self.activation](gate, up) if self.clamp is None else clamped_swiglu(gate, up, *self.clamp)
 
     def linears(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         """gate, up and down."""
@@ -87,11 +97,10 @@ class Mixture(nn.Module):
         super().__init__()
         self.settings = settings
         names = settings.names
-        parts = (names.gate, names.up, names.down)
-        self.register_module(names.router, Router(config.hidden_size, settings.count, bias=False))
-        self.experts = nn.ModuleList(Expert(config, settings.size, parts) for _ in range(settings.count))
+        self.register_module(names.router, Router(config.hidden_size, settings.count, bias=settings.bias))
+        self.experts = nn.ModuleList(Expert(config, settings.size, settings) for _ in range(settings.count))
         if names.shared is not None and settings.shared_size is not None:
-            self.register_module(names.shared, Expert(config, settings.shared_size, parts))
+            self.register_module(names.shared, Expert(config, settings.shared_size, settings))
         if names.shared_gate is not None:
             self.register_module(names.shared_gate, Router(config.hidden_size, 1, bias=False))
         self.tokens = torch.zeros(settings.count, dtype=torch.int64, device="cpu")
@@ -105,8 +114,12 @@ class Mixture(nn.Module):
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> (experts int64 [T, k], rising; their weights [T, k])."""
-        logits = self._child(self.settings.names.router)(x)
-        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.settings.per_token, dim=-1)
+        logits, count = self._child(self.settings.names.router)(x), self.settings.per_token
+        if self.settings.weighs_chosen:
+            best, chosen = logits.topk(count, dim=-1)
+            weights = best.softmax(-1)
+        else:
+            weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(count, dim=-1)
         if self.settings.normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
         chosen, order = chosen.sort(-1)
@@ -157,7 +170,7 @@ class Mixture(nn.Module):
         return total + said
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return GATED[self._experts()[0].activation](gate, up)
+        return self._experts()[0].gated(gate, up)
 
     def _experts(self) -> Sequence[Expert]:
         return cast(Sequence[Expert], self.experts)

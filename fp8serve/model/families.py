@@ -51,13 +51,18 @@ class MixtureNames:
 class Mixture:
     """How a family's mixtures of experts differ from others'; see mixture.Experts.
 
-    size: the key for the size of each expert. normalizes: None: the file says so.
+    size: the key for the size of each expert. normalizes: None: the file says so. weighs_chosen: the softmax is of the
+    chosen experts' logits alone. bias: of the router and of every projection. interleaved: files have all experts in
+    one tensor [E, in, out], with rows of gate and up in turn (gpt-oss).
     """
 
     names: MixtureNames = MixtureNames()
     size: str = "moe_intermediate_size"
     normalizes: bool | None = None
     wide_weights: bool = False
+    weighs_chosen: bool = False
+    bias: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class Family:
     position, as the file says. parallel: attention and MLP read the same, by one norm; None: the file's
     `use_parallel_residual` says so. eps_key: of the norms. offset_norms: they multiply by 1 + weight. sqrt_embedding:
     embeddings are multiplied by the square root of their width. mixture: some layers have experts for an MLP.
+    sinks: each head has a logit that joins the sum of its weights.
     """
 
     architecture: str
@@ -102,6 +108,7 @@ class Family:
     offset_norms: bool = False
     sqrt_embedding: bool = False
     mixture: Mixture | None = None
+    sinks: bool = False
 
 
 _COMMON: dict[str, Any] = {
@@ -136,6 +143,12 @@ _QWEN2_MOE = _QWEN | _EXPERTS | {"num_key_value_heads": 16, "num_experts": 60, "
                                  "qkv_bias": True}  # fmt: skip
 _QWEN3_MOE = _QWEN | _EXPERTS | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
                                  "moe_intermediate_size": 768, "max_window_layers": 0}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+         "original_max_position_embeddings": 4096}  # fmt: skip
+_GPT_OSS = {"max_position_embeddings": 131072, "vocab_size": 201088, "head_dim": 64, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_parameters": _YARN, "sliding_window": 128,
+            "sliding_window_pattern": 2, "attention_bias": True, "num_experts": 128, "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # fmt: skip
 _MOE_KEYS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
                        "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})  # fmt: skip
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
@@ -319,5 +332,31 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         frozenset({"sliding_window", "use_sliding_window", "attention_bias"}) | _MOE_KEYS,
         qk_norm="shared",
         mixture=Mixture(),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _COMMON | _GPT_OSS,
+        frozenset(
+            {
+                "sliding_window",
+                "attention_bias",
+                "num_experts",
+                "num_local_experts",
+                "num_experts_per_tok",
+                "experts_per_token",
+                "swiglu_limit",
+                "swiglu_alpha",
+            }
+        ),
+        uniform_window=False,
+        mixture=Mixture(
+            MixtureNames(router="router"),
+            size="intermediate_size",
+            normalizes=False,
+            weighs_chosen=True,
+            bias=True,
+            interleaved=True,
+        ),
+        sinks=True,
     ),
 }

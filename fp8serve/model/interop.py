@@ -222,7 +222,12 @@ def _modelopt(config: Fields) -> Quantization:
     return Quantization(((("Linear",), Scheme("modelopt", MODELOPT[algo.upper()][0])),), ignore, "modelopt")
 
 
-_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
+def _mxfp4(config: Fields) -> Quantization:
+    """gpt-oss: experts that are dequantized as they are read (interleaved.py); nothing is in FP8."""
+    return Quantization((), config.texts("modules_to_not_convert"), "mxfp4")
+
+
+_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt, "mxfp4": _mxfp4}
 
 
 def _unsupported(producer: str, what: str, found: Any) -> ModelError:

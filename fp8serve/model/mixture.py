@@ -25,6 +25,10 @@ class Experts:
     wide_weights: bool
     layers: tuple[int, ...]
     shared_size: int | None = None
+    weighs_chosen: bool = False  # by the softmax of their logits alone
+    bias: bool = False
+    interleaved: bool = False  # in files, see families.Mixture
+    clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss' activation
 
 
 def experts_of(get: Reader, layers: int) -> Experts | None:
@@ -33,6 +37,8 @@ def experts_of(get: Reader, layers: int) -> Experts | None:
     if mixture is None:
         return None
     count, chosen = _count(get), get.positive("num_experts_per_tok")
+    if get("experts_per_token") not in (None, chosen):
+        raise get.complain("experts_per_token", get("experts_per_token"), f"{chosen}, as num_experts_per_tok,")
     if chosen > count:
         raise get.complain("num_experts_per_tok", chosen, f"at most the {count} experts")
     found = Experts(
@@ -44,6 +50,10 @@ def experts_of(get: Reader, layers: int) -> Experts | None:
         wide_weights=mixture.wide_weights,
         layers=_sparse(get, layers),
         shared_size=get.positive("shared_expert_intermediate_size") if mixture.names.shared else None,
+        weighs_chosen=mixture.weighs_chosen,
+        bias=mixture.bias,
+        interleaved=mixture.interleaved,
+        clamp=None if get("swiglu_limit") is None else (get.number("swiglu_limit"), get.number("swiglu_alpha")),
     )
     return found if found.layers else None
 

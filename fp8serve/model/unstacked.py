@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp8serve.errors import ModelError
+from fp8serve.fp8.ops.arithmetic import BLOCK as BLOCK_ROWS
 from fp8serve.model.config import ModelConfig
+from fp8serve.model.interleaved import separated
 from fp8serve.model.mixture import Experts
 from fp8serve.model.shards import Shards, StoredTensor
 
@@ -25,6 +27,8 @@ _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale_inv|_scale|
 def unstacked(shards: Shards, config: ModelConfig) -> Shards:
     """The same tensors, each expert's under a name of its own. ModelError: an expert is there twice."""
     experts = config.experts
+    if experts is not None and experts.interleaved:
+        return separated(shards, experts)
     if experts is None or not any(_STACK.fullmatch(name) for name in shards.entries):
         return shards
     found: dict[str, StoredTensor] = {}
@@ -51,8 +55,19 @@ def _parts(name: str, entry: StoredTensor, experts: Experts) -> Iterator[tuple[s
     leaves = (names.gate, names.up) if projection == "gate_up_proj" else (names.down,)
     _, rows, columns = entry.shape
     own = 1 if rows == 1 else rows // len(leaves)  # a scale for both halves is each one's
+    if scale and rows > 1 and rows != len(leaves) * experts.size:
+        _check_blocks(entry, name, experts)
     for expert in range(experts.count):
         for i, leaf in enumerate(leaves):
             row = expert * rows + min(i * own, rows - own)
             start = entry.start + math.prod((row, columns)) * entry.dtype.itemsize
             yield f"{owner}.{expert}.{leaf}.weight{scale}", replace(entry, shape=(own, columns), start=start, note=None)
+
+
+def _check_blocks(entry: StoredTensor, name: str, experts: Experts) -> None:
+    """ModelError where a block of scales holds rows of both gate and up."""
+    if name.endswith(("gate_up_proj_scale_inv", "gate_up_proj_scale")) and experts.size % BLOCK_ROWS:
+        raise ModelError(
+            f"{entry.file}: {name} has blocks that belong to gate and up both, for {experts.size} rows of each are no "
+            f"multiple of {BLOCK_ROWS}; write the experts one by one."
+        )

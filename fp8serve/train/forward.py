@@ -33,11 +33,8 @@ class Network(nn.Module):
         self.attention = nn.ModuleList(DotProductAttention() for _ in decoder.model.layers)
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        config = self.decoder.config
-
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            options = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
-            return self.attention[layer](q, k, v, batch.lengths, *options)  # type: ignore[no-any-return]
+            return self.attention[layer](q, k, v, batch.lengths, *self.decoder.attention_options(layer))  # type: ignore[no-any-return]
 
         hidden = self.decoder(batch.token_ids, batch.positions, rotated(attend))
         return self.decoder.logits(hidden[batch.predict])

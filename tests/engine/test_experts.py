@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
@@ -18,14 +18,18 @@ from .test_oracle import TEXT, learn
 from .tiny import call_each_layer, write_model
 
 pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
-KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]
+KINDS = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 SIZES = {"moe_intermediate_size": 128, "hidden_size": 256, "intermediate_size": 128}
 PROMPTS = [[256, *b"Once upon a time"], list(range(1, 90)), [256, *b"x"]]
 NEW = 64
 
 
 def sizes_of(kind: str) -> dict[str, int]:
-    return {key: value for key, value in SIZES.items() if kind != "mixtral" or key != "moe_intermediate_size"}
+    return {
+        key: value
+        for key, value in SIZES.items()
+        if kind not in ("mixtral", "gpt_oss") or key != "moe_intermediate_size"
+    }
 
 
 def logits_of_every_step(engine: Engine, prompts: list[list[int]], tokens: int) -> list[torch.Tensor]:
@@ -73,9 +77,18 @@ def test_grouped_experts_equal_experts_called_one_by_one(
         assert [[r[c] for c in columns] for r in engine.scales()] == [[r[c] for c in columns] for r in plain.scales()]
 
 
+def learner(kind: str, path: Path) -> Any:
+    """A model of transformers in FP32, and the tokenizer in `path`."""
+    write_model(path, kind)
+    if kind != "gpt_oss":
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.manual_seed(0)  # ours are written one by one, which transformers does not read
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_64_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
-    oracle = learn(AutoModelForCausalLM.from_pretrained(write_model(tmp_path, kind), dtype=torch.float32))
+    oracle = learn(learner(kind, tmp_path))
     oracle.to(torch.bfloat16).save_pretrained(tmp_path)
     prompts = [list(TEXT[at : at + size]) for at, size in ((0, 8), (30, 40), (60, 17))]
     engine = Engine(tmp_path, recipe="bf16", max_batch_tokens=24, max_prefill_tokens=8)

@@ -23,7 +23,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", list(ARCHITECTURES))
+@pytest.mark.parametrize("model_type", [kind for kind in ARCHITECTURES if kind != "gpt_oss"])  # test_experts.py has it
 def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
     oracle = learn(AutoModelForCausalLM.from_pretrained(write_model(tmp_path, model_type), dtype=torch.float32))
     oracle.to(torch.bfloat16).save_pretrained(tmp_path)

@@ -32,6 +32,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], **_EXPERTS, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS, "head_dim": 32, "norm_topk_prob": True},
+    "gpt_oss": {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+                "head_dim": 32, "sliding_window": 12, "swiglu_limit": 1.0},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0], "pad_token_id": 0},
 }  # fmt: skip
 

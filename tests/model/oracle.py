@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, linear_names, load_trainable
 from fp8serve.model.config import ModelConfig
@@ -54,6 +55,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"num_experts_per_tok": 4, "norm_topk_prob": True, "head_dim": 32}),
     "qwen3-moe-sparse": ("Qwen3Moe", EXPERTS | {"num_experts_per_tok": 2, "head_dim": 32, "num_hidden_layers": 4,
                                                 "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 7, "num_experts_per_tok": 3, "num_hidden_layers": 4, "head_dim": 32,
+                                     "sliding_window": 8, "rope_parameters": YARN, "swiglu_limit": 0.5}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 2}),
     "phi3": ("Phi3", {"pad_token_id": 2}),
     "phi3-window": ("Phi3", {"pad_token_id": 2, "sliding_window": 8}),
@@ -135,9 +138,19 @@ def eager(config: ModelConfig, window: int | None, q: Tensor, k: Tensor, v: Tens
     return (weights @ v.repeat_interleave(groups, 1))[0].transpose(0, 1)
 
 
+def with_sinks(model: Decoder) -> Attend:
+    """One sequence, by the attention that calibration and training run."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention(q, k, v, [len(q)], *model.attention_options(layer))
+
+    return rotated(attend)
+
+
 def all_logits(model: Decoder, ids: list[int]) -> Tensor:
     """FP32 [T, vocab] for one sequence."""
-    hidden = model(torch.tensor(ids), torch.arange(len(ids)), full_attention(model.config))
+    attend = with_sinks(model) if model.config.attention_sinks else full_attention(model.config)
+    hidden = model(torch.tensor(ids), torch.arange(len(ids)), attend)
     return model.logits(hidden)
 
 

@@ -368,7 +368,29 @@ QWEN3_MOE: dict[str, tuple[Sizes, dict[str, Any]]] = {
         _QWEN3_MOE | {"max_window_layers": 94, "moe_intermediate_size": 1536, "rope_theta": 5000000},
     ),
 }
-_FAMILIES = {"mixtral": ("Mixtral", MIXTRAL), "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
+_GPT_OSS = {"attention_bias": True, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64,
+            "initial_context_length": 4096, "num_experts_per_tok": 4, "output_router_logits": False,
+            "pad_token_id": 199999, "router_aux_loss_coef": 0.9, "rope_theta": 150000, "sliding_window": 128,
+            "swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]},
+            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                             "original_max_position_embeddings": 4096, "truncate": False}}  # fmt: skip
+
+
+def _alternating(layers: int) -> dict[str, Any]:
+    return {"layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]}
+
+
+GPT_OSS: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "openai/gpt-oss-20b": (
+        (201088, 2880, 2880, 24, 64, 8, 131072),
+        _GPT_OSS | _alternating(24) | {"num_local_experts": 32},
+    ),
+    "openai/gpt-oss-120b": (
+        (201088, 2880, 2880, 36, 64, 8, 131072),
+        _GPT_OSS | _alternating(36) | {"num_local_experts": 128},
+    ),
+}
+_FAMILIES = {"gpt_oss": ("GptOss", GPT_OSS), "mixtral": ("Mixtral", MIXTRAL), "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
              "qwen3_moe": ("Qwen3Moe", QWEN3_MOE), "llama": ("Llama", LLAMA), "mistral": ("Mistral", MISTRAL),
              "qwen2": ("Qwen2", QWEN2),
              "qwen3": ("Qwen3", QWEN3), "gemma2": ("Gemma2", GEMMA2), "gemma3_text": ("Gemma3", GEMMA3),

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
-from safetensors.torch import load_file
 
 from fp8serve.fp8.ops import reference
 from fp8serve.model import fusing, norms
+from fp8serve.model.checkpoint import open_checkpoint
 from fp8serve.model.config import read_config
 from fp8serve.model.decoder import Decoder, linear_names
 from tests.model.oracle import MODELS, all_logits, make_model
@@ -27,7 +27,7 @@ IDS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1)).t
 
 def load(directory: Path, dtype: torch.dtype) -> Decoder:
     model = Decoder(read_config(directory), dtype=dtype)
-    missing, unexpected = model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
+    missing, unexpected = model.load_state_dict(dict(open_checkpoint(directory)), strict=False)
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     return model.eval()
@@ -40,7 +40,8 @@ def both_logits(kind: str, dtype: torch.dtype, path: Path) -> tuple[torch.Tensor
         return all_logits(load(path, dtype), IDS), theirs(torch.tensor([IDS])).logits[0].float()
 
 
-EXACT = [(kind, torch.bfloat16) for kind in MODELS if not kind.startswith(ROUNDED)]
+# transformers keeps gpt-oss' scores in BF16.
+EXACT = [(kind, torch.bfloat16) for kind in MODELS if kind != "gpt-oss" and not kind.startswith(ROUNDED)]
 # An expert's gate and up are one matrix in transformers, whose FP32 product adds in another order.
 EXACT += [(kind, torch.float32) for kind, _ in EXACT if "num_experts_per_tok" not in MODELS[kind][1]]
 

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from fp8serve.errors import ModelError
 from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint
 from fp8serve.model.config import parse_config, read_config
+from fp8serve.model.converted import export
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.experts import Mixture, sort
 from tests.model.oracle import MODELS, all_logits, make_model
 
 MOE = [kind for kind, (_, options) in MODELS.items() if "num_experts_per_tok" in options]
+QWEN_LIKE = [kind for kind in MOE if kind != "gpt-oss"]
 RAW = {"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
        "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 IDS = list(range(3, 40))
@@ -117,7 +119,7 @@ def stacked(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
     return found
 
 
-@pytest.mark.parametrize("kind", MOE)
+@pytest.mark.parametrize("kind", QWEN_LIKE)
 def test_stacked_experts_are_read_as_separate_ones(kind: str, tmp_path: Path) -> None:
     make_model(kind, tmp_path)
     separate = {name: t.clone() for name, t in open_checkpoint(tmp_path).items()}
@@ -136,6 +138,36 @@ def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(("size", "fits"), [(128, True), (96, False)])
+def test_scales_of_stacked_fp8_experts(size: int, fits: bool, tmp_path: Path) -> None:
+    """Blocks of 128 x 128, as transformers writes them; none may belong to two projections."""
+    make_model("qwen3-moe", tmp_path, overrides={"moe_intermediate_size": size, "hidden_size": 128})
+    tensors = stacked(load_file(tmp_path / "model.safetensors"), "qwen3-moe")
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, rows, columns = tensors[name].shape
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        scales = torch.rand(count, -(-rows // 128), -(-columns // 128)) + 0.5
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if not fits:
+        with pytest.raises(ModelError, match="blocks that belong to gate and up both"):
+            open_checkpoint(tmp_path)
+        return
+    found = open_checkpoint(tmp_path)
+    first, scales = (tensors[f"model.layers.1.mlp.experts.gate_up_proj{end}"][5] for end in ("", "_scale_inv"))
+    for leaf, rows, scale in (("gate_proj", first[:128], scales[0]), ("up_proj", first[128:], scales[1])):
+        assert torch.equal(found[f"model.layers.1.mlp.experts.5.{leaf}.weight"], rows.float() * scale)
+
+
+def test_a_converted_mixture_of_transformers_is_not_exported(tmp_path: Path) -> None:
+    theirs = make_model("qwen3-moe", tmp_path / "model")
+    with pytest.raises(ModelError, match="experts of Qwen3MoeForCausalLM are no linear layers in transformers"):
+        export(theirs, tmp_path / "out", recipe=None)
+
+
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     make_model("qwen3-moe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -151,4 +183,71 @@ def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 6}))
     with pytest.raises(ModelError):
+        open_checkpoint(tmp_path)
+
+
+def fp4(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(values [..., K], blocks, scales) of random MXFP4 numbers, computed by hand."""
+    noise = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, shape, generator=noise)
+    exponents = torch.randint(120, 126, (*shape[:-1], shape[-1] // 32), generator=noise)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    values = table[codes] * torch.exp2(exponents - 127.0).repeat_interleave(32, -1)
+    pairs = codes.view(*shape[:-1], -1, 16, 2)
+    return values, (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8), exponents.to(torch.uint8)
+
+
+def write_gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
+    """A model in MXFP4, as published; the experts' weights by the names that ours have."""
+    make_model("gpt-oss", folder, overrides={"hidden_size": 64, "intermediate_size": 96})
+    tensors, expected = load_file(folder / "model.safetensors"), dict[str, torch.Tensor]()
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        owner, _, leaf = name.rpartition(".")
+        count, inner, outer = tensors.pop(name).shape
+        values, tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = fp4((count, outer, inner))
+        for e in range(count):
+            if leaf == "down_proj":
+                expected[f"{owner}.{e}.down_proj.weight"] = values[e]
+            else:
+                expected[f"{owner}.{e}.gate_proj.weight"] = values[e, ::2]
+                expected[f"{owner}.{e}.up_proj.weight"] = values[e, 1::2]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+def test_mxfp4_experts_are_dequantized_as_they_are_read(tmp_path: Path) -> None:
+    expected, found = write_gpt_oss(tmp_path), open_checkpoint(tmp_path)
+    assert not found.fp8_linears
+    assert len(expected) == 4 * 7 * 3
+    for name, values in expected.items():
+        assert found[name].dtype == torch.bfloat16
+        assert torch.equal(found[name].float(), values)
+    served = load_servable(tmp_path)
+    assert torch.equal(
+        served.model.layers[0].mlp.experts[3].up_proj.weight, found["model.layers.0.mlp.experts.3.up_proj.weight"]
+    )  # type: ignore[union-attr, index, operator]
+
+
+def test_mxfp4_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "experts_implementation": "eager"}
+    quantization = transformers.Mxfp4Config(dequantize=True)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, **how)
+    with torch.no_grad():  # in FP32, for transformers' own BF16 logits are a tenth away from these
+        expected = theirs.float()(torch.tensor([IDS])).logits[0]
+        actual = all_logits(load_servable(tmp_path, "bf16", dtype=torch.float32), IDS)
+    assert (actual - expected).square().mean().sqrt() < 1e-5 * expected.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("broken", ["scales", "blocks"])
+def test_a_stack_that_is_not_whole_is_refused(broken: str, tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.1.mlp.experts.down_proj_{broken}"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"down_proj_blocks has the shape .* which is not that of 7 experts"):
         open_checkpoint(tmp_path)
