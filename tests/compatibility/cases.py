@@ -24,6 +24,8 @@ KINDS = {
 # By the wrapper's model_type, the language model in it.
 TEXTS = {"mistral3": "ministral3", "gemma3": "gemma3_text"}
 PUBLISHED = {"mistral3": "mistralai/Mistral-Small-3.1-24B-Instruct-2503", "gemma3": "google/gemma-3-4b-it"}
+# Their files hold experts stacked, and transformers reads no other; ours hold them one by one.
+NOT_READ_BY_TRANSFORMERS = {"gpt_oss"}
 NAMES = [*FAMILIES, *WRAPPERS]
 Make = Callable[..., Any]  # (directory, **of save_pretrained) -> transformers' model, in the type that is asked for
 

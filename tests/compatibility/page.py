@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.compatibility.cases import NAMES, architecture, repository
+from tests.compatibility.cases import NAMES, NOT_READ_BY_TRANSFORMERS, architecture, repository
 
 TESTS = Path(__file__).with_name("test_compatibility.py")
 # By the name of a test: the column that it fills, and what is done.
@@ -60,8 +60,9 @@ def _row(name: str, outcomes: Outcomes) -> list[str]:
 
 
 def complete() -> Outcomes:
-    """What the page is made of when every test passes."""
-    return {(check, name): True for check in CHECKS for name in NAMES}
+    """What the page is made of when every test passes that runs."""
+    left_out = {("test_transformers_reads_what_is_written", name) for name in NOT_READ_BY_TRANSFORMERS}
+    return {(check, name): (check, name) not in left_out for check in CHECKS for name in NAMES}
 
 
 def tested() -> Outcomes:
