@@ -33,11 +33,16 @@ def read_text_config(model_dir: Path, error: type[Fp8ServeError] = ModelError) -
     `error` as for `read_json`; ModelError: a wrapper's text_config is missing or of a model that it cannot hold.
     """
     raw = read_json(model_dir / "config.json", error)
-    if raw.get("model_type") not in WRAPPERS:
+    if not is_wrapper(raw):
         return raw
     text = text_part(raw, str(model_dir / "config.json"))
     has_head = any(text_key(key) == "lm_head.weight" for key in open_shards(model_dir))
     return text | {"tie_word_embeddings": not has_head}
+
+
+def is_wrapper(raw: Mapping[str, Any]) -> bool:
+    """Whether this config.json is that of a multimodal model which holds a language model that is served."""
+    return str(raw.get("model_type")) in WRAPPERS
 
 
 def text_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -66,7 +71,7 @@ def text_key(key: str) -> str | None:
 def text_shards(model_dir: Path) -> tuple[Shards, tuple[str, ...]]:
     """(the tensors of the language model by its own names, the parts that are left out) of a model's directory."""
     shards = open_shards(model_dir)
-    if read_json(model_dir / "config.json").get("model_type") not in WRAPPERS:
+    if not is_wrapper(read_json(model_dir / "config.json")):
         return shards, ()
     names = {key: ours for key in shards if (ours := text_key(key)) is not None}
     return shards.renamed(names), tuple(dict.fromkeys(_part(key) for key in shards if key not in names))

@@ -140,11 +140,14 @@ def test_wrong_values_of_every_key_of_config_json() -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "mscale": 1.0,
             "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1, "attention_factor": 1.0, "truncate": True,
             "rope_theta": 1e4, "partial_rotary_factor": 1.0}  # fmt: skip
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4,
+            "original_max_position_embeddings": 64, "attention_factor": 1.0, "factor": 2.0}  # fmt: skip
     refused = 0
     for kind, family in FAMILIES.items():
         defaults = {k: v for k, v in family.defaults.items() if k in family.optional or not k.startswith(UNREAD)}
         base = {**defaults, **sizes, "model_type": kind, "architectures": [family.architecture],
-                "rope_scaling": yarn, "rope_theta": 1e4, "dtype": "bfloat16"}  # fmt: skip
+                "rope_scaling": long if family.rope_aliases else yarn, "rope_theta": 1e4,
+                "dtype": "bfloat16"}  # fmt: skip
         assert parse_config(base).num_layers == 2
         for place in places(base):
             for value in WRONG:

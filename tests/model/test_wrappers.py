@@ -21,6 +21,7 @@ from fp8serve.model.wrappers import read_text_config
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.trainer import Trainer
 from tests.model.oracle import SIZES, YARN, all_logits, state_for, write_tokenizer
+from tests.model.test_hostile import WRONG, outcome, places, replaced
 
 IDS = list(range(3, 40))
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -191,6 +192,16 @@ def test_a_wrapper_of_something_else_is_refused(change: dict[str, Any], message:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=message):
         open_checkpoint(tmp_path)
+
+
+def test_wrong_values_of_every_key_are_one_sentence(tmp_path: Path) -> None:
+    make("ministral3", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    keys = {key: raw[key] for key in ("architectures", "model_type", "text_config", "dtype")}
+    for place in places(keys):
+        for value in WRONG:
+            (tmp_path / "config.json").write_text(json.dumps(raw | replaced(keys, place, value)))
+            outcome(lambda: open_checkpoint(tmp_path), f"{place} = {value!r:.60}")
 
 
 def test_a_tensor_under_both_spellings_is_refused(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ def _scaling(file: GgufFile, arch: str) -> dict[str, Any] | None:
     kind = file.get(f"{arch}.rope.scaling.type", str) or "none"
     if kind == "none":
         return None
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{file.path}: rotary scaling with type {shown(kind)} is not supported; linear and yarn are.")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(file.value(f"{arch}.rope.scaling.factor"))}
     if kind == "yarn":
         original = file.value(f"{arch}.rope.scaling.original_context_length")
