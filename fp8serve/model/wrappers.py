@@ -10,12 +10,14 @@ text_config contradict each other about it.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8serve.errors import Fp8ServeError, ModelError, shown
 from fp8serve.model.families import FAMILIES
 from fp8serve.model.files import read_json
-from fp8serve.model.shards import Shards, open_shards
+
+if TYPE_CHECKING:
+    from fp8serve.model.shards import Shards
 
 # By the wrapper's model_type: its class, and the language models that it may hold, the usual one first.
 WRAPPERS = {
@@ -35,6 +37,8 @@ def read_text_config(model_dir: Path, error: type[Fp8ServeError] = ModelError) -
     raw = read_json(model_dir / "config.json", error)
     if not is_wrapper(raw):
         return raw
+    from fp8serve.model.shards import open_shards  # here: a configuration is read without safetensors
+
     text = text_part(raw, str(model_dir / "config.json"))
     has_head = any(text_key(key) == "lm_head.weight" for key in open_shards(model_dir))
     return text | {"tie_word_embeddings": not has_head}
@@ -68,8 +72,10 @@ def text_key(key: str) -> str | None:
     return None if _part(key) in _PARTS else key
 
 
-def text_shards(model_dir: Path) -> tuple[Shards, tuple[str, ...]]:
+def text_shards(model_dir: Path) -> tuple["Shards", tuple[str, ...]]:
     """(the tensors of the language model by its own names, the parts that are left out) of a model's directory."""
+    from fp8serve.model.shards import open_shards
+
     shards = open_shards(model_dir)
     if not is_wrapper(read_json(model_dir / "config.json")):
         return shards, ()
