@@ -1,6 +1,6 @@
 """Our calibration beside llm-compressor's one-shot: the same model, the same token ids, static FP8, in turn.
 
-    python benchmarks/calibrate_peer.py MODEL --peer PYTHON [--samples 32] [--seq-len 256] [--rounds 3]
+    python benchmarks/calibrate_peer.py MODEL --peer PYTHON [--samples 32] [--seq-len 256] [--batch-size 4] [--rounds 3]
 
 MODEL: a Hugging Face directory. PYTHON: the interpreter of an environment with `llmcompressor`, which gets as many
 threads. The samples are random token ids, the same for both. Counted is what either needs from the loaded model to its
@@ -25,7 +25,7 @@ from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import AutoModelForCausalLM
-model, out, rows, threads = sys.argv[1:]
+model, out, rows, threads, _ = sys.argv[1:]
 torch.set_num_threads(int(threads))
 ids = json.load(open(rows))
 data = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
@@ -50,12 +50,12 @@ from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint
 from fp8serve.model.export import write_calibrated
 from pathlib import Path
-model, out, rows, threads = sys.argv[1:]
+model, out, rows, threads, batch_size = sys.argv[1:]
 torch.set_num_threads(int(threads))
 ids = json.load(open(rows))
 decoder, linears = load(Path(model), "cpu")
 began = time.perf_counter()
-batches = make_batches([Sample(tuple(row), (True,) * len(row)) for row in ids], 4)
+batches = make_batches([Sample(tuple(row), (True,) * len(row)) for row in ids], int(batch_size))
 recipe = DelayedScaling()
 states = settle(observe(decoder, linears, batches, recipe))
 found = time.perf_counter() - began
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--peer", required=True)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=4, help="of ours; llm-compressor takes one sample at a time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
@@ -108,7 +109,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows = Path(folder) / "rows.json"
                 rows.write_text(json.dumps(random_rows(asked.model, asked.samples, asked.seq_len)), encoding="utf-8")
-                arguments = (str(asked.model), str(Path(folder) / "out"), str(rows), str(asked.threads))
+                numbers = (str(asked.threads), str(asked.batch_size))
+                arguments = (str(asked.model), str(Path(folder) / "out"), str(rows), *numbers)
                 rounds[name].append(measured(python, program, *arguments))
             print(f"round {number + 1} {name}: {rounds[name][-1]}", file=sys.stderr, flush=True)
     found = {name: summary(each) for name, each in rounds.items()}

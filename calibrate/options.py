@@ -34,8 +34,17 @@ class SampleOptions:
 
     def __post_init__(self) -> None:
         check(self, DataError)
-        if [*(self.data or ()), *(getattr(self, "holdout", None) or ())].count(STDIN) > 1:
+        if self._from_stdin > 1:
             raise DataError("Standard input ('-') can be read once only; give a file in the other place.")
+
+    @property
+    def reads_stdin(self) -> bool:
+        return self._from_stdin > 0
+
+    @property
+    def _from_stdin(self) -> int:
+        """How many of the files."""
+        return [*(self.data or ()), *(getattr(self, "holdout", None) or ())].count(STDIN)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:

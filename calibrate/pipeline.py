@@ -84,7 +84,7 @@ def calibrate(
     kill or a full disk is kept beside `out` (unfinished.py), and `resume` goes on from there.
     """
     out, source, asked = Path(out), Path(model_dir), CalibrationOptions.of(options)
-    check_settings(out, recipe, asked)
+    check_settings(out, recipe, asked, ranks.size)
     told = command or call("calibrate", source, out=out, recipe=recipe, **options)
     job = _load(source, recipe, asked, Stages(progress))
     about = description(source, recipe, job.asked, job.batches, versions())

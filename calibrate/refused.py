@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fp8serve.errors import RecipeError
+from fp8serve.errors import DataError, RecipeError
 from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
 from fp8serve.model.files import check_absent
 from fp8serve.model.quantization_config import quantization_files
@@ -12,7 +12,7 @@ from .options import CalibrationOptions
 from .precision import Target
 
 
-def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions) -> Recipe:
+def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions, processes: int = 1) -> Recipe:
     """The recipe. ModelError, DataError, RecipeError, MachineError: an option cannot be used, or not with another."""
     check_absent(out)
     _ = asked.max_shard_bytes  # DataError when it is no size
@@ -24,6 +24,8 @@ def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions) 
     quantization_files(asked.format, recipe, asked.kv_cache)  # ModelError when the format cannot say it
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
+    if processes > 1 and asked.reads_stdin:
+        raise DataError("Standard input ('-') cannot be read by several processes; give them a file.")
     _check_scales(recipe, asked)
     _check_weights(recipe, asked)
     check_device(asked.device)

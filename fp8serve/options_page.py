@@ -22,7 +22,8 @@ is in brackets, nothing is set, and that is what happens.
 CONCEPTS: dict[type, str] = {
     SamplingParams: "Keyword arguments of `Engine.generate`. `POST /generate` takes them as `parameters`, the OpenAI "
     "routes in their bodies; there `max_new_tokens` is `max_tokens`, and `temperature`, `top_p`, `stop` and `logprobs` "
-    "have the bounds that OpenAI documents. A form is `grammar` on the one and `response_format` on the others.",
+    "have the bounds that OpenAI documents. A form is `grammar` on the one and `response_format` on the others; "
+    "`prompt_logprobs` is `echo` with `logprobs` of `/v1/completions`, and no parameter of `/generate`.",
     EngineOptions: "Keyword arguments of `Engine`.",
     TrainConfig: "The fields of a training job. `POST /finetune` takes those that are not the operator's, `lr` as "
     "`learning_rate`.",

@@ -4,23 +4,22 @@
         --tasks fp8serve_arithmetic,fp8serve_python,fp8serve_cloze
 
 model_args: `model`, a directory, GGUF file, smollm2 or a name on the hub, and the engine's options, such as
-recipe=bf16. Log-probabilities are computed with the engine's own weights and products, one sequence at a time, so that
-neither the order of requests nor their neighbours change a score. Needs the package `lm-eval`.
+recipe=bf16. Log-probabilities are those that the engine gives of a prompt, to the bit those that a server answers with
+(lm-eval's `local-completions`): neither the order of requests nor their neighbours change a score. Needs the package
+`lm-eval`.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from lm_eval.api.registry import register_model  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-not-found,import-untyped,unused-ignore]
-from torch import Tensor
 
-from fp8serve.calibration.data import Sample, make_batches
-from fp8serve.calibration.measure import LOGIT_ROWS
-from fp8serve.calibration.passes import forward
 from fp8serve.engine.engine import Engine
+from fp8serve.engine.request import TokenLogprob
 from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
 
@@ -41,7 +40,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         if self.engine.tokenizer is None:
             raise ModelError(f"{model} has no tokenizer, and tasks are text; put its tokenizer.json there.")
         self.text = self.engine.tokenizer
-        self.longest = self.engine.limits.max_model_len
+        self.longest = self.engine.limits.max_model_len - 1  # the engine adds a token to every prompt
 
     @property
     def eot_token_id(self) -> int:
@@ -60,7 +59,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """Of each continuation after its context: the sum of log-probabilities, and whether it is the greedy one."""
-        return [self._score(context, continuation) for _, context, continuation in requests]
+        return self._scores([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, in windows as long as the model's context."""
@@ -72,31 +71,18 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
 
     def _whole(self, text: str) -> float:
         windows = get_rolling_token_windows(
-            self.tok_encode(text, add_special_tokens=False), self.eot_token_id, self.longest, context_len=1
+            self.tok_encode(text, add_special_tokens=False), self.eot_token_id, self.longest - 1, context_len=1
         )
-        return sum(self._score(*make_disjoint_window(window))[0] for window in windows)
+        return sum(score for score, _ in self._scores([make_disjoint_window(window) for window in windows]))
 
-    @torch.no_grad()
-    def _score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        """A text that is too long loses its beginning."""
-        if not continuation:
-            return 0.0, True
-        ids = [*context, *continuation][-(self.longest + 1) :]
-        predicted = torch.tensor(ids[1:][-len(continuation) :])
-        total, greedy = 0.0, True
-        decoder = self.engine.loaded.runner.model
-        for targets, hidden in self._rows(ids[:-1], predicted):
-            log_p = decoder.logits(hidden).float().log_softmax(-1).cpu()
-            total += float(log_p.gather(1, targets[:, None]).sum(dtype=torch.float64))
-            greedy &= bool((log_p.argmax(-1) == targets).all())
-        return total, greedy
-
-    def _rows(self, ids: list[int], predicted: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(tokens, the hidden states that predict them), some at a time: logits of a long text are large."""
-        sample = Sample(tuple(ids), (True,) * len(ids))
-        (batch,) = make_batches([sample], 1, self.engine.options.device)
-        hidden = forward(self.engine.loaded.runner.model, batch)[-len(predicted) :]
-        return zip(torch.split(predicted, LOGIT_ROWS), torch.split(hidden, LOGIT_ROWS), strict=True)
+    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation). A text that is too long loses its beginning."""
+        texts = [[*context, *continuation][-self.longest :] for context, continuation in pairs]
+        done = self.engine.generate(texts, max_new_tokens=1, temperature=0.0, prompt_logprobs=1) if texts else []
+        scored = [
+            (completion.prompt_logprobs or [], len(asked)) for completion, (_, asked) in zip(done, pairs, strict=True)
+        ]
+        return [_sum(found[max(0, len(found) - count) :]) for found, count in scored]
 
     def _answer(self, context: str, told: dict[str, Any]) -> str:
         stop = told.get("until") or ()
@@ -106,6 +92,11 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         prompt = self.tok_encode(context)[-(self.longest - new) :]
         (done,) = self.engine.generate([prompt], max_new_tokens=new, temperature=temperature, stop=stop)
         return done.text
+
+
+def _sum(tokens: Sequence[TokenLogprob]) -> tuple[float, bool]:
+    """The log-probability of all of them together, and whether each is the likeliest."""
+    return math.fsum(item.logprob for item in tokens), all(item.top[0][0] == item.token_id for item in tokens)
 
 
 def _device(asked: str | None) -> str:

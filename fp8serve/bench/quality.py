@@ -150,8 +150,13 @@ def _same_settings(file: Path, model: Path, asked: QualityOptions) -> None:
     """Methods and peers may be added from call to call; what they are made of and measured on may not change."""
     here = {k: v for k, v in asdict(asked).items() if k not in ("methods", "peers", "new")} | {"model": str(model)}
     here = json.loads(json.dumps(here))
-    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != here:
-        raise JobError(f"{file.parent} holds results of other settings; use another directory.")
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else here
+    if changed := [key for key in here if before.get(key) != here[key]]:
+        key = changed[0]
+        raise JobError(
+            f"{file.parent} holds results of other settings ({key} was {before.get(key)}, now {here[key]}); "
+            "use another directory."
+        )
     file.write_text(json.dumps(here, indent=2), encoding="utf-8")
 
 

@@ -88,3 +88,8 @@ def test_the_command_under_torchrun(model_dir: Path, tmp_path: Path) -> None:
     assert again.returncode == 1
     assert again.stderr.count("is not empty; choose another output directory") == 1, again.stderr
     assert "internal error" not in again.stderr
+
+
+def test_several_processes_cannot_read_standard_input(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Standard input \('-'\) cannot be read by several processes"):
+        calibrate(model_dir, out=tmp_path / "out", data="-", ranks=Ranks(1, 2))
