@@ -34,7 +34,13 @@ class EngineOptions:
     device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
     kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = "bf16"
     max_num_seqs: Annotated[int, Ge(1), About("Sequences that run at the same time.")] = 16
-    max_model_len: Annotated[int | None, Ge(2), About("Tokens of prompt and answer.", unset="the model's")] = None
+    max_model_len: Annotated[
+        int | None,
+        Ge(2),
+        About(
+            "Tokens of prompt and answer; where a model has LongRoPE, its frequencies for them.", unset="the model's"
+        ),
+    ] = None
     block_size: Annotated[int, Ge(1), About("Tokens in a block of the cache.")] = 16
     num_blocks: Annotated[int | None, Ge(1), About("Blocks of the cache.", unset="what fits")] = None
     max_batch_tokens: Annotated[

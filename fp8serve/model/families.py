@@ -79,9 +79,9 @@ class Family:
     these are stretched and those are not. rope_in_windows_only: other layers have no rotary position. rope_aliases:
     other names of types of rotary scaling. neighbours_pair: element 2i is turned with 2i + 1. scales_queries: by their
     position, as the file says. parallel: attention and MLP read the same, by one norm; None: the file's
-    `use_parallel_residual` says so. eps_key: of the norms. offset_norms: they multiply by 1 + weight. sqrt_embedding:
-    embeddings are multiplied by the square root of their width. mixture: some layers have experts for an MLP.
-    sinks: each head has a logit that joins the sum of its weights.
+    `use_parallel_residual` says so. norm_bias: LayerNorms have a bias. eps_key: of the norms. offset_norms: they
+    multiply by 1 + weight. sqrt_embedding: embeddings are multiplied by the square root of their width. mixture: some
+    layers have experts for an MLP. sinks: each head has a logit that joins the sum of its weights.
     """
 
     architecture: str
