@@ -29,10 +29,11 @@ from fp8serve.engine.runner import KvScale, Runner
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.checkpoint import kv_scales, load_servable
+from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
 from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder, pruned_names
 from fp8serve.model.files import present
+from fp8serve.model.microscaling import widened_note
 from fp8serve.model.tokenizer import Tokenizer
 
 log = logging.getLogger("fp8serve.engine")
@@ -112,6 +113,8 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     forget_trial_runs(list(frozen.values()))
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model)
+    for note in widened_note(open_checkpoint(model_dir).shards):
+        log.warning(note)
     return Loaded(model_dir, options, config, tokenizer, grammars, sizes, runner, frozen, tiles, graphs, packer)
 
 

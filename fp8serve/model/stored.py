@@ -20,6 +20,7 @@ from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.files import read_json
 from fp8serve.model.interop import Quantization, ScaleKey
+from fp8serve.model.microscaling import Widened, widened
 from fp8serve.model.shards import Shards, open_shards
 
 _LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
@@ -110,6 +111,12 @@ class Checkpoint(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.shapes)
 
+    @property
+    def runs_in_high_precision(self) -> bool:
+        """Whether the directory is quantized and yet runs so: its cache alone is FP8, or weights are in MX blocks."""
+        quantization = self.quantization
+        return quantization is not None and (not quantization.groups or isinstance(self.shards, Widened))
+
     def scale_key(self, owner: str, role: interop.Role) -> str | None:
         """The tensor in the file that holds this scale."""
         return self._scales.get(ScaleKey(owner, role))
@@ -141,4 +148,4 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     path = Path(model_dir)
     config = read_config(path)
     quantization = interop.read_quantization(path, read_json(path / "config.json"))
-    return Checkpoint(path, config, open_shards(path), quantization)
+    return Checkpoint(path, config, widened(open_shards(path)), quantization)
