@@ -238,9 +238,8 @@ def _fp8_ignored(config: Fields) -> tuple[str, ...]:
 
 
 def _mx(config: Fields) -> Quantization:
-    """`quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32."""
-    kind = config.text("quant_method") or ""
-    return Quantization(((("Linear",), Scheme(kind, UNQUANTIZED)),), _fp8_ignored(config), kind)
+    """`quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32: all is read as BF16, and no layer runs in FP8."""
+    return Quantization((), _fp8_ignored(config), config.text("quant_method") or "mx")
 
 
 def _modelopt(config: Fields) -> Quantization:

@@ -28,13 +28,15 @@ _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 class Widened(Shards):
     """Shards of which the tensors in `made` are computed when they are asked for."""
 
-    def __init__(self, shards: Shards, entries: dict[str, StoredTensor], made: Mapping[str, Callable[[], Tensor]]):
-        super().__init__(entries, shards.metadata)
-        self.made = made
+    def __init__(
+        self, stored: Shards, entries: dict[str, StoredTensor], made: Mapping[str, Callable[[], Tensor]]
+    ) -> None:
+        super().__init__(entries, stored.metadata)
+        self.stored, self.made = stored, made
 
     def __getitem__(self, name: str) -> Tensor:
         make = self.made.get(name)
-        return super().__getitem__(name) if make is None else make()
+        return self.stored[name] if make is None else make()
 
 
 def widened(shards: Shards) -> Shards:

@@ -156,7 +156,7 @@ def wrapped() -> Draft:
     draft = static()
     draft.tensors = {f"language_model.{name}": tensor for name, tensor in draft.tensors.items()}
     draft.tensors["vision_tower.blocks.0.q_proj.weight"] = torch.randn(64, 64).bfloat16()
-    draft.config["quantization_config"]["ignore"] = ["re:vision_tower.*", "language_model.lm_head"]
+    draft.config["quantization_config"]["ignore"] = ["model.vision_tower", "lm_head"]
     own = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
     draft.config = own | {"quantization_config": draft.config.pop("quantization_config"), "text_config": draft.config}
     return draft

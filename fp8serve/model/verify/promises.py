@@ -33,7 +33,7 @@ def ignored_layers(subject: Subject) -> Iterator[Finding]:
     if quantization is None:
         return
     for owner, key in subject.weights.items():
-        if any(target != "Linear" and matches(target, owner) for target in quantization.ignore):
+        if _is_left_out(owner, quantization.ignore):
             yield error("config", key, f"is FP8, but {_CONFIG} leaves {owner} out", _WRITE)
         elif _scheme(subject, owner) is None:
             yield error("config", key, f"is FP8, but no group of {_CONFIG} has {owner}", _WRITE)
@@ -43,7 +43,7 @@ def ignored_layers(subject: Subject) -> Iterator[Finding]:
         plain = key.endswith(".weight") and len(entry.shape) == 2 and key not in subject.mx
         if not plain or owner in subject.weights or owner.rpartition(".")[2] not in leaves:
             continue
-        if not any(matches(target, owner) for target in quantization.ignore) and _scheme(subject, owner) is not None:
+        if not _is_left_out(owner, quantization.ignore) and _scheme(subject, owner) is not None:
             yield error("config", key, f"is not FP8, but {_CONFIG} does not leave {owner} out", _WRITE)
 
 
@@ -79,6 +79,13 @@ def cache_scheme(subject: Subject) -> Iterator[Finding]:
     if says and not any(True for _ in subject.of_role(*KV)):
         what = "has a kv_cache_scheme, but no k_scale or v_scale is there"
         yield error("missing", _CONFIG, what, "calibrate the cache, or take the scheme out")
+
+
+def _is_left_out(owner: str, targets: tuple[str, ...]) -> bool:
+    """By its own name, or by that of a module around it: "model.vision_tower" is all of it, however it is wrapped."""
+    parts = f".{owner}."
+    around = (f".{target.removeprefix('model.')}." in parts for target in targets)
+    return any(around) or any(matches(target, owner) for target in targets if target != "Linear")
 
 
 def _has_blocks(subject: Subject) -> bool:

@@ -19,7 +19,7 @@ from fp8serve.model import interop, microscaling
 from fp8serve.model.files import present, read_json
 from fp8serve.model.interop import Quantization, Role, ScaleKey
 from fp8serve.model.scales import FILE_NAME
-from fp8serve.model.shards import INDEX, SINGLE, Shards, StoredTensor, read_header
+from fp8serve.model.shards import INDEX, SINGLE, Shards, StoredTensor, inside, read_header
 from fp8serve.model.verify.codes import Codes, codes_of
 from fp8serve.model.verify.finding import Finding, error
 
@@ -170,7 +170,7 @@ def _read_files(subject: Subject, files: list[Path]) -> Subject:
     entries: dict[str, StoredTensor] = {}
     for file in files:
         try:
-            found = read_header(file)[0]
+            found = read_header(inside(subject.path, file.name) if subject.path.is_dir() else file)[0]
             Shards(found)  # the library checks the layout against the file's length
         except ModelError as damage:
             subject.trouble.append(_unreadable(file.name, damage))
