@@ -25,6 +25,7 @@ from fp8serve.commands import (
     inspect,
     serve,
     studies,
+    verify,
 )  # fmt: skip
 from fp8serve.errors import Fp8ServeError
 
@@ -38,7 +39,7 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Any] = {
     "calibrate": calibrate, "serve": serve, "generate": generate, "finetune": finetune, "eval": evaluate,
-    "convert": convert, "inspect": inspect, "doctor": doctor, "demo": demo,
+    "convert": convert, "inspect": inspect, "verify": verify, "doctor": doctor, "demo": demo,
 }  # fmt: skip
 for name, module in COMMANDS.items():
     app.command(name, help=module.__doc__)(module.command)

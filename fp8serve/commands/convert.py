@@ -1,32 +1,67 @@
-"""Convert a GGUF file into a Hugging Face-format directory: weights in BF16, tokenizer and chat template.
+"""Convert a model into another format, without calibrating it again.
 
-The other commands take a GGUF file themselves; they convert it once, into the hub's cache.
+A GGUF file becomes a Hugging Face-format directory with weights in BF16, tokenizer and chat template; the other
+commands take a GGUF file themselves and convert it once, into the hub's cache. An FP8 directory is written in another
+project's format (--format), with the same FP8 numbers; what that format cannot say without rounding weights anew is
+refused. --format gguf writes a file for llama.cpp from any directory of Llama, Mistral, Qwen2 and Qwen3.
 
 \b
 Examples:
   fp8serve convert ./llama-Q4_K_M.gguf --out ./llama
-  fp8serve calibrate ./llama-Q4_K_M.gguf --out ./llama-fp8
+  fp8serve convert ./llama-fp8 --out ./llama-modelopt --format modelopt
+  fp8serve convert ./llama-tuned --out ./llama.gguf --format gguf --type Q8_0
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
+from fp8serve.errors import RequestError
 from fp8serve.terminal import AsJson, print_json
+
+Target = Literal["compressed-tensors", "fp8", "modelopt", "gguf"]
+GgufType = Literal["BF16", "F16", "Q8_0"]
 
 
 def command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="GGUF file of llama.cpp.")],
-    out: Annotated[Path, typer.Option(help="Directory to write; it must not exist, or be empty.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory, or GGUF file of llama.cpp.")],
+    out: Annotated[Path, typer.Option(help="Directory to write, or file for gguf; it must not exist.")],
+    format: Annotated[Target | None, typer.Option(help="Format to write a directory in.")] = None,
+    weight_type: Annotated[GgufType | None, typer.Option("--type", help="Of a GGUF file's matrices; BF16.")] = None,
     json: AsJson = False,
 ) -> None:
-    from fp8serve.model.gguf.conversion import convert
     from fp8serve.terminal import size
 
-    convert(model, out)
-    written = sum(file.stat().st_size for file in out.iterdir())
+    if weight_type is not None and format != "gguf":
+        raise RequestError("--type is of GGUF files; give --format gguf, or leave it out.")
+    what = _from_gguf(model, out, format) if not model.is_dir() else _from_directory(model, out, format, weight_type)
+    written = sum(file.stat().st_size for file in ([out] if out.is_file() else out.iterdir()))
     if json:
         print_json({"out": str(out), "bytes": written})
     else:
-        print(f"Wrote {out}: {size(written)} in BF16, with the tokenizer.")
+        print(f"Wrote {out}: {size(written)} {what}.")
+
+
+def _from_gguf(model: Path, out: Path, format: Target | None) -> str:
+    """What was written, in words."""
+    from fp8serve.model.gguf.conversion import convert
+
+    if format is not None:
+        raise RequestError("A GGUF file becomes weights in BF16; leave out --format, and calibrate what is written.")
+    convert(model, out)
+    return "in BF16, with the tokenizer"
+
+
+def _from_directory(model: Path, out: Path, format: Target | None, weight_type: GgufType | None) -> str:
+    if format is None:
+        raise RequestError(f"Name the format to write {model} in: --format {' or '.join(get_args(Target))}.")
+    if format == "gguf":
+        from fp8serve.model.gguf.writing import write_gguf
+
+        write_gguf(model, out, weight_type or "BF16")
+        return f"in {weight_type or 'BF16'} as GGUF, with the tokenizer"
+    from fp8serve.model.rewriting import rewrite
+
+    rewrite(model, out, format)
+    return f"in FP8, as {format}, with the same FP8 numbers"

@@ -34,6 +34,7 @@ from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder, pruned_names
 from fp8serve.model.experts import reset_token_counts, rows_of_experts
 from fp8serve.model.files import present
+from fp8serve.model.microscaling import widened_note
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.model.wrappers import left_out_notes
 
@@ -117,7 +118,8 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     reset_token_counts(model)
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model)
-    for note in left_out_notes(model_dir, open_checkpoint(model_dir).left_out):
+    checkpoint = open_checkpoint(model_dir)
+    for note in (*left_out_notes(model_dir, checkpoint.left_out), *widened_note(checkpoint.shards)):
         log.warning(note)
     return Loaded(model_dir, options, config, tokenizer, grammars, sizes, runner, frozen, tiles, graphs, packer)
 

@@ -114,8 +114,8 @@ def _frozen_by(
             raise ScalesError(f"{scales} was given, but this recipe uses no stored scales; leave one of the two out.")
         return "bf16" if named is None else "recipe"
     state = _find_scales(checkpoint, None if scales is None else Path(scales))
-    cache_only = recipe == "stored" and checkpoint.quantization is not None and not checkpoint.quantization.groups
-    if state is None and not checkpoint.fp8_linears and not cache_only:
+    as_told = recipe == "stored" and checkpoint.runs_in_high_precision
+    if state is None and not checkpoint.fp8_linears and not as_told:
         raise ModelError(
             f"{checkpoint.path} is not quantized and has no {FILE_NAME}; calibrate it first, give --scales FILE, "
             "or choose --recipe current, rowwise, block or bf16."

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError
+from fp8serve.model.microscaling import BLOCK, mxfp4
 from fp8serve.model.mixture import Experts
 from fp8serve.model.shards import Shards, StoredTensor
 
 _NAME = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_bias|)")
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BLOCK = 32
 Made = tuple[StoredTensor, Callable[[], Tensor]]
 
 
@@ -51,14 +50,6 @@ def separated(shards: Shards, experts: Experts) -> Shards:
         del entries[stored]
         entries.pop(f"{match[1]}.{match[2]}_scales", None)
     return Separated(entries, made)
-
-
-def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks uint8 [N, K / 32, 16], scales uint8 [N, K / 32] -> BF16 [N, K]."""
-    values = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.bfloat16)
-    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # [N, K / 32, 32]
-    exponents = (scales.to(torch.int32) - 127).unsqueeze(-1)
-    return torch.ldexp(values[codes.long()].float(), exponents).to(torch.bfloat16).flatten(-2)
 
 
 def _parts(shards: Shards, stored: str, match: "re.Match[str]", experts: Experts) -> Iterator[tuple[str, Made]]:
@@ -97,7 +88,7 @@ def _maker(shards: Shards, stored: str, kind: str, expert: int, part: slice) -> 
     def make() -> Tensor:
         whole = shards[stored][expert]
         if kind == "_blocks":
-            return mxfp4(whole[part], shards[stored.replace("_blocks", "_scales")][expert][part])
+            return mxfp4(whole[part].flatten(-2), shards[stored.replace("_blocks", "_scales")][expert][part])
         return whole[part].contiguous() if kind == "_bias" else whole[:, part].t().contiguous()
 
     return make

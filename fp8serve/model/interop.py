@@ -5,13 +5,14 @@ words for granularity to ours are here, and quantization_config.py writes by the
 mean (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name:
 `weight_scale_inv` of DeepSeek is no exception. Ours in memory are `weight_scale_inv` (dequantizes) and `input_scale`
 (quantizes), so input and KV scales are inverted at this border; 1 / (1 / s) is not always s, so where it is not our
-files note s in their header (`dequantizing_scale`). BF16 or FP32 is accepted, FP32 is kept; the ranks that
-projects use for one thing ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are brought to ours.
+files note s in their header (`dequantizing_scale`). FP32, BF16, FP16 and E8M0 are accepted, FP32 is kept; the ranks
+that projects use for one thing ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are brought to ours.
 
 | project                  | weight             | input            | KV cache                                  |
 |--------------------------|--------------------|------------------|-------------------------------------------|
 | compressed-tensors       | weight_scale       | input_scale      | self_attn.{k,v}_scale                     |
 | `quant_method: fp8`      | weight_scale[_inv] | input_scale      | self_attn.{k,v}_scale, .kv_scale          |
+| DeepSeek, from V4 on     | scale              |                  |                                           |
 | transformers, static     | weight_scale_inv   | activation_scale |                                           |
 | ModelOpt                 | weight_scale       | input_scale      | self_attn.k_proj.k_scale, .v_proj.v_scale |
 | older compressed-tensors |                    |                  | self_attn.{k,v}_proj.output_scale         |
@@ -21,7 +22,7 @@ A key with "scale" or "zero_point" in it that the table does not know is an erro
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, listed
 from fp8serve.model.fields import Fields
 from fp8serve.model.files import present, read_json
+from fp8serve.model.microscaling import BLOCK as MX_BLOCK
 from fp8serve.model.targets import checked as checked_targets
 from fp8serve.model.targets import matches
 
@@ -42,6 +44,15 @@ BLOCKED_INPUT, BLOCKED_WEIGHT = QuantSpec(granularity="block1x128"), QuantSpec(g
 # compressed-tensors' strategies.
 CT_INPUTS: dict[Granularity, str] = {"tensor": "tensor", "row": "token", "block1x128": "group"}
 CT_WEIGHTS: dict[Granularity, str] = {"tensor": "tensor", "row": "channel", "block128x128": "block"}
+CT_FORMATS = (
+    "float-quantized",
+    "naive-quantized",
+    "mxfp8-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+MX = "MXFP8", "MXFP4"  # weights that are read as BF16 (microscaling.py), and so are their inputs
 # ModelOpt's algorithms: how inputs and weights are quantized.
 MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
     "FP8": (STATIC, "tensor"),
@@ -49,6 +60,7 @@ MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
     "FP8_PB_WO": (UNQUANTIZED, "block128x128"),
 }
 
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 Role = Literal["weight", "input", "k", "v", "kv"]
 
 # (what follows the owner's name, whose scale it is). The owner is the linear, or `model.layers.N.self_attn` for KV.
@@ -64,6 +76,7 @@ SPELLINGS: tuple[tuple[str, Role], ...] = (
     (".kv_scale", "kv"),
     (".weight_scale_inv", "weight"),
     (".weight_scale", "weight"),
+    (".scale", "weight"),
     (".input_scale", "input"),
     (".activation_scale", "input"),
 )
@@ -133,7 +146,7 @@ def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantiz
 
 def _compressed_tensors(config: Fields) -> Quantization:
     name = "compressed-tensors"
-    if (form := config.text("format")) not in ("float-quantized", "naive-quantized", "dense", None):  # dense: KV only
+    if (form := config.text("format")) not in (*CT_FORMATS, None):  # dense: KV only
         raise _unsupported(name, "format", form)
     sparse, rotated = config.object("sparsity_config"), config.object("transform_config")
     if (sparse and sparse.says_something and sparse.text("format") != "dense") or (rotated and rotated.says_something):
@@ -148,6 +161,8 @@ def _compressed_tensors(config: Fields) -> Quantization:
 
 def _ct_inputs(group: Fields) -> QuantSpec:
     weights, inputs = group.object("weights"), group.object("input_activations")
+    if weights is not None and _is_mx(weights):
+        return UNQUANTIZED
     _require_fp8("compressed-tensors", "weights", weights)
     _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # an old KV scheme
     kind = "tensor" if weights is None else weights.text("strategy") or "tensor"
@@ -162,6 +177,11 @@ def _ct_inputs(group: Fields) -> QuantSpec:
             raise _unsupported("compressed-tensors", "static activation strategy", strategy)
         return STATIC
     return _ct_dynamic(strategy, inputs)
+
+
+def _is_mx(weights: Fields) -> bool:
+    kind = tuple(weights.anything(key) for key in ("type", "strategy", "group_size"))
+    return kind == ("float", "group", MX_BLOCK) and weights.anything("num_bits") in (8, 4)
 
 
 def _ct_dynamic(strategy: str, inputs: Fields) -> QuantSpec:
@@ -199,13 +219,27 @@ def _fp8(config: Fields) -> Quantization:
     block, kind = config.anything("weight_block_size"), config.text("activation_scheme") or "dynamic"
     if (form := config.text("fmt")) not in ("e4m3", "float8_e4m3fn", None):
         raise _unsupported("fp8", "fmt", form)
+    if block == [1, MX_BLOCK]:
+        return _mx(config)
     if block not in (None, list(BLOCKED_WEIGHT.block)):
         raise _unsupported("fp8", "weight_block_size", block)
     if kind not in ("static", "dynamic") or (kind == "static" and block):
         raise _unsupported("fp8", "activation_scheme", kind)
     inputs = STATIC if kind == "static" else BLOCKED_INPUT if block else PER_TOKEN
-    ignore = config.texts("ignored_layers") or config.texts("modules_to_not_convert")
-    return Quantization(((("Linear",), Scheme("fp8", inputs)),), ignore, "fp8")
+    if (rounding := config.text("scale_fmt")) not in ("ue8m0", "float", None):
+        raise _unsupported("fp8", "scale_fmt", rounding)
+    if rounding == "ue8m0" and kind == "dynamic":
+        inputs = replace(inputs, scale_format="power_of_2")
+    return Quantization(((("Linear",), Scheme("fp8", inputs)),), _fp8_ignored(config), "fp8")
+
+
+def _fp8_ignored(config: Fields) -> tuple[str, ...]:
+    return config.texts("ignored_layers") or config.texts("modules_to_not_convert")
+
+
+def _mx(config: Fields) -> Quantization:
+    """`quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32: all is read as BF16, and no layer runs in FP8."""
+    return Quantization((), _fp8_ignored(config), config.text("quant_method") or "mx")
 
 
 def _modelopt(config: Fields) -> Quantization:
@@ -217,17 +251,19 @@ def _modelopt(config: Fields) -> Quantization:
     ignore = config.texts("ignore") or config.texts("exclude_modules")
     if algo is None and (cache is not None or config.object("kv_cache_scheme") is not None):
         return Quantization((), ignore, "modelopt")
-    if algo is None or algo.upper() not in MODELOPT:
+    known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(MX, UNQUANTIZED)
+    if algo is None or algo.upper() not in known:
         raise _unsupported("modelopt", "quant_algo", algo)
-    return Quantization(((("Linear",), Scheme("modelopt", MODELOPT[algo.upper()][0])),), ignore, "modelopt")
+    return Quantization(((("Linear",), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt")
 
 
-def _mxfp4(config: Fields) -> Quantization:
-    """gpt-oss: experts that are dequantized as they are read (interleaved.py); nothing is in FP8."""
-    return Quantization((), config.texts("modules_to_not_convert"), "mxfp4")
+def _fbgemm(config: Fields) -> Quantization:
+    """Meta's releases: a scale per output channel and per token, which `activation_scale_ub` only bounds."""
+    return Quantization(((("Linear",), Scheme("fbgemm_fp8", PER_TOKEN)),), _fp8_ignored(config), "fbgemm_fp8")
 
 
-_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt, "mxfp4": _mxfp4}
+_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt,
+            "mxfp8": _mx, "mxfp4": _mx}  # fmt: skip
 
 
 def _unsupported(producer: str, what: str, found: Any) -> ModelError:
@@ -241,12 +277,12 @@ def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
         return value.reshape(())
     shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS]
     for spec, shape in zip(WEIGHTS, shapes, strict=True):
-        if tuple(stored.shape) in _spellings_of(spec, shape):
+        if tuple(stored.shape) in spellings_of(spec, shape):
             return value.reshape(shape)
     raise ModelError(f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} takes {listed(shapes)}.")
 
 
-def _spellings_of(spec: QuantSpec, shape: tuple[int, ...]) -> set[tuple[int, ...]]:
+def spellings_of(spec: QuantSpec, shape: tuple[int, ...]) -> set[tuple[int, ...]]:
     """The shapes under which projects store scales that have `shape` here."""
     if spec.is_blocked:
         rows, columns = shape
@@ -291,8 +327,8 @@ def _noted(note: str) -> Tensor | None:
 
 def checked(name: str, stored: Tensor) -> Tensor:
     """`stored` in FP32; ModelError unless every element is positive and finite."""
-    if stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ModelError(f"{name} is stored as {stored.dtype} where FP32 or BF16 was expected.")
+    if stored.dtype not in SCALE_DTYPES:
+        raise ModelError(f"{name} is stored as {stored.dtype} where FP32, BF16 or E8M0 was expected.")
     value = stored.to(torch.float32, copy=True)
     if not bool((value.isfinite() & (value > 0)).all()):
         bad = value[~(value.isfinite() & (value > 0))].flatten()[0].item()

@@ -35,8 +35,8 @@ MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
-          "F8_E5M2": torch.float8_e5m2, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32,
-          "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool}  # fmt: skip
+          "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F64": torch.float64, "I64": torch.int64,
+          "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,9 @@ class Shards(Mapping[str, Tensor]):
             return torch.empty(entry.shape, dtype=entry.dtype)
         raw = self._bytes(entry.file)[entry.start : entry.start + num_bytes]
         return (raw.clone() if entry.start % entry.dtype.itemsize else raw).view(entry.dtype).view(entry.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)

@@ -19,6 +19,7 @@ from fp8serve.model import interop
 from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.interop import Quantization, ScaleKey
+from fp8serve.model.microscaling import Widened, widened
 from fp8serve.model.shards import Shards
 from fp8serve.model.unstacked import unstacked
 from fp8serve.model.wrappers import read_text_config, text_shards
@@ -120,6 +121,12 @@ class Checkpoint(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.shapes)
 
+    @property
+    def runs_in_high_precision(self) -> bool:
+        """Whether the directory is quantized and yet runs so: its cache alone is FP8, or weights are in MX blocks."""
+        quantization = self.quantization
+        return quantization is not None and (not quantization.groups or isinstance(self.shards, Widened))
+
     def scale_key(self, owner: str, role: interop.Role) -> str | None:
         """The tensor in the file that holds this scale."""
         return self._scales.get(ScaleKey(owner, role))
@@ -152,4 +159,4 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     config = read_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, left_out = text_shards(path)
-    return Checkpoint(path, config, unstacked(shards, config), quantization, left_out)
+    return Checkpoint(path, config, widened(unstacked(shards, config)), quantization, left_out)

@@ -78,7 +78,7 @@ class Tokenizer:
         special = _special_tokens(read_optional_json(model_dir / "special_tokens_map.json") | config)
         # As transformers does: a named special token counts as one even where tokenizer.json lists it as a plain word.
         backend.add_special_tokens([t for t in special.values() if backend.token_to_id(t) is not None])
-        source = _template_source(model_dir, config)
+        source = template_source(model_dir, config)
         template = ChatTemplate(source, special, today) if source else None
         return cls(backend, special, template, _eos_ids(model_dir))
 
@@ -228,7 +228,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
+def template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json's `chat_template`: a string, or a list of named ones."""
     path = model_dir / "chat_template.jinja"
     if present(path):

@@ -223,7 +223,10 @@ GROUP = ("config_groups", "group_0")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantized by 'gptq'; supported are compressed-tensors, fp8, modelopt"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "quantized by 'gptq'; supported are compressed-tensors, fp8, fbgemm_fp8, modelopt",
+        ),
         ({}, "quantized by None"),
         ("fp8", "quantized by 'fp8'"),
         (changed("ct-static", "format", to="pack-quantized"), "format 'pack-quantized'"),

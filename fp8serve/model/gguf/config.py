@@ -22,7 +22,7 @@ from fp8serve.model.rotary import inverse_frequencies
 ROPE_FACTORS = "rope_freqs.weight"
 # By `general.architecture`; Mistral's models are written as llama's.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_KEYS = {
+KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -66,7 +66,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 def _refuse_unknown(file: GgufFile, arch: str) -> None:
     for key in file.keys:
         name = key.removeprefix(f"{arch}.")
-        if name == key or name in _KEYS or name in _OTHERS:
+        if name == key or name in KEYS or name in _OTHERS:
             continue
         value = file.value(key)
         if name not in _NEUTRAL or value != _NEUTRAL[name]:
@@ -74,7 +74,7 @@ def _refuse_unknown(file: GgufFile, arch: str) -> None:
 
 
 def _sizes(file: GgufFile, arch: str) -> dict[str, Any]:
-    return {ours: _decimal(file.value(f"{arch}.{theirs}")) for theirs, ours in _KEYS.items()}
+    return {ours: _decimal(file.value(f"{arch}.{theirs}")) for theirs, ours in KEYS.items()}
 
 
 def _decimal(value: Any) -> Any:

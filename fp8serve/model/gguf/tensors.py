@@ -16,8 +16,8 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.gguf.reader import GgufFile
 
 _ELEMENTS_AT_ONCE = 2**20  # FP32 exists of so much of a tensor only
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -31,14 +31,14 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)\.(weight|bias)")
-_PERMUTED = re.compile(r".*\.([qk])_proj\.(?:weight|bias)")
+PERMUTED = re.compile(r".*\.([qk])_proj\.(?:weight|bias)")
 
 
 def hf_name(name: str) -> str | None:
     """blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight; None for a tensor that no decoder here has."""
     found = _NAME.fullmatch(name)
     layer, part, kind = found.groups() if found else (None, "", "")
-    ours = (_ENDS if layer is None else _LAYER).get(part)
+    ours = (ENDS if layer is None else LAYER).get(part)
     if ours is None:
         return None
     return f"{ours}.{kind}" if layer is None else f"model.layers.{int(layer)}.{ours}.{kind}"
@@ -62,7 +62,7 @@ class Weights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         weight = dequantized(self._tensors[name])
-        found = _PERMUTED.fullmatch(name)
+        found = PERMUTED.fullmatch(name)
         return halves(weight, self._heads[found[1]]) if found and self._heads else weight
 
     def __iter__(self) -> Iterator[str]:

@@ -1,0 +1,57 @@
+"""Say what is wrong with a checkpoint, before anybody serves it: scales that are missing, zero, NaN, reciprocal, stale.
+
+Read are headers, scales and the codes of FP8 weights, in every format of docs/formats.md, of any architecture: a model
+directory, one of its shards, or a single .safetensors file. The exit status is 1 when a finding would make answers
+wrong; warnings alone leave it 0.
+
+\b
+Examples:
+  fp8serve verify ./llama-fp8
+  fp8serve verify ./llama-fp8/model-00001-of-00002.safetensors --json
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp8serve.errors import ScalesError
+from fp8serve.terminal import AsJson, print_json, progress
+
+if TYPE_CHECKING:
+    from fp8serve.model.verify import Finding
+
+SHOWN = 5  # findings of a kind; --json has all
+
+
+def command(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Model directory, or a .safetensors file.")],
+    json: AsJson = False,
+) -> None:
+    from dataclasses import asdict
+
+    from fp8serve.hub import find_checkpoint
+    from fp8serve.model.verify import verify
+
+    found_at = find_checkpoint(path)
+    with progress("Verifying") as advance:
+        findings = verify(found_at, advance)
+    errors = sum(finding.severity == "error" for finding in findings)
+    if json:
+        print_json({"path": str(found_at), "good": not errors, "findings": [asdict(finding) for finding in findings]})
+    else:
+        _print(found_at, findings)
+    if errors:
+        raise ScalesError(f"{path} has {errors} {'fault' if errors == 1 else 'faults'} that would give wrong answers.")
+
+
+def _print(path: Path, findings: "list[Finding]") -> None:
+    if not findings:
+        print(f"{path}: nothing is wrong with it.")
+    kinds = dict.fromkeys((finding.severity, finding.check) for finding in findings)
+    for severity, check in kinds:
+        alike = [finding for finding in findings if (finding.severity, finding.check) == (severity, check)]
+        for finding in alike[:SHOWN]:
+            print(f"{severity}, {check}: {finding.sentence}")
+        if len(alike) > SHOWN:
+            print(f"{severity}, {check}: ... and {len(alike) - SHOWN} more; --json has them all.")

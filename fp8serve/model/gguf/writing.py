@@ -1,0 +1,186 @@
+"""A Hugging Face directory becomes a GGUF file for llama.cpp: weights, sizes, tokenizer and chat template.
+
+Written are the architectures that are read, without windows; matrices as BF16, F16 or Q8_0, vectors in FP32, one in
+memory at a time. FP8 weights are dequantized. The file is read back before it gets its name: its configuration must be
+that of the directory, and its tokenizer must give the same tokens for texts that are hard to cut.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from torch import Tensor
+
+from fp8serve.errors import MachineError, ModelError, shown
+from fp8serve.model.config import ModelConfig, parse_config
+from fp8serve.model.files import fsync
+from fp8serve.model.gguf.config import KEYS, ROPE_FACTORS, hf_config
+from fp8serve.model.gguf.reader import GgufFile
+from fp8serve.model.gguf.tensors import ENDS, LAYER, PERMUTED
+from fp8serve.model.gguf.vocabulary import check_same_tokens, vocabulary_keys
+from fp8serve.model.rope import LongRope, Rope
+from fp8serve.model.rotary import inverse_frequencies
+from fp8serve.model.stored import Checkpoint, open_checkpoint
+
+WeightType = Literal["BF16", "F16", "Q8_0"]
+WEIGHT_TYPES: tuple[WeightType, ...] = get_args(WeightType)
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_Q8_BLOCK = 32
+_SAME = ("layer_ropes", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias",
+         "qk_norm", "softmax_scale", "rms_norm_eps")  # fmt: skip
+
+
+def write_gguf(source: Path | str, out: Path | str, weight_type: WeightType = "BF16") -> None:
+    """Write the model in the directory `source` to the GGUF file `out`.
+
+    ModelError: `out` exists; the architecture, its rotary position or its tokenizer cannot be said in GGUF.
+    MachineError: the disk is full, or not ours to write.
+    """
+    out, checkpoint = Path(out), open_checkpoint(source)
+    if out.exists():
+        raise ModelError(f"{out} exists; choose another output file or remove it first.")
+    arch = _arch(checkpoint)
+    keys = _sizes(checkpoint.config, arch) | _scaling(checkpoint, arch) | vocabulary_keys(checkpoint)
+    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    try:
+        _write(temporary, arch, keys, checkpoint, weight_type)
+        _check(temporary, checkpoint)
+        fsync(temporary)
+        os.rename(temporary, out)
+    except OSError as e:
+        raise MachineError(f"{out} could not be written: {e.strerror or e}; nothing was left there.") from e
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _arch(checkpoint: Checkpoint) -> str:
+    config = checkpoint.config
+    arch = _ARCHITECTURES.get(config.model_type)
+    if arch is None or any(window is not None for window in config.layer_windows):
+        what = f"{config.architecture}{' with a window' if arch else ''}"
+        raise ModelError(f"{what} is not written as GGUF; written are {', '.join(_ARCHITECTURES)}, without windows.")
+    return arch
+
+
+def _sizes(config: ModelConfig, arch: str) -> dict[str, Any]:
+    rope = _rope(config)
+    found = {
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": float(config.rms_norm_eps),
+        "rope_theta": float(rope.theta),
+    }
+    others = dict.fromkeys(("attention.value_length", "rope.dimension_count"), config.head_dim)
+    named = {theirs: found[ours] for theirs, ours in KEYS.items()} | others | {"vocab_size": config.vocab_size}
+    return {f"{arch}.{key}": value for key, value in named.items()}
+
+
+def _rope(config: ModelConfig) -> Rope:
+    rope = config.layer_ropes[0]
+    if rope is None or len(set(config.layer_ropes)) > 1:
+        raise ModelError(f"{config.architecture} with layers of different rotary position is not written as GGUF.")
+    return rope
+
+
+def _scaling(checkpoint: Checkpoint, arch: str) -> dict[str, Any]:
+    """Llama 3's is a tensor of factors."""
+    scaling = _rope(checkpoint.config).scaling
+    if scaling is None or scaling.kind == "llama3":
+        return {}
+    if isinstance(scaling, LongRope):
+        raise ModelError(f"{checkpoint.config.architecture} with LongRoPE is not written as GGUF.")
+    keys: dict[str, Any] = {"type": scaling.kind, "factor": float(scaling.factor)}
+    if scaling.kind == "yarn":
+        keys["original_context_length"] = scaling.original_max_position_embeddings
+    return {f"{arch}.rope.scaling.{key}": value for key, value in keys.items()}
+
+
+def _write(path: Path, arch: str, keys: dict[str, Any], checkpoint: Checkpoint, weight_type: WeightType) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in keys.items():
+        _add(writer, key, value)
+    items = [*_factors(checkpoint.config), *_items(checkpoint, weight_type)]
+    for name, shape, kind, _ in items:
+        byte_shape, dtype = _layout(shape, kind)
+        num_bytes = int(np.prod(byte_shape)) * dtype.itemsize
+        writer.add_tensor_info(name, byte_shape, dtype, num_bytes, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, _, kind, make in items:
+        writer.write_tensor_data(gguf.quantize(make().float().numpy(), gguf.GGMLQuantizationType[kind]))
+    writer.close()
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(key, value)
+
+
+def _layout(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], Any]:
+    """(the shape, the type) of the array that holds a tensor of this kind."""
+    import gguf
+
+    plain = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
+    if kind in plain:
+        return shape, plain[kind]
+    return tuple(gguf.quant_shape_to_byte_shape(shape, gguf.GGMLQuantizationType[kind])), np.dtype(np.uint8)
+
+
+def _items(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[str, tuple[int, ...], str, Any]]:
+    """(name in GGUF, shape, type, what makes it) of every tensor."""
+    heads = {"q": checkpoint.config.num_heads, "k": checkpoint.config.num_kv_heads}
+    permuted = _ARCHITECTURES[checkpoint.config.model_type] == "llama"
+    for name, shape in checkpoint.shapes.items():
+        found = PERMUTED.fullmatch(name) if permuted else None
+        kind = "F32" if len(shape) == 1 else "BF16" if shape[-1] % _Q8_BLOCK else weight_type
+        yield gguf_name(name), shape, kind, _maker(checkpoint, name, heads[found[1]] if found else None)
+
+
+def _maker(checkpoint: Checkpoint, name: str, heads: int | None) -> Any:
+    return lambda: checkpoint[name] if heads is None else pairs(checkpoint[name], heads)
+
+
+def _factors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], str, Any]]:
+    """By which Llama 3 divides the frequencies of rotary position."""
+    rope = _rope(config)
+    if rope.scaling is not None and rope.scaling.kind == "llama3":
+        factors = inverse_frequencies(config.head_dim, Rope(rope.theta)) / inverse_frequencies(config.head_dim, rope)
+        yield ROPE_FACTORS, tuple(factors.shape), "F32", lambda: factors
+
+
+def gguf_name(name: str) -> str:
+    """model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
+    owner, _, kind = name.rpartition(".")
+    ends = {ours: theirs for theirs, ours in ENDS.items()}
+    if owner in ends:
+        return f"{ends[owner]}.{kind}"
+    layer, _, part = owner.removeprefix("model.layers.").partition(".")
+    theirs = {ours: theirs for theirs, ours in LAYER.items()}[part]
+    return f"blk.{layer}.{theirs}.{kind}"
+
+
+def pairs(weight: Tensor, heads: int) -> Tensor:
+    """Rows [heads * head_dim, ...] of two halves, brought into llama.cpp's order of neighbouring pairs."""
+    split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return split.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def _check(path: Path, checkpoint: Checkpoint) -> None:
+    """ModelError unless what was written says what the directory says."""
+    file = GgufFile(path)
+    found = parse_config(hf_config(file), where=str(path))
+    for field in _SAME:
+        said = getattr(checkpoint.config, field)
+        if getattr(found, field) != said:
+            raise ModelError(f"{checkpoint.path}: GGUF cannot say that {field} is {shown(said)}.")
+    check_same_tokens(file, checkpoint.path)

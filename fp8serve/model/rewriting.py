@@ -1,0 +1,131 @@
+"""An FP8 directory becomes one in another project's format, with the same FP8 numbers: nothing is rounded anew.
+
+The source's scales choose the recipe whose layout they have. One scale for a tensor is one for each of its rows, too,
+so where a format has scales per row only, it is repeated. Everything else that a format cannot say is refused, because
+the weights would have to be rounded again: calibrating the model in high precision does that better.
+"""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from fp8serve import __version__
+from fp8serve.errors import ModelError
+from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8WeightOnly, Recipe
+from fp8serve.fp8.spec import UNQUANTIZED, QuantSpec
+from fp8serve.model.agreement import check_agreement
+from fp8serve.model.checkpoint import kv_scales
+from fp8serve.model.export import write_calibrated
+from fp8serve.model.files import present
+from fp8serve.model.interop import BLOCKED_INPUT, PER_TOKEN, STATIC
+from fp8serve.model.quantization_config import quantization_files
+from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, TensorScale, load_scales
+from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
+
+_CURRENT = Float8CurrentScaling()
+# How inputs are quantized -> the recipes that do so; the first whose weights are scaled as those of the file is taken.
+_RECIPES: dict[QuantSpec, tuple[Recipe, ...]] = {
+    STATIC: (DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=1, weight_granularity="row")),
+    PER_TOKEN: (Float8CurrentScaling(granularity="row"),),
+    QuantSpec(): (_CURRENT,),
+    UNQUANTIZED: (Float8WeightOnly(),),
+    BLOCKED_INPUT: (Float8BlockScaling(),),
+}
+_Stored = dict[str, StoredLinear]
+
+
+def rewrite(source: Path | str, out: Path | str, format: str) -> None:
+    """Write the FP8 model in the directory `source` to `out` in another format, one of FORMATS.
+
+    ModelError: `out` is taken; the source holds no FP8 weights; the format cannot say how they are scaled.
+    ScalesError: scales that cannot be served.
+    """
+    checkpoint = open_checkpoint(source)
+    if not checkpoint.fp8_linears:
+        raise ModelError(
+            f"{source} holds no FP8 weights to be written as {format}; calibrate it with --format {format}."
+        )
+    stored = {name: _stored(checkpoint, name) for name in checkpoint.fp8_linears}
+    recipe = _recipe(checkpoint, stored, format)
+    state = _kept_state(checkpoint, recipe) or _state(checkpoint, stored, recipe)
+    weight = recipe.specs.linear["weight"]
+    quantized = {name: (linear.weight_q, _fitted(linear, weight)) for name, linear in stored.items()}
+    write_calibrated(out, source, state, quantized=quantized, kept=checkpoint.kept_linears, format=format)
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> StoredLinear:
+    linear = checkpoint.stored(name)
+    if linear is None:
+        raise ModelError(f"{checkpoint.path}: {name} is not stored in FP8.")
+    return linear
+
+
+def _recipe(checkpoint: Checkpoint, stored: _Stored, format: str) -> Recipe:
+    """The recipe that has the source's layout and that the format can say."""
+    inputs = {linear.input_spec for linear in stored.values()}
+    if len(inputs) > 1:
+        raise ModelError(
+            f"The layers of {checkpoint.path} quantize their inputs in several ways; no format here says so."
+        )
+    spec = inputs.pop()
+    known = _RECIPES.get(spec, ())
+    if spec == PER_TOKEN and format == "fp8":  # its dynamic inputs are read as one scale for each token
+        known = (_CURRENT, *known)
+    fitting = [recipe for recipe in known if _fits(stored, recipe)]
+    if not fitting:
+        raise ModelError(
+            f"No format here says how {checkpoint.path} scales weights and inputs; calibrate the model in high "
+            f"precision with --format {format}."
+        )
+    _check_sayable(checkpoint, fitting[0], format)
+    return fitting[0]
+
+
+def _check_sayable(checkpoint: Checkpoint, recipe: Recipe, format: str) -> None:
+    """ModelError unless the format has words for the recipe."""
+    try:
+        quantization_files(format, recipe, kv_cache=False)
+    except ModelError as refusal:
+        reason = str(refusal).partition(";")[0].removesuffix(".")
+        raise ModelError(
+            f"{reason}, so that the weights of {checkpoint.path} would have to be rounded anew; calibrate the model in "
+            f"high precision with --format {format}, or choose another format."
+        ) from None
+
+
+def _fits(stored: _Stored, recipe: Recipe) -> bool:
+    spec = recipe.specs.linear["weight"]
+    shapes = ((linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)) for linear in stored.values())
+    return all(scale.numel() == 1 or tuple(scale.shape) == shape for scale, shape in shapes)
+
+
+def _fitted(linear: StoredLinear, spec: QuantSpec) -> Tensor:
+    """The scale in the shape that weights of this spec have."""
+    scale, shape = linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)
+    return scale.reshape(()).expand(shape).contiguous() if scale.numel() == 1 else scale
+
+
+def _kept_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | None:
+    """The scaling state that lies beside the weights, with its histories, if it is of the same layout."""
+    path = checkpoint.path / FILE_NAME
+    if not present(path):
+        return None
+    state = load_scales(path, checkpoint.path)
+    check_agreement(checkpoint, state, str(path))
+    same = state.recipe is not None and _layout(state.recipe) == _layout(recipe)
+    return state if same else None
+
+
+def _layout(recipe: Recipe) -> tuple[QuantSpec, ...]:
+    return recipe.specs.linear["input"], recipe.specs.linear["weight"]
+
+
+def _state(checkpoint: Checkpoint, stored: _Stored, recipe: Recipe) -> ScalingCheckpoint:
+    """The scales of the file as a state without histories."""
+    tensors = {f"{n}.input": TensorScale(s.input_scale) for n, s in stored.items() if s.input_scale is not None}
+    if recipe.specs.linear["weight"].source == "delayed":
+        tensors |= {f"{n}.weight": TensorScale(s.weight_scale_inv.reciprocal()) for n, s in stored.items()}
+    for layer, (k, v) in kv_scales(checkpoint.path).items():
+        owner = f"model.layers.{layer}.self_attn"
+        tensors |= {f"{owner}.k": TensorScale(k), f"{owner}.v": TensorScale(v)}
+    return ScalingCheckpoint(recipe, tensors, created_by=f"fp8serve {__version__} convert")

@@ -1,0 +1,148 @@
+"""Tensors that are missing, left over, said twice, or not where the index places them."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from fp8serve.errors import Fp8ServeError
+from fp8serve.model.files import present, read_json
+from fp8serve.model.scales import FILE_NAME, problems, read_scales
+from fp8serve.model.shards import INDEX, SINGLE
+from fp8serve.model.verify.finding import Finding, error, warning
+from fp8serve.model.verify.subject import AGAIN, KV, Subject
+
+TOLERANCE = 0.01  # between a scale and the same one in scales.safetensors: another project may have rounded it to BF16
+_EMBEDDINGS = "embed_tokens.weight"
+
+
+def index_and_files(subject: Subject) -> Iterator[Finding]:
+    """The index and the files that it names hold the same tensors."""
+    for name, file in (subject.weight_map or {}).items():
+        folder = subject.path
+        if file != (folder / file).name:
+            yield error("index", INDEX, f"names the file {file!r}, which is not a plain name", AGAIN)
+        elif not present(folder / file):
+            yield error("index", name, f"should lie in {file}, which is missing", AGAIN)
+        elif name not in subject.entries and not _is_unreadable(subject, file):
+            yield error("index", name, f"is not in {file}, where {INDEX} places it", AGAIN)
+        elif name in subject.entries and subject.entries[name].file.name != file:
+            yield error("index", name, f"lies in {subject.entries[name].file.name}, not in {file}", AGAIN)
+
+
+def unlisted_tensors(subject: Subject) -> Iterator[Finding]:
+    if subject.weight_map is not None:
+        for key in subject.entries.keys() - subject.weight_map.keys():
+            yield error("index", key, f"is not listed in {INDEX}, so that readers leave it out", AGAIN)
+
+
+def two_layouts(subject: Subject) -> Iterator[Finding]:
+    """One file and an index of others: which of them is the model?"""
+    named = subject.weight_map and SINGLE in subject.weight_map.values()
+    if subject.weight_map is not None and (subject.path / SINGLE).is_file() and not named:
+        yield error("index", SINGLE, f"lies beside an {INDEX} that does not name it", "keep one of the two")
+
+
+def total_size(subject: Subject) -> Iterator[Finding]:
+    """The index states how many bytes the tensors have."""
+    if subject.weight_map is None:
+        return
+    metadata = read_json(subject.path / INDEX).get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    found = sum(math.prod(e.shape) * e.dtype.itemsize for e in subject.entries.values())
+    if isinstance(stated, int) and stated != found:
+        yield warning("index", INDEX, f"states {stated} bytes of tensors; there are {found}", AGAIN)
+
+
+def unknown_scales(subject: Subject) -> Iterator[Finding]:
+    for key in subject.unknown:
+        what = "is named like a scale, and no reader knows what it scales"
+        yield error("unknown", key, what, "rename it as docs/formats.md says, or take it out")
+
+
+def repeated_scales(subject: Subject) -> Iterator[Finding]:
+    for keys in subject.scales.values():
+        if len(keys) > 1:
+            yield error("duplicate", keys[1], f"means the same scale as {keys[0]}", "keep one of the two")
+
+
+def missing_weight_scales(subject: Subject) -> Iterator[Finding]:
+    for owner, key in subject.weights.items():
+        if subject.scale_of(owner, "weight") is None:
+            yield error("missing", key, "is FP8 and has no scale", f"add {owner}.weight_scale, or {AGAIN}")
+    for key, entry in subject.entries.items():
+        if key.endswith(".weight_packed") and entry.dtype is torch.uint8 and key not in subject.mx:
+            yield error("missing", key, "is packed and has no scales of 32 numbers each", AGAIN)
+
+
+def orphaned_scales(subject: Subject) -> Iterator[Finding]:
+    """Scales of a weight that is not there, or not in FP8."""
+    quantized = subject.weights.keys() | {key.rpartition(".")[0] for key in subject.mx}
+    for owner, key in subject.of_role("weight", "input"):
+        if owner not in quantized:
+            known = f"{owner}.weight" in subject.entries
+            what = f"scales {owner}.weight, which is {'not FP8' if known else 'not there'}"
+            yield error("orphan", key, what, "take it out, or write the weight again")
+
+
+def lone_cache_scales(subject: Subject) -> Iterator[Finding]:
+    """Keys without values, or some layers without any."""
+    owners = {owner: {p.role for p in subject.scales if p.owner == owner} for owner, _ in subject.of_role(*KV)}
+    for owner, roles in owners.items():
+        if not {"k", "v"} <= roles and "kv" not in roles:
+            yield error("missing", owner, "has a KV-cache scale for only one of k and v", "calibrate the cache again")
+    attention = {key.removesuffix(".o_proj.weight") for key in subject.entries if key.endswith("attn.o_proj.weight")}
+    for owner in sorted(attention - owners.keys() if owners else ()):
+        yield error(
+            "missing", owner, "has no KV-cache scale, though other layers have one", "calibrate the cache again"
+        )
+
+
+def tied_weights(subject: Subject) -> Iterator[Finding]:
+    """config.json says whether the output layer is the embedding."""
+    config = subject.config or {}
+    tied = config.get("tie_word_embeddings")
+    heads = [key for key in subject.entries if key.endswith("lm_head.weight")]
+    embeddings = [key for key in subject.entries if key.endswith(_EMBEDDINGS)]
+    if tied is True and heads and embeddings and not _same(subject, heads[0], embeddings[0]):
+        what = f"differs from {embeddings[0]}, to which config.json ties it"
+        yield error("tied", heads[0], what, "set tie_word_embeddings to false, or take the tensor out")
+    elif tied is False and embeddings and not heads and not _is_unreadable(subject):
+        what = "is not there, and config.json does not tie it to the embedding"
+        yield error("tied", "lm_head.weight", what, "set tie_word_embeddings to true, or add the tensor")
+
+
+def side_car(subject: Subject) -> Iterator[Finding]:
+    """`scales.safetensors` has scales that can be served, the same as those beside the weights."""
+    file = subject.path / FILE_NAME
+    if not file.is_file():
+        return
+    try:
+        state = read_scales(file)
+    except Fp8ServeError as damage:
+        yield error("unreadable", FILE_NAME, f"cannot be read ({str(damage).removesuffix('.')})", AGAIN)
+        return
+    for tensor, problem in problems(state):
+        yield error("stale", f"{FILE_NAME}: {tensor}", problem, "calibrate the model again")
+    for tensor, entry in state.tensors.items():
+        owner, _, role = tensor.rpartition(".")
+        key = subject.scale_of(owner, role) if role in ("input", "weight", "k", "v") else None  # type: ignore[arg-type]
+        value = None if key is None else subject.value(key)
+        if value is not None and value.numel() == 1 and not abs(float(entry.scale) * float(value) - 1) <= TOLERANCE:
+            what = f"is not the scale that {FILE_NAME} has for it, {1 / float(entry.scale):.4g}"
+            yield error("stale", str(key), what, "write the directory again")
+
+
+def _same(subject: Subject, a: str, b: str) -> bool:
+    first, second = subject.entries[a], subject.entries[b]
+    alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+    return alike and torch.equal(_bits(subject.shards[a]), _bits(subject.shards[b]))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+def _is_unreadable(subject: Subject, file: str | None = None) -> bool:
+    """Whether this file, or any, could not be read, so that what it should hold is not missed a second time."""
+    return any(t.check == "unreadable" and file in (None, t.tensor) for t in subject.trouble)

@@ -1,0 +1,215 @@
+"""A checkpoint as it lies there: the tensors that can be read, what their names say they are, and what went wrong.
+
+Nothing is refused here. A file that cannot be read becomes a finding, and the others are looked at all the same.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.errors import ModelError
+from fp8serve.fp8.spec import WEIGHTS, Granularity
+from fp8serve.fp8.stateful import state_key
+from fp8serve.model import interop, microscaling
+from fp8serve.model.files import present, read_json
+from fp8serve.model.interop import Quantization, Role, ScaleKey
+from fp8serve.model.scales import FILE_NAME
+from fp8serve.model.shards import INDEX, SINGLE, Shards, StoredTensor, inside, read_header
+from fp8serve.model.verify.codes import Codes, codes_of
+from fp8serve.model.verify.finding import Finding, error
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+KV: tuple[Role, ...] = ("k", "v", "kv")
+AGAIN = "download or write it again"
+_STACKED = ("_scale_inv", "_scale")
+_IGNORED = (".input_scale_ub",)  # a bound on the scales of tokens, which are computed
+
+
+@dataclass
+class Subject:
+    """What is looked at. config and weight_map are None where their files are not there or not read."""
+
+    path: Path
+    shards: Shards
+    config: Mapping[str, Any] | None = None
+    quantization: Quantization | None = None
+    weight_map: Mapping[str, str] | None = None
+    trouble: list[Finding] = field(default_factory=list)
+    _codes: dict[str, Codes] = field(default_factory=dict)
+
+    @property
+    def entries(self) -> Mapping[str, StoredTensor]:
+        return self.shards.entries
+
+    @cached_property
+    def weights(self) -> dict[str, str]:
+        """The keys of weights in FP8, by the names of their owners; those in MX blocks are apart."""
+        found = {k: e for k, e in self.entries.items() if e.dtype in FP8 and len(e.shape) > 1 and k not in self.mx}
+        return {key.removesuffix(".weight"): key for key in found}
+
+    @cached_property
+    def mx(self) -> dict[str, str]:
+        """The key of every MX weight's scales, by that of the weight."""
+        return microscaling.pairs(self.entries)
+
+    @cached_property
+    def scales(self) -> dict[ScaleKey, list[str]]:
+        """The keys of all scales of known meaning; more than one where two spellings say the same."""
+        found: dict[ScaleKey, list[str]] = {}
+        for key in self.entries:
+            if (place := self._place(key)) is not None:
+                found.setdefault(place, []).append(key)
+        return found
+
+    @cached_property
+    def unknown(self) -> list[str]:
+        """Keys that are named like a scale, and of no known meaning."""
+        return [key for key in self.entries if self._is_unknown(key)]
+
+    def scale_of(self, owner: str, role: Role) -> str | None:
+        return next(iter(self.scales.get(ScaleKey(owner, role), ())), None)
+
+    def of_role(self, *roles: Role) -> Iterator[tuple[str, str]]:
+        """(owner, key) of every scale in one of these roles."""
+        return ((place.owner, key) for place, keys in self.scales.items() if place.role in roles for key in keys)
+
+    def value(self, key: str) -> Tensor:
+        """A scale in FP32, whatever it is stored in; exponents of MX blocks are powers of two."""
+        stored = self.shards[key]
+        exponents = key in self.mx.values() and stored.dtype is torch.uint8
+        return (stored.view(torch.float8_e8m0fnu) if exponents else stored).float()
+
+    def codes(self, owner: str) -> Codes:
+        """Of an FP8 weight; counted once."""
+        if owner not in self._codes:
+            kind = self.granularity(owner) or "tensor"
+            self._codes[owner] = codes_of(self.shards[self.weights[owner]], kind)
+        return self._codes[owner]
+
+    def granularity(self, owner: str) -> Granularity | None:
+        """What shares a scale of this FP8 weight; None: it has none, or one of a shape that fits nothing."""
+        key = self.scale_of(owner, "weight")
+        if key is None:
+            return None
+        return granularity(self.entries[key].shape, self.entries[self.weights[owner]].shape)
+
+    def _place(self, key: str) -> ScaleKey | None:
+        if self._is_unscaled(key):
+            return None
+        if key in self.mx.values():
+            return ScaleKey(key.rpartition(".")[0], "weight")
+        for suffix in _STACKED:
+            stack = self.entries.get(key.removesuffix(suffix)) if key.endswith(suffix) else None
+            if stack is not None and len(stack.shape) == 3:
+                return ScaleKey(key.removesuffix(suffix), "weight")
+        return _classified(key)[0]
+
+    def _is_unknown(self, key: str) -> bool:
+        return self._place(key) is None and not self._is_unscaled(key) and _classified(key)[1]
+
+    def _is_unscaled(self, key: str) -> bool:
+        """Not a scale though its name may say so: training state, gpt-oss' exponents, a bound."""
+        blocks = f"{key.removesuffix('_scales')}_blocks"
+        return state_key(key) is not None or key.endswith(_IGNORED) or blocks in self.entries
+
+
+def _classified(key: str) -> tuple[ScaleKey | None, bool]:
+    """(what it scales, whether it is named like a scale of unknown meaning)."""
+    try:
+        return interop.classify(key), False
+    except ModelError:
+        return None, True
+
+
+def granularity(scale: tuple[int, ...], weight: tuple[int, ...]) -> Granularity | None:
+    """What shares a scale of this shape, of a weight [N, K] or a stack of experts [E, N, K]; None: it fits nothing."""
+    *stack, rows, columns = weight
+    if scale in ((), (1,), tuple(stack), (*stack, 1, 1)):
+        return "tensor"
+    if scale[: len(stack)] != tuple(stack):
+        return None
+    for spec in WEIGHTS:
+        if scale[len(stack) :] in interop.spellings_of(spec, spec.scale_shape(rows, columns)):
+            return spec.granularity
+    return None
+
+
+def read(path: Path) -> Subject:
+    """ModelError: there is nothing at `path` that could be a checkpoint."""
+    if path.is_file():
+        return _read_files(Subject(path, Shards({})), [path])
+    if not path.is_dir():
+        raise ModelError(f"There is no {path}; give a model directory or a .safetensors file.")
+    subject = Subject(path, Shards({}))
+    subject.config = _json(subject, "config.json")
+    if subject.config is not None:
+        subject.quantization = _quantization(subject, subject.config)
+    index = _json(subject, INDEX)
+    subject.weight_map = None if index is None else _weight_map(subject, index)
+    files = _files(path, subject.weight_map)
+    if not files:
+        raise ModelError(f"{path} holds no .safetensors file; give a model directory or a .safetensors file.")
+    return _read_files(subject, files)
+
+
+def _files(folder: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
+    """Those that a reader takes for weights."""
+    if weight_map is not None:
+        return [folder / name for name in sorted(set(weight_map.values())) if name == Path(name).name]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    return [file for file in sorted(folder.glob("*.safetensors")) if file.name != FILE_NAME]
+
+
+def _read_files(subject: Subject, files: list[Path]) -> Subject:
+    entries: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            found = read_header(inside(subject.path, file.name) if subject.path.is_dir() else file)[0]
+            Shards(found)  # the library checks the layout against the file's length
+        except ModelError as damage:
+            subject.trouble.append(_unreadable(file.name, damage))
+            continue
+        for key in sorted(found.keys() & entries.keys()):
+            what = f"lies in {entries[key].file.name} and in {file.name}"
+            subject.trouble.append(error("duplicate", key, what, "keep one of the two"))
+        entries |= found
+    subject.shards = Shards(entries)
+    return subject
+
+
+def _unreadable(name: str, damage: ModelError) -> Finding:
+    return error("unreadable", name, f"cannot be read ({str(damage).removesuffix('.')})", AGAIN)
+
+
+def _json(subject: Subject, name: str) -> Mapping[str, Any] | None:
+    try:
+        return read_json(subject.path / name) if present(subject.path / name) else None
+    except ModelError as damage:
+        subject.trouble.append(_unreadable(name, damage))
+        return None
+
+
+def _quantization(subject: Subject, config: Mapping[str, Any]) -> Quantization | None:
+    """Of the whole model or, where it is wrapped in a multimodal one, of its text."""
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) and not config.get("quantization_config") else {}
+    try:
+        return interop.read_quantization(subject.path, {**config, **inner})
+    except ModelError as refusal:
+        what = f"is not read ({str(refusal).removesuffix('.')})"
+        subject.trouble.append(error("config", "quantization_config", what, "write the model in another format"))
+        return None
+
+
+def _weight_map(subject: Subject, index: Mapping[str, Any]) -> Mapping[str, str] | None:
+    found = index.get("weight_map")
+    if isinstance(found, dict) and found and all(isinstance(name, str) for name in found.values()):
+        return found
+    subject.trouble.append(error("index", INDEX, "has no weight_map from tensor names to files", AGAIN))
+    return None

@@ -1,0 +1,167 @@
+"""Weights in MX blocks are BF16 to us, exactly; E8M0 scales of FP8 weights are powers of two."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fp8serve.engine.loading import load
+from fp8serve.engine.options import EngineOptions
+from fp8serve.errors import ModelError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.model.checkpoint import load_servable, open_checkpoint
+from fp8serve.model.microscaling import mxfp4, mxfp8
+from tests.model.oracle import make_model
+
+LINEAR = "model.layers.0.mlp.up_proj"
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def edit(directory: Path, **values: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def exponents(weight: Tensor, largest: float) -> Tensor:
+    """uint8 [N, K / 32]: powers of two that bring each block's amax to at most `largest`."""
+    amax = weight.unflatten(-1, (-1, 32)).abs().amax(-1)
+    return ((amax / largest).log2().ceil() + 127).clamp(0, 254).to(torch.uint8)
+
+
+def quantized(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes or packed nibbles, exponents, what they stand for): written independently of the product."""
+    found = exponents(weight, 448 if bits == 8 else 6)
+    powers = torch.exp2(found.float() - 127).repeat_interleave(32, -1)
+    if bits == 8:
+        codes = (weight / powers).to(torch.float8_e4m3fn)
+        return codes, found, codes.float() * powers
+    grid = torch.tensor([*E2M1, *(-v for v in E2M1)])
+    nibbles = ((weight / powers).unsqueeze(-1) - grid).abs().argmin(-1).to(torch.uint8)
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), found, grid[nibbles.long()] * powers
+
+
+def write_mx(out: Path, bits: int, quantization: dict[str, Any], scale: str, as_e8m0: bool) -> dict[str, Tensor]:
+    """An MX directory; returns what each linear's weight is."""
+    make_model("llama", out, overrides={"hidden_size": 128, "intermediate_size": 256})
+    tensors, expected = load_file(out / "model.safetensors"), {}
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        codes, scales, expected[name] = quantized(tensors.pop(name).float(), bits)
+        owner = name.removesuffix(".weight")
+        tensors[f"{owner}.weight_packed" if bits == 4 else name] = codes
+        tensors[f"{owner}.{scale}"] = scales.view(torch.float8_e8m0fnu) if as_e8m0 else scales
+    save_file(tensors, out / "model.safetensors")
+    edit(out, quantization_config=quantization)
+    return expected
+
+
+def compressed(preset: str, form: str) -> dict[str, Any]:
+    scheme = json.loads(preset_name_to_scheme(preset, ["Linear"]).model_dump_json())
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"g": scheme}, "ignore": ["lm_head"]}
+
+
+FORMS: dict[str, tuple[int, dict[str, Any], str, bool]] = {
+    "compressed-tensors MXFP8": (8, compressed("MXFP8", "mxfp8-quantized"), "weight_scale", False),
+    "compressed-tensors MXFP4": (4, compressed("MXFP4A16", "mxfp4-pack-quantized"), "weight_scale", False),
+    "modelopt": (8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "weight_scale", False),
+    "fp8 in blocks of 32": (
+        8,
+        {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+        "weight_scale_inv",
+        True,
+    ),
+    "mxfp8": (8, {"quant_method": "mxfp8"}, "scale", True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_mx_weights_are_read_exactly(form: str, tmp_path: Path) -> None:
+    expected = write_mx(tmp_path / "m", *FORMS[form])
+    checkpoint = open_checkpoint(tmp_path / "m")
+    assert checkpoint.fp8_linears == []
+    for name, weight in expected.items():
+        assert checkpoint[name].dtype is torch.bfloat16
+        assert torch.equal(checkpoint[name].float(), weight)
+    served = load_servable(tmp_path / "m").get_parameter(f"{LINEAR}.weight")
+    assert torch.equal(served.float(), expected[f"{LINEAR}.weight"])
+    assert isinstance(load_servable(tmp_path / "m", _rowwise()).get_submodule(LINEAR), FrozenLinear)
+
+
+def _rowwise() -> Any:
+    from fp8serve import recipe
+
+    return recipe.from_name("rowwise")
+
+
+@pytest.mark.parametrize(("preset", "form"), [("MXFP8", "mxfp8-quantized"), ("MXFP4A16", "mxfp4-pack-quantized")])
+def test_mx_blocks_mean_what_compressed_tensors_makes_of_them(preset: str, form: str) -> None:
+    weight = torch.randn(6, 64)
+    codes, scales, _ = quantized(weight, 8 if preset == "MXFP8" else 4)
+    scheme: QuantizationScheme = preset_name_to_scheme(preset, ["Linear"])
+    scheme.format = form
+    packed = {"weight_packed" if preset != "MXFP8" else "weight": codes, "weight_scale": scales}
+    theirs = BaseCompressor.get_value_from_registry(form).decompress(packed, scheme)["weight"]
+    ours = mxfp8(codes, scales) if preset == "MXFP8" else mxfp4(codes, scales)
+    assert torch.equal(ours.float(), theirs.float())
+
+
+def test_an_exponent_that_is_nan_is_refused_when_its_weight_is_read(tmp_path: Path) -> None:
+    write_mx(tmp_path / "m", *FORMS["mxfp8"])
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors[f"{LINEAR}.scale"].view(torch.uint8)[0, 0] = 255
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "m")
+    with pytest.raises(ModelError, match=r"up_proj.scale holds NaN or an exponent too large"):
+        checkpoint[f"{LINEAR}.weight"]
+
+
+def test_the_engine_says_that_mx_weights_run_in_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_mx(tmp_path / "m", *FORMS["mxfp8"])
+    with caplog.at_level(logging.WARNING, "fp8serve.engine"):
+        load(tmp_path / "m", EngineOptions(recipe="stored"))
+    assert "are in MX blocks of 32 and run in BF16" in caplog.text
+
+
+def test_scales_of_deepseek_v4_are_powers_of_two(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """E4M3 weights with `.scale` in E8M0 for 128 x 128 blocks, and inputs whose scales are rounded to powers of two."""
+    out = tmp_path / "m"
+    make_model("llama", out, overrides={"hidden_size": 256, "intermediate_size": 384})
+    tensors = load_file(out / "model.safetensors")
+    scales = {}
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        owner, weight = name.removesuffix(".weight"), tensors[name].float()
+        rows, cols = (-(-size // 128) for size in weight.shape)
+        scales[owner] = torch.exp2(torch.randint(-12, -10, (rows, cols)).float())
+        tensors[name] = weight.to(torch.float8_e4m3fn)
+        tensors[f"{owner}.scale"] = scales[owner].to(torch.float8_e8m0fnu)
+    save_file(tensors, out / "model.safetensors")
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "fmt": "e4m3"}
+    edit(out, quantization_config=config)
+    layer = load_servable(out).get_submodule(LINEAR)
+    assert isinstance(layer, FrozenLinear)
+    assert torch.equal(layer.weight_scale_inv, scales[LINEAR])
+    assert layer.input_spec.granularity == "block1x128"
+    assert layer.input_spec.scale_format == "power_of_2"
+    assert layer(torch.randn(3, 256).bfloat16()).isfinite().all()
+
+
+def test_fbgemm_releases_are_read_as_per_channel(tmp_path: Path) -> None:
+    out = tmp_path / "m"
+    make_model("llama", out)
+    tensors = load_file(out / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        tensors[name], tensors[f"{name}_scale"] = (weight / scale).to(torch.float8_e4m3fn), scale
+    save_file(tensors, out / "model.safetensors")
+    edit(out, quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
+    layer = load_servable(out).get_submodule(LINEAR)
+    assert isinstance(layer, FrozenLinear)
+    assert layer.input_spec.granularity == "row"

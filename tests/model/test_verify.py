@@ -1,0 +1,403 @@
+"""A poisoned corpus: every checkpoint of it gets the right finding, and none of the good ones is accused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.cli import main
+from fp8serve.errors import ModelError
+from fp8serve.model.checkpoint import write_calibrated
+from fp8serve.model.verify import CHECKS, verify
+from tests.model import checkpoints as made
+from tests.model.checkpoints import Draft
+from tests.model.oracle import state_for
+
+UP, DOWN, Q = "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"
+CACHE = "model.layers.1.self_attn"
+UE8M0 = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
+
+GOOD: dict[str, Callable[[], Draft]] = {
+    "BF16": made.plain,
+    "compressed-tensors, static": made.static,
+    "compressed-tensors, static in FP32": lambda: made.fp8("ct-static", inputs="input_scale"),
+    "compressed-tensors, per channel and token": made.rows,
+    "compressed-tensors, blocks": lambda: made.fp8("ct-block", "block", stored=lambda s: s.bfloat16()),
+    "compressed-tensors, weights alone": lambda: made.fp8("ct-weights", "row"),
+    "fp8, static as vLLM reads it": lambda: made.fp8("fp8-static", inputs="input_scale"),
+    "fp8, static as transformers reads it": lambda: made.fp8(
+        "fp8-static", spelled="weight_scale_inv", inputs="activation_scale"
+    ),
+    "fp8, dynamic": lambda: made.fp8("fp8-dynamic"),
+    "fp8, blocks": made.blocks,
+    "fp8, blocks with scales in E8M0": lambda: made.fp8(
+        UE8M0, "block", "scale", lambda s: s.to(torch.float8_e8m0fnu), power_of_2=True
+    ),
+    "fp8, blocks with scales in BF16": lambda: made.fp8("fp8-block", "block", "weight_scale_inv", Tensor.bfloat16),
+    "ModelOpt": lambda: made.fp8("modelopt", inputs="input_scale", cache="{}_proj.{}_scale"),
+    "ModelOpt, per channel": lambda: made.fp8("modelopt-channel", "row", stored=lambda s: s.reshape(-1)),
+    "ModelOpt, blocks": lambda: made.fp8(
+        "modelopt-block", "block", stored=lambda s: s.reshape(len(s), 1, s.shape[1], 1)
+    ),
+    "fbgemm": lambda: made.fp8({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "row"),
+    "torchao, per row": lambda: made.fp8("fp8-dynamic", "row"),
+    "MXFP8": lambda: made.mx(8),
+    "MXFP4": lambda: made.mx(4),
+    "shards": made.sharded,
+    "a tied output layer that is stored": made.tied,
+    "a language model inside a multimodal one": made.wrapped,
+    "stacked experts": made.stacked,
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_checkpoints_are_not_accused(name: str, tmp_path: Path) -> None:
+    assert verify(GOOD[name]().write(tmp_path / "m")) == []
+
+
+@pytest.mark.parametrize(
+    ("format_", "recipe"),
+    [("compressed-tensors", r) for r in ("delayed", "delayed by row", "w8a16", "current", "rowwise", "block")]
+    + [("fp8", r) for r in ("delayed", "current", "block")]
+    + [("modelopt", r) for r in ("delayed", "rowwise")],
+)
+def test_what_we_write_is_not_accused(format_: str, recipe: str, tmp_path: Path) -> None:
+    source = made.plain().write(tmp_path / "source")
+    write_calibrated(tmp_path / "out", source, state_for(source, recipe), format=format_)
+    assert [finding for finding in verify(tmp_path / "out") if finding.severity == "error"] == []
+
+
+def scaled(key: str, by: float) -> Callable[[Draft], None]:
+    def poison(draft: Draft) -> None:
+        draft.tensors[key] = draft.tensors[key] * by
+
+    return poison
+
+
+def put(key: str, value: Any, at: tuple[int, ...] | None = None) -> Callable[[Draft], None]:
+    """Sets a tensor, or one of its elements."""
+
+    def poison(draft: Draft) -> None:
+        if at is None:
+            draft.tensors[key] = value if isinstance(value, Tensor) else torch.full_like(draft.tensors[key], value)
+        else:
+            draft.tensors[key][at] = value
+
+    return poison
+
+
+def drop(*keys: str) -> Callable[[Draft], None]:
+    def poison(draft: Draft) -> None:
+        for key in keys:
+            del draft.tensors[key]
+
+    return poison
+
+
+def each(suffix: str, change: Callable[[Tensor], Tensor]) -> Callable[[Draft], None]:
+    def poison(draft: Draft) -> None:
+        for key in [key for key in draft.tensors if key.endswith(suffix)]:
+            draft.tensors[key] = change(draft.tensors[key])
+
+    return poison
+
+
+def rename(old: str, new: str) -> Callable[[Draft], None]:
+    def poison(draft: Draft) -> None:
+        for key in [key for key in draft.tensors if key.endswith(old)]:
+            draft.tensors[key.removesuffix(old) + new] = draft.tensors.pop(key)
+
+    return poison
+
+
+def told(**changes: Any) -> Callable[[Draft], None]:
+    """Changes quantization_config."""
+
+    def poison(draft: Draft) -> None:
+        draft.config["quantization_config"] |= changes
+
+    return poison
+
+
+def config(**changes: Any) -> Callable[[Draft], None]:
+    def poison(draft: Draft) -> None:
+        draft.config |= changes
+
+    return poison
+
+
+def requantized(by: float) -> Callable[[Draft], None]:
+    """The weight of UP cast by a scale that is `by` times its own, which is noted."""
+
+    def poison(draft: Draft) -> None:
+        scale = draft.tensors[f"{UP}.weight_scale"].float()
+        weight = draft.tensors[f"{UP}.weight"].float() * scale
+        codes = (weight / (scale * by)).clamp(-448, 448)
+        draft.tensors[f"{UP}.weight"] = codes.to(torch.float8_e4m3fn)
+        draft.tensors[f"{UP}.weight_scale"] = scale * by
+
+    return poison
+
+
+def uncalibrated_cache(draft: Draft) -> None:
+    each(".k_scale", torch.ones_like)(draft)
+    each(".v_scale", torch.ones_like)(draft)
+
+
+def twice(draft: Draft) -> None:
+    draft.tensors[f"{UP}.weight_scale_inv"] = 1 / draft.tensors[f"{UP}.weight_scale"].float()
+
+
+def to_bf16(draft: Draft) -> None:
+    draft.tensors[f"{UP}.weight"] = draft.tensors[f"{UP}.weight"].bfloat16()
+
+
+def bare(draft: Draft) -> None:
+    to_bf16(draft)
+    drop(f"{UP}.weight_scale", f"{UP}.input_scale")(draft)
+
+
+def all_bf16(draft: Draft) -> None:
+    plain = made.plain()
+    draft.tensors = plain.tensors
+
+
+def without_config(draft: Draft) -> None:
+    del draft.config["quantization_config"]
+
+
+def e5m2(draft: Draft) -> None:
+    draft.tensors[f"{UP}.weight"] = draft.tensors[f"{UP}.weight"].float().to(torch.float8_e5m2)
+
+
+def as_int(draft: Draft) -> None:
+    draft.tensors[f"{UP}.weight_scale"] = torch.tensor([1], dtype=torch.int32)
+
+
+NAN, INF = float("nan"), float("inf")
+Poison = Callable[[Draft], None]
+
+# base, what is done to it, (check, a part of the tensor's name)
+POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
+    "weight scale NaN": (made.static, put(f"{UP}.weight_scale", NAN), ("nan", f"{UP}.weight_scale")),
+    "weight scale infinite": (made.static, put(f"{UP}.weight_scale", INF), ("infinite", f"{UP}.weight_scale")),
+    "weight scale zero": (made.static, put(f"{UP}.weight_scale", 0), ("zero", f"{UP}.weight_scale")),
+    "weight scale negative": (made.static, put(f"{UP}.weight_scale", -0.001), ("negative", f"{UP}.weight_scale")),
+    "one row's scale NaN": (made.rows, put(f"{UP}.weight_scale", NAN, (7, 0)), ("nan", f"{UP}.weight_scale")),
+    "one row's scale zero": (made.rows, put(f"{UP}.weight_scale", 0, (7, 0)), ("zero", f"{UP}.weight_scale")),
+    "one block's scale huge": (
+        made.blocks, put(f"{UP}.weight_scale_inv", 3.0, (1, 1)), ("implausible", f"{UP}.weight_scale_inv")),
+    "one block's scale negative": (
+        made.blocks, put(f"{UP}.weight_scale_inv", -1.0, (0, 1)), ("negative", f"{UP}.weight_scale_inv")),
+    "input scale NaN": (made.static, put(f"{UP}.input_scale", NAN), ("nan", f"{UP}.input_scale")),
+    "input scale infinite": (made.static, put(f"{UP}.input_scale", INF), ("infinite", f"{UP}.input_scale")),
+    "input scale zero": (made.static, put(f"{UP}.input_scale", 0), ("zero", f"{UP}.input_scale")),
+    "k scale zero": (made.static, put(f"{CACHE}.k_scale", 0), ("zero", f"{CACHE}.k_scale")),
+    "v scale never loaded": (made.static, put(f"{CACHE}.v_scale", -1), ("negative", f"{CACHE}.v_scale")),
+    "v scale NaN": (made.static, put(f"{CACHE}.v_scale", NAN), ("nan", f"{CACHE}.v_scale")),
+    "MX exponent NaN": (lambda: made.mx(8), put(f"{UP}.weight_scale", 255, (3, 1)), ("nan", f"{UP}.weight_scale")),
+    "a code NaN": (made.static, put(f"{UP}.weight", NAN, (0, 0)), ("nan", f"{UP}.weight")),
+    "a norm NaN": (made.static, put("model.norm.weight", NAN, (3,)), ("nan", "model.norm.weight")),
+    "reciprocal weight scale": (
+        made.static, lambda d: put(f"{UP}.weight_scale", 1 / d.tensors[f"{UP}.weight_scale"])(d),
+        ("reciprocal", f"{UP}.weight_scale")),
+    "reciprocal weight scales": (
+        made.blocks, each(".weight_scale_inv", torch.reciprocal), ("reciprocal", f"{UP}.weight_scale_inv")),
+    "reciprocal input scale": (
+        made.static, lambda d: put(f"{UP}.input_scale", 1 / d.tensors[f"{UP}.input_scale"])(d),
+        ("reciprocal", f"{UP}.input_scale")),
+    "reciprocal input scales": (
+        made.static, each(".input_scale", torch.reciprocal), ("reciprocal", f"{UP}.input_scale")),
+    "amax in place of the weight scale": (
+        made.static, scaled(f"{UP}.weight_scale", 448), ("implausible", f"{UP}.weight_scale")),
+    "amaxes in place of all weight scales": (
+        made.static, each(".weight_scale", lambda s: s * 448), ("implausible", f"{UP}.weight_scale")),
+    "weight scale 2^11 too small": (
+        made.static, scaled(f"{UP}.weight_scale", 2.0**-11), ("implausible", f"{UP}.weight_scale")),
+    "input scale 2^15 too small": (
+        made.static, scaled(f"{UP}.input_scale", 2.0**-15), ("implausible", f"{UP}.input_scale")),
+    "input scale of 1e30": (made.static, put(f"{UP}.input_scale", 1e30), ("implausible", f"{UP}.input_scale")),
+    "weight cast without a scale": (made.static, requantized(2.0**13), ("stale", f"{UP}.weight")),
+    "scale made for larger weights": (made.static, requantized(8.0), ("stale", f"{UP}.weight")),
+    "scale made for smaller weights": (made.static, requantized(1 / 4), ("stale", f"{UP}.weight")),
+    "all weight scales 1": (made.static, each(".weight_scale", torch.ones_like), ("default", "weight_scale")),
+    "all input scales 1": (made.static, each(".input_scale", torch.ones_like), ("default", "input_scale")),
+    "all cache scales 1": (
+        made.static, uncalibrated_cache,
+        ("default", "k_scale")),
+    "no weight scale": (made.static, drop(f"{UP}.weight_scale"), ("missing", f"{UP}.weight")),
+    "no weight scales at all": (
+        made.rows, lambda d: drop(*[k for k in d.tensors if k.endswith("weight_scale")])(d),
+        ("missing", f"{UP}.weight")),
+    "no input scale": (made.static, drop(f"{UP}.input_scale"), ("missing", UP)),
+    "no v scale": (made.static, drop(f"{CACHE}.v_scale"), ("missing", CACHE)),
+    "a layer without cache scales": (
+        made.static, drop(f"{CACHE}.k_scale", f"{CACHE}.v_scale"), ("missing", CACHE)),
+    "a cache scheme without scales": (
+        lambda: made.fp8("ct-static", inputs="input_scale"), told(kv_cache_scheme={"num_bits": 8, "type": "float"}),
+        ("missing", "quantization_config")),
+    "packed weights without scales": (
+        lambda: made.mx(4), drop(f"{UP}.weight_scale"), ("missing", f"{UP}.weight_packed")),
+    "a renamed scale": (made.static, rename(f"{UP}.weight_scale", f"{UP}.weight_scales"), ("unknown", "weight_scales")),
+    "amaxes in place of scales": (made.static, rename(".input_scale", ".input_amax"), ("unknown", "input_amax")),
+    "a zero point": (made.static, put(f"{UP}.weight_zero_point", torch.zeros(1)), ("unknown", "weight_zero_point")),
+    "a scale of nothing": (made.static, drop(f"{UP}.weight"), ("orphan", f"{UP}.weight_scale")),
+    "a weight left in BF16 beside its scale": (made.static, to_bf16, ("orphan", f"{UP}.weight_scale")),
+    "a scale under two names": (made.static, twice, ("duplicate", UP)),
+    "a scale of the wrong shape": (
+        made.rows, put(f"{UP}.weight_scale", torch.full((made.INNER - 1, 1), 1e-4)), ("shape", f"{UP}.weight_scale")),
+    "blocks turned around": (
+        made.blocks, lambda d: put(f"{UP}.weight_scale_inv", d.tensors[f"{UP}.weight_scale_inv"].t().contiguous())(d),
+        ("shape", f"{UP}.weight_scale_inv")),
+    "an input scale for each channel": (
+        made.static, put(f"{UP}.input_scale", torch.full((made.HIDDEN,), 0.01)), ("shape", f"{UP}.input_scale")),
+    "a k scale for each head": (
+        made.static, put(f"{CACHE}.k_scale", torch.full((4, 1, 1), 0.01)), ("shape", f"{CACHE}.k_scale")),
+    "an empty scale": (made.static, put(f"{UP}.weight_scale", torch.zeros(0)), ("shape", f"{UP}.weight_scale")),
+    "a scale of whole numbers": (made.static, as_int, ("dtype", f"{UP}.weight_scale")),
+    "a weight in E5M2": (made.static, e5m2, ("dtype", f"{UP}.weight")),
+    "FP8 without quantization_config": (made.static, without_config, ("config", ".weight")),
+    "quantization_config without FP8": (made.static, all_bf16, ("config", "quantization_config")),
+    "an ignored layer in FP8": (made.static, told(ignore=["lm_head", UP]), ("config", f"{UP}.weight")),
+    "a layer of no group": (
+        made.static,
+        lambda d: d.config["quantization_config"]["config_groups"]["group_0"].update(targets=["re:.*self_attn.*"]),
+        ("config", f"{UP}.weight")),
+    "a layer that is not FP8 and not ignored": (
+        made.static, bare,
+        ("config", f"{UP}.weight")),
+    "input scales of dynamic inputs": (
+        made.rows, put(f"{UP}.input_scale", torch.tensor([0.01])), ("config", f"{UP}.input_scale")),
+    "rows where blocks were said": (
+        made.rows, lambda d: config(quantization_config=made.quantization("fp8-block"))(d), ("config", "weight_scale")),
+    "an unknown method": (made.static, told(quant_method="gptq"), ("config", "quantization_config")),
+    "an output layer that is tied and another": (
+        made.static, config(tie_word_embeddings=True), ("tied", "lm_head.weight")),
+    "an output layer that is nowhere": (made.static, drop("lm_head.weight"), ("tied", "lm_head.weight")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_poison_is_found(name: str, tmp_path: Path) -> None:
+    base, poison, (check, tensor) = POISONS[name]
+    draft = base()
+    poison(draft)
+    findings = verify(draft.write(tmp_path / "m"))
+    assert any(finding.check == check and tensor in finding.tensor for finding in findings), findings
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index))
+
+
+def moved(folder: Path) -> None:
+    def swap(index: dict[str, Any]) -> None:
+        places = index["weight_map"]
+        key = next(key for key in places if places[key].startswith("model-00001") and key.endswith("_proj.weight"))
+        places[key] = places[key].replace("00001", "00002", 1)
+
+    edited(folder, swap)
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+FILE_POISONS: dict[str, tuple[Callable[[Path], Any], tuple[str, str]]] = {
+    "a shard is missing": (lambda f: (f / "model-00002-of-00003.safetensors").unlink(), ("index", "")),
+    "a shard is cut off": (truncated, ("unreadable", "model-00002-of-00003.safetensors")),
+    "a shard is no safetensors file": (
+        lambda f: (f / "model-00001-of-00003.safetensors").write_bytes(b"<html>not found</html>"),
+        ("unreadable", "model-00001"),
+    ),
+    "the index places a tensor elsewhere": (moved, ("index", "_proj.weight")),
+    "the index forgets a scale": (
+        lambda f: edited(f, lambda index: index["weight_map"].pop(f"{UP}.weight_scale")),
+        ("index", f"{UP}.weight_scale"),
+    ),
+    "the index names what is nowhere": (
+        lambda f: edited(f, lambda index: index["weight_map"].update({"more": "model-00001-of-00003.safetensors"})),
+        ("index", "more"),
+    ),
+    "the index leaves the directory": (
+        lambda f: edited(f, lambda index: index["weight_map"].update({"more": "../model.safetensors"})),
+        ("index", "index.json"),
+    ),
+    "the index states another size": (
+        lambda f: edited(f, lambda index: index["metadata"].update(total_size=1)),
+        ("index", "index.json"),
+    ),
+    "the index has no map": (lambda f: edited(f, lambda index: index.pop("weight_map")), ("index", "index.json")),
+    "config.json is no JSON": (lambda f: (f / "config.json").write_text("{"), ("unreadable", "config.json")),
+}
+
+
+@pytest.mark.parametrize("name", FILE_POISONS)
+def test_damaged_files_are_found(name: str, tmp_path: Path) -> None:
+    poison, (check, tensor) = FILE_POISONS[name]
+    folder = made.sharded().write(tmp_path / "m")
+    poison(folder)
+    findings = verify(folder)
+    assert any(finding.check == check and tensor in finding.tensor for finding in findings), findings
+
+
+def test_a_side_car_of_another_calibration_is_found(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = made.plain().write(tmp_path / "source")
+    write_calibrated(tmp_path / "out", source, state_for(source, "delayed"))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors[f"{UP}.input_scale"] *= 1.5
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    assert [(f.check, f.tensor) for f in verify(tmp_path / "out")] == [("stale", f"{UP}.input_scale")]
+
+
+def test_the_corpus_is_as_large_as_promised() -> None:
+    assert len(POISONS) + len(FILE_POISONS) >= 40
+    assert len(GOOD) >= 12
+    assert len(set(CHECKS)) == len(CHECKS)
+
+
+def test_a_single_file_and_a_shard_are_read_alone(tmp_path: Path) -> None:
+    whole, parts = made.static().write(tmp_path / "whole"), made.sharded().write(tmp_path / "parts")
+    assert verify(whole / "model.safetensors") == []
+    shard = verify(parts / "model-00001-of-00003.safetensors")
+    assert {finding.check for finding in shard} <= {"missing", "orphan"}  # what the other shards hold
+
+
+def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no .safetensors file"):
+        verify(tmp_path)
+    with pytest.raises(ModelError, match="There is no"):
+        verify(tmp_path / "nothing")
+
+
+def test_the_command_tells_good_from_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = made.static().write(tmp_path / "good")
+    assert main(["verify", str(good)]) == 0
+    assert "nothing is wrong with it" in capsys.readouterr().out
+    draft = made.static()
+    put(f"{UP}.input_scale", 0)(draft)
+    bad = draft.write(tmp_path / "bad")
+    assert main(["verify", str(bad)]) == 1
+    printed = capsys.readouterr()
+    assert f"error, zero: {UP}.input_scale holds zero, 1 of 1; quantize or calibrate the model again." in printed.out
+    assert "1 fault that would give wrong answers" in printed.err
+    assert main(["verify", str(bad), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["good"]
+    assert found["findings"][0]["tensor"] == f"{UP}.input_scale"
+
+
+def test_warnings_alone_leave_the_exit_status(tmp_path: Path) -> None:
+    draft = made.static()
+    each(".input_scale", torch.ones_like)(draft)
+    assert main(["verify", str(draft.write(tmp_path / "m"))]) == 0
