@@ -82,9 +82,9 @@ class Stacked:
         return all(self._parts[expert].is_current(self._owners[expert]._modules) for expert in experts)
 
     @property
-    def weight(self) -> Tensor:
-        """All weights as one matrix [E * N, K]."""
-        return self._whole
+    def weight(self) -> Tensor | None:
+        """All weights as one matrix [E * N, K]. None once a layer was replaced: packing would put the old one back."""
+        return self._whole if self.is_current(range(len(self._parts))) else None
 
     @property
     def is_packable(self) -> bool:

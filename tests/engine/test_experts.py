@@ -152,6 +152,15 @@ def test_a_weight_that_is_written_to_or_replaced_counts(
         assert all(map(torch.equal, other, others[0]))
 
 
+def test_packing_does_not_bring_a_replaced_tensor_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "worth_packing", lambda: True)
+    engine = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+    down: Any = mixtures(engine)[0].experts[0].down_proj
+    down.weight_scale_inv = doubled = down.weight_scale_inv * 2
+    engine.loaded.packer.pack()
+    assert down.weight_scale_inv is doubled
+
+
 def test_a_hook_on_an_expert_is_called(tmp_path: Path) -> None:
     engine, seen = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES), list[int]()
     for expert in mixtures(engine)[0].experts:
