@@ -1,6 +1,6 @@
 // scaled_mm: FP8 or BF16 [M, K] x FP8 [N, K] -> [M, N], any mix of formats and scale granularities;
 // scaled_mm_add, the same onto a residual; mm, the same sums for two BF16 operands; packed_mm, all three from
-// weights that pack_weight has packed.
+// weights that pack_weight has packed; joined_mm, for weights under each other that are scaled in blocks.
 //
 // Both operands have K contiguous, which is how weights lie in a checkpoint: they are read as they are,
 // memory-mapped or not. Training and calibration do that; serving packs them (gemm_packed.h). This file
@@ -18,6 +18,7 @@ struct Arguments {
   Tensor a, b;
   std::optional<Tensor> a_scale, b_scale, bias, residual;
   bool packed = false;
+  std::optional<Tensor> ends = {};  // of the matrices under each other that b is
 };
 
 std::optional<Tensor> dense(const std::optional<Tensor>& t) {
@@ -43,8 +44,8 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
   if (in.residual) check.tensor("residual", *in.residual, {out_dtype}, {m, n});
   check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
                 torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
-  const Arguments use{fp8serve::dense(in.a), fp8serve::dense(in.b), dense(in.a_scale),
-                      dense(in.b_scale),     dense(in.bias),        dense(in.residual)};
+  const Arguments use{fp8serve::dense(in.a), fp8serve::dense(in.b), dense(in.a_scale), dense(in.b_scale),
+                      dense(in.bias),        dense(in.residual),    in.packed,         dense(in.ends)};
   Tensor out = empty({m.value(), n.value()}, out_dtype);
   Problem p{
       .a = {data<const char>(use.a), kind_of(use.a), k.value()},
@@ -58,7 +59,11 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
       .residual = pointer(use.residual),
       .out = out.data_ptr()};
   if (use.a_scale) attach_scale(check, "a_scale_inv", *use.a_scale, m, k, p.a);
-  if (use.b_scale) attach_scale(check, "b_scale_inv", *use.b_scale, n, k, p.b);
+  if (use.ends) {
+    attach_joined_scale(check, *use.b_scale, *use.ends, n, k, p.b);
+  } else if (use.b_scale) {
+    attach_scale(check, "b_scale_inv", *use.b_scale, n, k, p.b);
+  }
   if (p.blocked()) p.ones.assign(static_cast<size_t>(p.k / kScaleBlock + 1), 1.0f);
   if (out.numel() > 0) is_far(p) ? run_far(p) : run(p);
   return out;
@@ -93,6 +98,12 @@ Tensor packed_mm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& 
                : multiply(check, in, kFp8OrBf16, kFp8, out_dtype);
 }
 
+Tensor joined_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                 const Tensor& ends, const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  return multiply(Contract("joined_mm"), {a, b, a_scale, b_scale, bias, std::nullopt, b.dim() == 3, ends},
+                  kFp8OrBf16, kFp8, out_dtype);
+}
+
 // Whether the GEMM reads packed weights as they are, instead of making rows of them again.
 bool reads_packed() { return best_level().stream_packed != nullptr; }
 
@@ -105,7 +116,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("scaled_mm_add", TORCH_BOX(&fp8serve::gemm::scaled_mm_add));
   m.impl("mm", TORCH_BOX(&fp8serve::gemm::mm));
   m.impl("packed_mm", TORCH_BOX(&fp8serve::gemm::packed_mm));
-  for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm"}) {
+  m.impl("joined_mm", TORCH_BOX(&fp8serve::gemm::joined_mm));
+  for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm", "joined_mm"}) {
     fp8serve::report(op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
   }
 }

@@ -62,11 +62,11 @@ struct Tile {
   int64_t a_stride = kBlock;
   int64_t k = 0;  // of this block
   int rows = 0;
-  const float* const* a_scale = nullptr;  // per row: scale_inv of each 128 of K; null without block scales
-  const float* b_scale = nullptr;         // [128 of K][16 columns]
-  float* out = nullptr;                   // [rows][16]: sums of the blocks so far
-  bool add = false;                       // onto the earlier blocks' sums
-  const Ending* ending = nullptr;         // at the last block: the results are written instead of the sums
+  const float* const* scale = nullptr;  // per row, for each 128 of K; null without block scales
+  const float* b_scale = nullptr;       // [128 of K][16 columns]; null where `scale` is the product of both
+  float* out = nullptr;                 // [rows][16]: sums of the blocks so far
+  bool add = false;                     // onto the earlier blocks' sums
+  const Ending* ending = nullptr;       // at the last block: the results are written instead of the sums
 };
 
 // One variant's building blocks.

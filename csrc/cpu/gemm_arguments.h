@@ -33,6 +33,29 @@ inline void attach_scale(const Contract& check, const char* name, const Tensor& 
   out.scale_blocks = by_row && scale.size(1) == 1 ? 0 : blocks.value();
 }
 
+// The scales of matrices under each other, whose rows end at `ends` int32 [P]. A tile's columns must lie in
+// one.
+inline void attach_joined_scale(const Contract& check, const Tensor& scale, const Tensor& ends, Size rows,
+                                Size k, Operand& out) {
+  check.tensor("ends", ends, {ScalarType::Int}, {{"P", ends.numel()}});
+  out.ends = data<const int32_t>(ends);
+  int64_t begin = 0, count = 0;
+  for (int64_t i = 0; i < ends.numel(); begin = out.ends[i++]) {
+    const int64_t end = out.ends[i];
+    check.require(end > begin && end % kGroup == 0, "ends", "goes from ", begin, " to ", end,
+                  ", must rise by multiples of 16");
+    count += (end - begin + kScaleBlock - 1) / kScaleBlock;
+  }
+  check.require(begin == rows.value() && begin > 0, "ends", "ends at ", begin, ", must end at N, ",
+                rows.value());
+  const Size blocks = ceil_div(k, kScaleBlock);
+  check.cpu("b_scale_inv", scale);
+  check.tensor("b_scale_inv", scale, {ScalarType::Float}, {{"blocks of rows", count}, blocks});
+  out.scale = data<const float>(scale);
+  out.scale_rows = kScaleBlock;
+  out.scale_blocks = blocks.value();
+}
+
 // Whether a's scales, outside the sum, may take it out of the range of FP32 before b's bring it back.
 inline bool is_far(const Problem& p) {
   if (p.blocked() || p.a.scale == nullptr || p.b.scale == nullptr) return false;

@@ -30,15 +30,20 @@ FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
   return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
 }
 // Two quads of vector i: columns 8 * half + i and 8 * half + 4 + i.
-FP8_TARGET FP8_INLINE __m256 scales(float a_scale, const float* b_scale, int i, int half) {
+FP8_TARGET FP8_INLINE __m256 scales_of_half(float a_scale, const float* b_scale, int i, int half) {
   const __m256 b =
       _mm256_set_m128(_mm_set1_ps(b_scale[8 * half + 4 + i]), _mm_set1_ps(b_scale[8 * half + i]));
   return _mm256_mul_ps(_mm256_set1_ps(a_scale), b);
 }
-FP8_TARGET FP8_INLINE Vector promote(Vector total, Vector partial, float a_scale, const float* b_scale,
-                                     int i) {
-  return {_mm256_add_ps(total.low, _mm256_mul_ps(partial.low, scales(a_scale, b_scale, i, 0))),
-          _mm256_add_ps(total.high, _mm256_mul_ps(partial.high, scales(a_scale, b_scale, i, 1)))};
+FP8_TARGET FP8_INLINE Vector scales_of(float a_scale, const float* b_scale, int i) {
+  return {scales_of_half(a_scale, b_scale, i, 0), scales_of_half(a_scale, b_scale, i, 1)};
+}
+FP8_TARGET FP8_INLINE Vector same_scale(float scale) {
+  return {_mm256_set1_ps(scale), _mm256_set1_ps(scale)};
+}
+FP8_TARGET FP8_INLINE Vector promote(Vector total, Vector partial, Vector scales) {
+  return {_mm256_add_ps(total.low, _mm256_mul_ps(partial.low, scales.low)),
+          _mm256_add_ps(total.high, _mm256_mul_ps(partial.high, scales.high))};
 }
 // The sums of four vectors' quads: [a b c d] of the lower quad, then of the upper one.
 FP8_TARGET FP8_INLINE __m256 quads(__m256 a, __m256 b, __m256 c, __m256 d) {

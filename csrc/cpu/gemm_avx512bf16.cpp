@@ -270,7 +270,7 @@ void stream_as(const Tile& t, const void* const* b, const void* const* next) {
 
 template <class Source>
 void stream_from(const Tile& t, const void* const* b, const void* const* next) {
-  t.a_scale == nullptr ? stream_as<false, Source>(t, b, next) : stream_as<true, Source>(t, b, next);
+  t.scale == nullptr ? stream_as<false, Source>(t, b, next) : stream_as<true, Source>(t, b, next);
 }
 
 void stream(const Tile& t, const void* const* b, const void* const* next, Kind kind) {

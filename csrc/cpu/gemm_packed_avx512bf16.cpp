@@ -24,12 +24,11 @@ namespace {
 using Vector = __m512;
 
 // Columns 0, 1 (4, 5; ...) of a vector with an even i, 2 and 3 with an odd one, each in two lanes.
-FP8_TARGET FP8_INLINE Vector promote(Vector total, Vector partial, float a_scale, const float* b_scale,
-                                     int i) {
+FP8_TARGET FP8_INLINE Vector scales_of(float a_scale, const float* b_scale, int i) {
   const __m512i columns = _mm512_setr_epi32(0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13);
   const __m512 b = _mm512_permutexvar_ps(_mm512_add_epi32(columns, _mm512_set1_epi32(i % 2 * 2)),
                                          _mm512_loadu_ps(b_scale));
-  return _mm512_add_ps(total, _mm512_mul_ps(partial, _mm512_mul_ps(_mm512_set1_ps(a_scale), b)));
+  return _mm512_mul_ps(_mm512_set1_ps(a_scale), b);
 }
 
 #include "cpu/gemm_sum.h"
@@ -108,7 +107,7 @@ FP8_TARGET FP8_INLINE Sums reduce(const Vector* v) {
 template <int R, bool scaled, class Source>
 FP8_TARGET void stream_rows(const Tile& t) {
   Vector sums[R * 4];
-  if constexpr (R <= (scaled ? 2 : 4)) {  // block scales need totals beside the sums
+  if constexpr (R <= 4) {
     sum_halves<R, 2, scaled, Source>(sums, t, 0);
   } else {
     sum_halves<R, 1, scaled, Source>(sums, t, 0);
@@ -131,7 +130,7 @@ void stream_as(const Tile& t) {
 
 template <class Source>
 void stream_from(const Tile& t) {
-  t.a_scale == nullptr ? stream_as<false, Source>(t) : stream_as<true, Source>(t);
+  t.scale == nullptr ? stream_as<false, Source>(t) : stream_as<true, Source>(t);
 }
 
 // The four vectors of a run as the panel has them (gemm.h): one column of every four, 8 values of each.

@@ -27,8 +27,18 @@ FP8_INLINE Vector multiply_add(Vector sum, Operand a, Operand b) {
     sum.value[l] += a.lanes[l & 3] * b.lanes[l];  // an exact product: as good as fused
   return sum;
 }
-FP8_INLINE Vector promote(Vector total, const Vector& partial, float a_scale, const float* b_scale, int i) {
-  for (int l = 0; l < 16; ++l) total.value[l] += partial.value[l] * (a_scale * b_scale[l / 4 * 4 + i]);
+FP8_INLINE Vector scales_of(float a_scale, const float* b_scale, int i) {
+  Vector scales;
+  for (int l = 0; l < 16; ++l) scales.value[l] = a_scale * b_scale[l / 4 * 4 + i];
+  return scales;
+}
+FP8_INLINE Vector same_scale(float scale) {
+  Vector scales;
+  std::fill_n(scales.value, 16, scale);
+  return scales;
+}
+FP8_INLINE Vector promote(Vector total, const Vector& partial, const Vector& scales) {
+  for (int l = 0; l < 16; ++l) total.value[l] += partial.value[l] * scales.value[l];
   return total;
 }
 using Sums = Vector;

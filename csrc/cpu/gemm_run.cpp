@@ -63,6 +63,13 @@ class Pieces {
   int64_t done_ = 0, due_ = 0;  // pieces, and pieces x tiles
 };
 
+// The scales of each 128 of a tile's K, see Tile.
+struct InnerScales {
+  static constexpr int64_t kMost = kBlock / kScaleBlock;
+  const float* rows[std::max(kMaxRows, kMaxStream)];
+  float both[std::max(kMaxRows, kMaxStream)][kMost], columns[kMost * kGroup];
+};
+
 // Which of its two loops a task has outside. Over columns where all of K stays in the cache: each weight row
 // is read from its beginning to its end. Else over blocks of K, of which one stays.
 enum class Outside { columns, blocks };
@@ -107,13 +114,9 @@ class Task {
   // sums[rows][16 columns] (+)= block kb, and with the last block the output itself.
   void multiply(Place at) {
     Tile tile{.b = here_, .a_stride = p_.stride(), .k = p_.k_count(at.kb), .add = at.kb > 0};
-    const float* a_scale[std::max(kMaxRows, kMaxStream)];
-    float b_inner[kBlock / kScaleBlock * kGroup], b_outer[kGroup], bias[kGroup];
-    if (p_.blocked()) {
-      spread_scales(at, b_inner);
-      tile.a_scale = a_scale;
-      tile.b_scale = b_inner;
-    }
+    InnerScales scales;
+    float b_outer[kGroup], bias[kGroup];
+    if (p_.blocked() && p_.b.scale_rows == 1) tile.b_scale = spread_scales(at, scales);
     Ending ending{};
     if (at.kb + 1 == p_.k_blocks()) {
       ending = end_of(at.n, b_outer, bias);
@@ -127,7 +130,7 @@ class Task {
       tile.rows = static_cast<int>(std::min(most, rows_ - r));
       tile.a = panel_.at(m0_ + r, at.kb);
       if (sums_ != nullptr) tile.out = sums_ + (at.n - n0_) * rows_ + r * kGroup;
-      for (int i = 0; p_.blocked() && i < tile.rows; ++i) a_scale[i] = inner(p_.a, m0_ + r + i, at.kb);
+      if (p_.blocked()) tile.scale = row_scales(at, m0_ + r, tile.rows, scales);
       if (streams_) {
         columns_.stream(tile, at, exists(next) ? next : at);
       } else {
@@ -149,18 +152,26 @@ class Task {
     return x.inner(row, p_.ones.data()) + kb * (kBlock / kScaleBlock);
   }
 
-  // [128 of K][16 columns from n]. A tile's columns lie in one 128 x 128 block.
-  void spread_scales(Place at, float* out) const {
-    const int64_t blocks = (p_.k_count(at.kb) + kScaleBlock - 1) / kScaleBlock;
-    if (p_.b.scale_rows != 1) {
-      const float* scale = inner(p_.b, at.n, at.kb);
-      for (int64_t i = 0; i < blocks; ++i) std::fill_n(out + i * kGroup, kGroup, scale[i]);
-      return;
-    }
+  int64_t scale_blocks(Place at) const { return (p_.k_count(at.kb) + kScaleBlock - 1) / kScaleBlock; }
+
+  // [128 of K][16 columns from n], where each column has scales of its own.
+  const float* spread_scales(Place at, InnerScales& scales) const {
     for (int64_t c = 0; c < kGroup; ++c) {
       const float* scale = inner(p_.b, std::min(at.n + c, p_.n - 1), at.kb);
-      for (int64_t i = 0; i < blocks; ++i) out[i * kGroup + c] = scale[i];
+      for (int64_t i = 0; i < scale_blocks(at); ++i) scales.columns[i * kGroup + c] = scale[i];
     }
+    return scales.columns;
+  }
+
+  // Of each row from `row` on; times that of the columns, where these lie in one 128 x 128 block.
+  const float* const* row_scales(Place at, int64_t row, int rows, InnerScales& scales) const {
+    for (int r = 0; r < rows; ++r) {
+      const float *a = inner(p_.a, row + r, at.kb), *b = inner(p_.b, at.n, at.kb);
+      float* both = scales.both[r];
+      for (int64_t i = 0; i < scale_blocks(at) && p_.b.scale_rows != 1; ++i) both[i] = a[i] * b[i];
+      scales.rows[r] = p_.b.scale_rows == 1 ? a : both;
+    }
+    return scales.rows;
   }
 
   // The end of the task's first rows in the 16 columns from n, whose scales and biases it fills in.

@@ -10,7 +10,8 @@
 namespace fp8serve::gemm {
 
 // A matrix [rows, K], K contiguous, and its scale_inv: none, [] or [rows, 1] (outside the sum), or
-// [rows, blocks] or [ceil(rows / 128), blocks] (inside it).
+// [rows, blocks] or [ceil(rows / 128), blocks] (inside it). With `ends`, the matrix is several ones under
+// each other whose rows end there, and the blocks of 128 rows begin anew with each.
 struct Operand {
   const char* values;
   Kind kind;
@@ -19,6 +20,7 @@ struct Operand {
   int64_t scale_rows = 1;    // rows that share a row of the scale: 1, 128, or all
   int64_t scale_blocks = 0;  // 0: outside the sum
   bool packed = false;       // in the order of gemm_packed.h
+  const int32_t* ends = nullptr;
 
   const char* at(int64_t row, int64_t column) const { return values + (row * k + column) * bytes_of(kind); }
   const char* block(int64_t row, int64_t column) const {  // packed: of the 16 rows from `row` on
@@ -29,7 +31,15 @@ struct Operand {
     return scale == nullptr || scale_blocks != 0 || k == 0 ? 1.0f : scale[row / scale_rows];
   }
   const float* inner(int64_t row, const float* ones) const {
-    return scale_blocks != 0 ? scale + row / scale_rows * scale_blocks : ones;
+    return scale_blocks != 0 ? scale + scale_row(row) * scale_blocks : ones;
+  }
+  int64_t scale_row(int64_t row) const {
+    int64_t begin = 0, first = 0;
+    for (const int32_t* end = ends; end != nullptr && *end <= row; ++end) {
+      first += (*end - begin + scale_rows - 1) / scale_rows;
+      begin = *end;
+    }
+    return first + (row - begin) / scale_rows;
   }
 };
 

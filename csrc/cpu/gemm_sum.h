@@ -1,9 +1,9 @@
 // A sum over K in terms of a level's vectors: the loop, its promotion at every 128 with block scales, and
 // what happens to finished sums. No include guard: included once per level, in its namespace, which defines:
 //   FP8_TARGET              the level's target attribute
-//   Vector                  FP32 sums, some lanes of some columns: zero(),
-//                           promote(total, partial, a_scale, b_scale[16], i) for the i-th vector of 16
-//                           columns
+//   Vector                  FP32 sums, some lanes of some columns: zero(), promote(total, partial, scales),
+//                           same_scale(scale), and for the i-th vector of 16 columns
+//                           scales_of(a_scale, b_scale[16], i)
 //   Sums                    of 16 columns: plus(), load_sums(p), store_sums(p, sums),
 //                           end_rows<R>(ending, row, sums[R])
 
@@ -19,10 +19,13 @@ FP8_TARGET FP8_INLINE void promote_all(Vector (&total)[R * C], Vector (&sums)[R 
                                        int first, int64_t block) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+    const float scale = t.scale[row + r][block];
+    const Vector same = same_scale(scale);
 #pragma GCC unroll 4
     for (int i = 0; i < C; ++i) {
-      total[r * C + i] = promote(total[r * C + i], sums[r * C + i], t.a_scale[row + r][block],
-                                 t.b_scale + block * kGroup, first + i);
+      const Vector scales =
+          t.b_scale == nullptr ? same : scales_of(scale, t.b_scale + block * kGroup, first + i);
+      total[r * C + i] = promote(total[r * C + i], sums[r * C + i], scales);
     }
   }
   zero_all(sums);

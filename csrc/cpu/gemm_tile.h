@@ -63,7 +63,7 @@ FP8_TARGET void panel_rows(const Tile& t, int row) {
 
 template <int R>
 FP8_INLINE void rows_from(const Tile& t, int row) {
-  t.a_scale == nullptr ? panel_rows<R, false>(t, row) : panel_rows<R, true>(t, row);
+  t.scale == nullptr ? panel_rows<R, false>(t, row) : panel_rows<R, true>(t, row);
 }
 
 FP8_TARGET void tile(const Tile& t) {

@@ -146,7 +146,7 @@ FP8_TARGET void stream_rows(const Tile& t, const typename Source::Value* const* 
 template <class Source, int R>
 void stream_from(const Tile& t, const void* const* b) {
   const auto* columns = as<typename Source::Value>(b);
-  t.a_scale == nullptr ? stream_rows<Source, R, false>(t, columns) : stream_rows<Source, R, true>(t, columns);
+  t.scale == nullptr ? stream_rows<Source, R, false>(t, columns) : stream_rows<Source, R, true>(t, columns);
 }
 
 void stream(const Tile& t, const void* const* b, const void* const*, Kind kind) {

@@ -11,12 +11,15 @@ namespace fp8serve::gemm {
 
 FP8_TARGET_AVX512 FP8_INLINE __m512 zero() { return _mm512_setzero_ps(); }
 
-FP8_TARGET_AVX512 FP8_INLINE __m512 promote(__m512 total, __m512 partial, float a_scale, const float* b_scale,
-                                            int i) {
+FP8_TARGET_AVX512 FP8_INLINE __m512 same_scale(float scale) { return _mm512_set1_ps(scale); }
+FP8_TARGET_AVX512 FP8_INLINE __m512 scales_of(float a_scale, const float* b_scale, int i) {
   const __m512i columns = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
   const __m512 b =
       _mm512_permutexvar_ps(_mm512_add_epi32(columns, _mm512_set1_epi32(i)), _mm512_loadu_ps(b_scale));
-  return _mm512_add_ps(total, _mm512_mul_ps(partial, _mm512_mul_ps(_mm512_set1_ps(a_scale), b)));
+  return _mm512_mul_ps(_mm512_set1_ps(a_scale), b);
+}
+FP8_TARGET_AVX512 FP8_INLINE __m512 promote(__m512 total, __m512 partial, __m512 scales) {
+  return _mm512_add_ps(total, _mm512_mul_ps(partial, scales));
 }
 
 // Lanes (0 + 2, 1 + 3) of each quad of a and b, interleaved.

@@ -22,6 +22,8 @@ from fp8serve.fp8.frozen import FrozenLinear, multiply, packed
 from fp8serve.fp8.ops.arithmetic import BLOCK
 from fp8serve.fp8.ops.packing import GROUP, is_packable
 
+_joined_mm = torch.ops.fp8serve.joined_mm.default
+
 
 class _View(NamedTuple):
     """A layer, by its name, with its tensors as they were joined and where these lie.
@@ -69,6 +71,7 @@ class Joined:
         self.weight = _stack([part.weight_q for part in parts])
         scales = [_as_rows(part) for part in parts]
         self._scale, self._scale_rows = torch.cat(scales), [len(scale) for scale in scales]
+        self._ends = None if are_whole_blocks(parts) else torch.tensor(self._widths).cumsum(0).to(torch.int32)
         biases = [part.bias for part in parts if part.bias is not None]
         self._bias = torch.cat(biases) if biases else None
         self._share()
@@ -82,7 +85,11 @@ class Joined:
         return self._multiply(*self._first.cast_norm(x, norm_weight, eps), x.dtype)
 
     def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-        y = multiply(q, scale_inv, self.weight, self._scale, self._bias, self._first.out_dtype or dtype)
+        dtype = self._first.out_dtype or dtype
+        if self._ends is None:
+            y = multiply(q, scale_inv, self.weight, self._scale, self._bias, dtype)
+        else:
+            y = _joined_mm(q, self.weight, scale_inv, self._scale, self._ends, self._bias, dtype)
         return y.split_with_sizes(self._widths, 1)
 
     def is_current(self, modules: Mapping[str, nn.Module | None]) -> bool:
@@ -156,19 +163,25 @@ class Joined:
 def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLinear]]:
     """Whether all are frozen, cast their input alike, and have weight scales that can be put under each other.
 
-    Scales of blocks can where every layer but the last has whole blocks of rows. Layers with hooks are not joined, for
-    their hooks must be called.
+    Scales of blocks can where every layer but the last has whole blocks of rows, or on a CPU all have groups of 16.
+    Layers with hooks are not joined, for their hooks must be called.
     """
     parts = [layer for layer in layers if isinstance(layer, FrozenLinear) and not _is_hooked(layer)]
     if len(parts) < len(layers):
         return False
-    first, blocked = parts[0], {_is_blocked(part) for part in parts}
-    if len(blocked) > 1 or not all(_casts_alike(part, first) for part in parts):
+    first = parts[0]
+    if len({_is_blocked(part) for part in parts}) > 1 or not all(_casts_alike(part, first) for part in parts):
         return False
     is_some_packed = any(part.is_packed for part in parts)
     if is_some_packed and not all(part.is_packed or is_packable(part.weight_q) for part in parts):
         return False
-    return not (blocked.pop() and any(part.out_features % BLOCK for part in parts[:-1]))
+    in_groups = not any(part.weight_q.is_cuda or part.out_features % GROUP for part in parts)
+    return in_groups or are_whole_blocks(parts)
+
+
+def are_whole_blocks(parts: Sequence[FrozenLinear]) -> bool:
+    """Whether their scales are those of blocks of the joined weight, if they are of blocks at all."""
+    return not (_is_blocked(parts[0]) and any(part.out_features % BLOCK for part in parts[:-1]))
 
 
 def _is_hooked(layer: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.casting import content_cast
 from fp8serve.fp8.frozen import FrozenLinear, packed
-from fp8serve.fp8.joined import Joined, can_join
+from fp8serve.fp8.joined import Joined, are_whole_blocks, can_join
 from fp8serve.fp8.ops.arithmetic import CUT_OFF
 from fp8serve.fp8.ops.grouped import expert_of_rows
 from fp8serve.fp8.ops.packing import is_packable
@@ -28,7 +28,7 @@ def can_stack(owners: Sequence[nn.Module], names: Sequence[str]) -> bool:
     """Whether these layers of every owner can be joined, and all owners have them of the same shapes and kind."""
     layers = [[owner._modules[name] for name in names] for owner in owners]
     return (
-        all(map(can_join, layers))
+        all(can_join(group) and are_whole_blocks(group) for group in layers)
         and _multiplies(cast(FrozenLinear, layers[0][0]))
         and len({_kind(cast(list[FrozenLinear], group)) for group in layers}) == 1
     )

@@ -124,6 +124,7 @@ def test_only_bf16_products_need_bf16() -> None:
         "scaled_mm_add",
         "mm",
         "packed_mm",
+        "joined_mm",
         "grouped_mm",
         "paged_attention",
     }

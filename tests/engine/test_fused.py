@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8serve.engine import packing
 from fp8serve.engine import runner as runner_module
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.invariant import own_products
@@ -256,6 +257,25 @@ def test_shares_are_of_the_rows_that_were_seen(tmp_path: Path) -> None:
 def test_odd_sizes(tmp_path: Path) -> None:
     sizes = {"hidden_size": 72, "intermediate_size": 100, "head_dim": 10, "num_attention_heads": 6}
     assert_fused_equals_plain(tmp_path / "model", "delayed", 12, **sizes, num_key_value_heads=3)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_blocks_of_weights_that_end_within_one(pack: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "worth_packing", lambda: pack)
+    sizes = {"hidden_size": 144, "intermediate_size": 176, "head_dim": 16, "num_attention_heads": 9}
+    assert_fused_equals_plain(tmp_path / "model", "block", 40, **sizes, num_key_value_heads=3)
+
+
+def test_a_block_scale_that_is_written_to_counts(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 144, "intermediate_size": 176, "head_dim": 16}
+    engines = [make(tmp_path / "model", "block", **sizes) for _ in range(2)]
+    for engine in engines:
+        engine.generate([[1, 2]], temperature=0.0, max_new_tokens=2)
+        for layer in engine.loaded.frozen.values():
+            layer.weight_scale_inv.mul_(2)
+    call_each_layer(engines[1])
+    joint, plain = (logits_of_every_step(engine, [list(range(1, 90))], 3) for engine in engines)
+    assert all(map(torch.equal, joint, plain))
 
 
 def test_blocks_that_do_not_fit_are_not_joined(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""The product of weights that lie under each other, each scaled in its own blocks: the q, k and v of a layer.
+
+    b            [N, K], the rows of one weight below those of the other
+    ends         int32 [P], where the rows of each weight end; the last is N
+    b_scale_inv  [sum of ceil(N_i/128), ceil(K/128)], every weight's own scales below those of the other
+
+Where every weight but the last has a multiple of 128 rows, that is a `scaled_mm` of the whole. `joined_mm` is by
+definition one `scaled_mm` after the other, to the last bit. Weights whose rows are multiples of 16 have a kernel.
+"""
+
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops.arithmetic import blocks
+from fp8serve.fp8.ops.inputs import quantized
+from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
+from fp8serve.fp8.ops.registry import Case, define, reference
+
+
+def _one_by_one(ops: Any) -> Any:
+    """joined_mm by products that are taken from `ops`."""
+
+    def joined_mm(
+        a: Tensor,
+        b: Tensor,
+        a_scale_inv: Tensor,
+        b_scale_inv: Tensor,
+        ends: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """a [M, K] x b [N, K] -> [M, N]; a: FP8 or BF16, with scales as in scaled_mm. b may be packed, on a CPU."""
+        packed, done, first = b.dim() == 3, [], 0
+        for begin, end in pairwise([0, *ends.tolist()]):
+            scales = b_scale_inv[first : first + blocks(end - begin)]
+            first += blocks(end - begin)
+            more = None if bias is None else bias[begin:end]
+            if packed:
+                part = b[begin // GROUP : end // GROUP]
+                done.append(ops.packed_mm(a, part, a_scale_inv, scales, more, None, out_dtype))
+            else:
+                done.append(ops.scaled_mm(a, b[begin:end], a_scale_inv, scales, more, out_dtype))
+        return torch.cat(done, 1)
+
+    return joined_mm
+
+
+def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0] * (GROUP if b.dim() == 3 else 1)), dtype=rest[-1])
+
+
+def _case(
+    rows: int, widths: tuple[int, ...], k: int, a: torch.dtype, packed: bool, out: torch.dtype
+) -> tuple[Any, ...]:
+    noise = torch.Generator().manual_seed(6)
+    a_scale = torch.exp2(torch.randn(rows, blocks(k), generator=noise))
+    b_scale = torch.exp2(torch.randn(sum(map(blocks, widths)), blocks(k), generator=noise))
+    n = sum(widths)
+    x = quantized(rows, k, torch.float8_e4m3fn, 1)
+    x = x.to(a) if a == torch.bfloat16 else x
+    b = quantized(n, k, torch.float8_e4m3fn, 2)
+    if packed:
+        weight, b = b, torch.empty(packed_shape(n, k), dtype=b.dtype)
+        pack_weight(weight, b)
+    bias = torch.linspace(-2, 2, n) if out == torch.float32 else None
+    return x, b, a_scale, b_scale, torch.tensor(widths).cumsum(0).to(torch.int32), bias, out
+
+
+def _cases() -> list[Case]:
+    grid = product((1, 7, 40), ((144, 48, 48), (16, 256, 160)), (264, 1160), (False, True))
+    fp8 = [(m, w, k, torch.float8_e4m3fn, p, torch.bfloat16) for m, w, k, p in grid]
+    others = [(3, (48, 80), 200, dtype, True, torch.float32) for dtype in (torch.float8_e4m3fn, torch.bfloat16)]
+    return [Case(" ".join(map(str, case)), partial(_case, *case)) for case in (*fp8, *others)]
+
+
+define(
+    "joined_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor ends, Tensor? bias,"
+    " ScalarType out_dtype) -> Tensor",
+    _one_by_one(reference),
+    composition=_one_by_one(torch.ops.fp8serve),
+    fake=_fake,
+    cases=_cases,
+    kernels=("cpu",),
+)
