@@ -5,7 +5,8 @@
 
 and the scales of FP8 weights with them (`gate_up_proj_scale_inv`). An expert is a part of the stack's bytes, so nothing
 is copied. transformers 5 saves this layout on demand, under the names that its modules have: `mlp`, also for Mixtral,
-whose files say `block_sparse_moe`.
+whose files say `block_sparse_moe`. llm-compressor writes every family's experts one by one as gate_proj, up_proj and
+down_proj; Mixtral's own files call them w1, w3 and w2.
 """
 
 import math
@@ -21,6 +22,7 @@ from fp8serve.model.mixture import Experts
 from fp8serve.model.shards import Shards, StoredTensor
 
 _BLOCK = re.compile(r"(model\.layers\.(\d+))\.mlp\.(gate\.|experts\.)")
+_LEAF = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.(.+)")
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale_inv|_scale|)")
 
 
@@ -29,19 +31,22 @@ def unstacked(shards: Shards, config: ModelConfig) -> Shards:
     experts = config.experts
     if experts is not None and experts.interleaved:
         return separated(shards, experts)
-    if experts is None or not any(_STACK.fullmatch(name) for name in shards.entries):
+    if experts is None:
         return shards
     found: dict[str, StoredTensor] = {}
     for stored, entry in shards.entries.items():
         for name, part in _parts(_renamed(stored, experts), entry, experts):
             if name in found:
-                raise ModelError(f"{entry.file} holds {name} twice, stacked and alone.")
+                raise ModelError(f"{entry.file} holds {name} twice, under two names.")
             found[name] = part
     return Shards(found, shards.metadata)
 
 
 def _renamed(name: str, experts: Experts) -> str:
-    return _BLOCK.sub(rf"\1.{experts.names.block}.\3", name)
+    """As the family's own files have it."""
+    name = _BLOCK.sub(rf"\1.{experts.names.block}.\3", name)
+    match = _LEAF.fullmatch(name)
+    return name if match is None else f"{match[1]}.{getattr(experts.names, match[2])}.{match[3]}"
 
 
 def _parts(name: str, entry: StoredTensor, experts: Experts) -> Iterator[tuple[str, StoredTensor]]:

@@ -129,6 +129,23 @@ def test_stacked_experts_are_read_as_separate_ones(kind: str, tmp_path: Path) ->
     assert all(torch.equal(found[name], tensor) for name, tensor in separate.items())
 
 
+def test_experts_of_mixtral_under_the_names_of_others(tmp_path: Path) -> None:
+    """llm-compressor calls every family's projections gate_proj, up_proj and down_proj."""
+    make_model("mixtral", tmp_path)
+    file = tmp_path / "model.safetensors"
+    before = {name: tensor.clone() for name, tensor in open_checkpoint(tmp_path).items()}
+    theirs = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        for own, other in theirs.items():
+            name = name.replace(own, other)
+        renamed[name] = tensor
+    save_file(renamed, file)
+    found = open_checkpoint(tmp_path)
+    assert set(found) == set(before)
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
 def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     make_model("qwen3-moe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
