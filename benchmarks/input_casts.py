@@ -20,7 +20,7 @@ from fp8serve.calibration.measure import TokenTally, add_logits
 from fp8serve.calibration.passes import forward
 from fp8serve.calibration.result import Quality
 from fp8serve.model.checkpoint import load_servable
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
 
 E4M3, LARGEST = torch.float8_e4m3fn, 448
@@ -116,7 +116,7 @@ def main() -> None:
         count=asked.samples, seq_len=asked.seq_len, seed=0,
     )  # fmt: skip
     batches = make_batches(samples, 4)
-    amaxes = largest({name: decoder.get_submodule(name) for name in linear_names(decoder)}, decoder, batches)
+    amaxes = largest({name: decoder.get_submodule(name) for name in decoder.linear_names()}, decoder, batches)
     for name, cast in CASTS.items():
         found = cost(cast, amaxes, decoder, batches)
         assert found.reference_perplexity is not None

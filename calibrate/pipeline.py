@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
-from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint
+from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.model.wrappers import left_out_notes
@@ -160,4 +160,4 @@ def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
     decoder.requires_grad_(False)
     convert(decoder)
     modules = dict(decoder.named_modules())
-    return decoder, {name: cast(Linear, modules[name]) for name in linear_names(decoder)}
+    return decoder, {name: cast(Linear, modules[name]) for name in decoder.linear_names()}

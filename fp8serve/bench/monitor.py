@@ -16,7 +16,6 @@ from fp8serve.bench.options import Shape
 from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.monitor import Monitor
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.decoder import linear_names
 from fp8serve.train.batch import PackedBatch
 from fp8serve.train.forward import Forward, summed_loss
 
@@ -37,7 +36,7 @@ def measure(tell: Tell, *, shape: Shape, rows: int = 4, seq_len: int = 128, ever
         with Monitor(forward.network, every=every) as monitor:
             times["with"].append(_round(forward, batch, every, monitor))
         tell("rounds", i + 1, rounds)
-    counted = {"tokens": rows * seq_len, "linears": len(linear_names(decoder)), "every": every}
+    counted = {"tokens": rows * seq_len, "linears": len(decoder.linear_names()), "every": every}
     return {**counted, "parameters": parameters(decoder), "rounds": rounds, **summary(times)}
 
 

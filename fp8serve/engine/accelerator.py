@@ -4,6 +4,7 @@ Kept apart from `loading`, so that each decision can be tested where there is no
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.model.building import Model
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import Decoder, Heads
+from fp8serve.model.decoder import Heads
 from fp8serve.model.rotary import Rotation
 
 _sample = torch.ops.fp8serve.sample.default
@@ -38,13 +40,13 @@ def check_device(name: str) -> torch.device:
 
 
 @torch.inference_mode()
-def largest_step(model: Decoder, options: EngineOptions) -> Tensor:
+def largest_step(model: Model, options: EngineOptions) -> Tensor:
     """A step with as many tokens and sequences as there may be; each is drawn, and has log-probabilities.
 
     Returns these, FP32 [sequences, vocab], which the sampler (sampler.py) holds while it draws from a copy of the rows.
     Attention is left out: it takes a fixed sum (memory.ATTENTION_PARTS) and its output, which the query stands for.
     """
-    device = model.lm_head.weight.device
+    device = cast(Tensor, model.head.weight).device
     tokens = torch.zeros(options.step_tokens, dtype=torch.long, device=device)
     last = tokens[: options.max_num_seqs]
     logits = model.logits(model(tokens, tokens, _no_attention, last))
@@ -58,10 +60,10 @@ def _no_attention(layer: int, heads: Heads, rotation: Rotation, last: Tensor | N
     return heads[0].clone() if last is None else heads[0][last]
 
 
-def plan_on_gpu(model: Decoder, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> CachePlan:
+def plan_on_gpu(model: Model, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> CachePlan:
     """The cache's sizes from what is free beside the weights and the largest step."""
     check_length(config, options)
-    device = model.lm_head.weight.device
+    device = cast(Tensor, model.head.weight).device
     step_bytes = gpu_bytes_of(lambda: largest_step(model, options), device)
     return plan(config, options, dtype, gpu_cache_memory(device, options, step_bytes))
 

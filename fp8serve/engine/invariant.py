@@ -61,6 +61,10 @@ class OwnLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return self._product(x) if x.dim() == 2 else self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+    def _product(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 3:
             return _packed_mm(x, self.weight, None, None, self.bias, None, x.dtype)  # type: ignore[no-any-return]
         return _mm(x, self.weight, self.bias, x.dtype)  # type: ignore[no-any-return]
@@ -80,7 +84,7 @@ def use_own_products(model: nn.Module) -> None:
 
 
 class RowIndependent(nn.Module):
-    """Runs `inner` on [rows, in] in tiles of the given heights; no heights: as it is."""
+    """Runs `inner` on [..., in] in tiles of the given heights; no heights: as it is."""
 
     def __init__(self, inner: nn.Module, heights: tuple[int, ...]) -> None:
         super().__init__()
@@ -88,6 +92,8 @@ class RowIndependent(nn.Module):
         self.heights = heights
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 2:
+            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
         if not self.heights or len(x) == 0:
             return self.inner(x)  # type: ignore[no-any-return]
         return torch.cat([_in_tile(self.inner, part, height) for part, height in _split(x, self.heights)])

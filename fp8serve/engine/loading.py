@@ -29,9 +29,9 @@ from fp8serve.engine.runner import KvScale, Runner
 from fp8serve.errors import ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
 from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.decoder import Decoder, pruned_names
 from fp8serve.model.experts import reset_token_counts, rows_of_experts
 from fp8serve.model.files import present
 from fp8serve.model.microscaling import widened_note
@@ -93,7 +93,7 @@ class Loaded:
 
     def scales(self, tokens: int, sampled: int) -> list[dict[str, Any]]:
         """See `Engine.scales`; `tokens` is how many were computed, `sampled` of how many there were logits."""
-        pruned = set(pruned_names(self.config))
+        pruned = set(self.runner.model.pruned_names())
         rows = {name: sampled if name in pruned else tokens for name in self.frozen}
         rows |= rows_of_experts(self.runner.model)
         return [_scale_record(name, layer, rows[name]) for name, layer in self.frozen.items()]
@@ -111,7 +111,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     tiles = _separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     sizes = sizes or plan_on_gpu(model, config, options, cache_dtype)
-    model.model.rotary.longest = sizes.max_model_len
+    model.expect(sizes.max_model_len)
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
     graphs = capture_decoding(runner, options, sizes.max_model_len)
     forget_trial_runs(list(frozen.values()))
@@ -140,9 +140,7 @@ def _tokenizer(model_dir: Path) -> Tokenizer | None:
     return Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
 
 
-def _separate_rows(
-    model: Decoder, frozen: dict[str, FrozenLinear], options: EngineOptions
-) -> dict[str, tuple[int, ...]]:
+def _separate_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
     """Makes every linear's rows independent of each other, and joins what can be joined; the heights of tiles.
 
     Our CPU kernels are written to be and tested for it. Other products of a CPU are measured, and tiled where that is
@@ -158,15 +156,16 @@ def _separate_rows(
     return {}
 
 
-def _measured_rows(
-    model: Decoder, frozen: dict[str, FrozenLinear], options: EngineOptions
-) -> dict[str, tuple[int, ...]]:
+def _measured_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
     plain = {
-        name: module for name, module in model.model.named_modules(prefix="model") if isinstance(module, nn.Linear)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name != model.head_name
     }
-    dtype = model.lm_head.weight.dtype
+    head = model.head
+    dtype = cast(Tensor, head.weight).dtype
     tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.step_tokens)
-    tiles |= make_row_independent(model, {"lm_head": model.lm_head}, dtype, options.max_num_seqs)
+    tiles |= make_row_independent(model, {model.head_name: head}, dtype, options.max_num_seqs)
     return tiles
 
 

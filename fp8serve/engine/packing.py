@@ -15,7 +15,7 @@ import mmap
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import is_packable
 from fp8serve.fp8.stacked import Stacked
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 from fp8serve.model.fusing import Projections
 from fp8serve.model.mapped import release_pages
 from fp8serve.model.memory import free_memory
@@ -76,11 +76,11 @@ class Packer:
         release_pages(weight)
 
 
-def packer_of(model: Decoder) -> Packer:
+def packer_of(model: Model) -> Packer:
     """Of every linear that runs; a head that is the embedding too stays as it is. Nothing where packing has no use."""
     if not worth_packing():
         return Packer([])
-    shared = model.model.embed_tokens.weight.data_ptr()
+    shared = cast(Tensor, model.embedding.weight).data_ptr()
     kinds = FrozenLinear | OwnLinear | Projections | Stacked
     known = [matrix for matrix in model.matrices() if isinstance(matrix, kinds)]
     return Packer([matrix for matrix in known if matrix.weight is None or matrix.weight.data_ptr() != shared])

@@ -20,7 +20,8 @@ from fp8serve.engine.scoring import Tell, sampling, score
 from fp8serve.engine.step import Queries, StepTensors, flatten
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.decoder import Decoder, Heads
+from fp8serve.model.building import Model
+from fp8serve.model.decoder import Heads
 from fp8serve.model.rotary import Rotation
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
@@ -50,7 +51,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         num_blocks: int,
         block_size: int,
         cache_dtype: torch.dtype,

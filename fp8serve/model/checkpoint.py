@@ -1,6 +1,6 @@
 """A directory becomes a module, trainable or servable, from BF16/FP16/FP32 or any FP8 spelling of `interop`.
 
-Loading walks the parameters of a decoder built on "meta" and puts one tensor after another in place, so at no time are
+Loading walks the parameters of a model built on "meta" and puts one tensor after another in place, so at no time are
 there two copies of the weights. On the CPU, FP8 weights and weights already of the wanted type stay views of the mapped
 file: serving starts before the file is read, and the page cache is shared between processes.
 
@@ -23,7 +23,7 @@ from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model import interop
 from fp8serve.model.agreement import check_agreement
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.building import Model, build_on_meta
 from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
 from fp8serve.model.files import present
 from fp8serve.model.scales import (
@@ -45,7 +45,6 @@ __all__ = [
     "TensorScale",
     "fingerprint",
     "kv_scales",
-    "linear_names",
     "load_scales",
     "load_servable",
     "load_trainable",
@@ -58,10 +57,10 @@ __all__ = [
 
 def load_trainable(
     model_dir: Path | str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> Decoder:
+) -> Model:
     """The model with high-precision weights of `dtype` that may be written to; FP8 weights are dequantized."""
     checkpoint = open_checkpoint(model_dir)
-    model = Decoder(checkpoint.config, device="meta", dtype=dtype)
+    model = build_on_meta(checkpoint.config, dtype)
     for name in checkpoint:
         _put(model, name, checkpoint[name].to(device, dtype, copy=True), trainable=True)
     model.tie()
@@ -74,7 +73,7 @@ def load_servable(
     scales: Path | str | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-) -> Decoder:
+) -> Model:
     """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`.
 
     recipe "stored": the FP8 weights and input scales that lie in the directory, or, for a high-precision directory, its
@@ -86,8 +85,8 @@ def load_servable(
     recipe = "bf16" if recipe is None else recipe
     frozen_by, named = _frozen_by(checkpoint, recipe, scales), _named(recipe)
     freezer = _Freezer(checkpoint, frozen_by, named, torch.device(device), dtype)
-    model = Decoder(checkpoint.config, device="meta", dtype=dtype)
-    frozen = {name: module for name in linear_names(model) if (module := freezer(name)) is not None}
+    model = build_on_meta(checkpoint.config, dtype)
+    frozen = {name: module for name in model.linear_names() if (module := freezer(name)) is not None}
     for name in checkpoint:
         if name.rpartition(".")[0] not in frozen:
             _put(model, name, checkpoint[name].to(device, dtype), trainable=False)
@@ -132,7 +131,7 @@ def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoin
     state = load_scales(path, checkpoint.path)
     if given is None and not any(key.endswith(".input") for key in state.tensors):
         return None
-    linears = checkpoint.fp8_linears or linear_names(Decoder(checkpoint.config, device="meta"))
+    linears = checkpoint.fp8_linears or build_on_meta(checkpoint.config).linear_names()
     check_covers(state, linears, str(path))
     if given is None:
         check_agreement(checkpoint, state, str(path))

@@ -11,6 +11,7 @@ transformers' class for the architecture. No torch here.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,14 @@ from fp8serve.model.wrappers import read_text_config
 
 Activation = Literal["silu", "gelu_tanh"]
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class TransformersClass:
+    """A model without a family, which transformers' own class computes (transformers_backend/)."""
+
+    config_json: str
+    softmax_scales: tuple[float, ...]  # of each layer
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class ModelConfig:
     norm_bias: bool = False
     experts: Experts | None = None  # what some layers have for an MLP
     attention_sinks: bool = False  # a logit of each head joins the sum of its weights
+    computed_by: TransformersClass | None = None  # fields of rotary position, norms and biases say nothing then
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -99,6 +109,10 @@ def parse_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
 ) -> ModelConfig:
     """`raw` is the object in config.json, `generation` that in generation_config.json; `where` is named in errors."""
+    if is_without_family(raw):
+        from fp8serve.model.transformers_backend import describe  # here: it brings torch and transformers
+
+        return describe(raw, generation or {}, where)
     family = _family(raw, where)
     _refuse_unknown(raw, family, where)
     get = Reader(raw, family, where)
@@ -195,6 +209,11 @@ def _activation(get: Reader, where: str) -> Activation:
         known = " and ".join(repr(name) for name in _ACTIVATIONS)
         raise ModelError(f"{where}: {key} is {shown(get(key))}; this decoder computes {known}.")
     return found
+
+
+def is_without_family(raw: Mapping[str, Any]) -> bool:
+    """Whether transformers' own class is asked to compute the model."""
+    return raw.get("model_type") not in FAMILIES and find_spec("transformers") is not None
 
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:

@@ -28,8 +28,8 @@ from fp8serve.errors import ModelError, RecipeError, ScalesError
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.scaling import ScalingState
+from fp8serve.model.building import build_on_meta
 from fp8serve.model.config import parse_config
-from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
 from fp8serve.model.families import FAMILIES
 from fp8serve.model.files import check_absent, regular_file, write_json
@@ -151,7 +151,7 @@ def _copy_tokenizer(folder: Path, source: Any) -> None:
 def _check_converted(model: nn.Module, config: Mapping[str, Any]) -> None:
     """ModelError unless every projection that will be served in FP8 was trained in FP8; a word about any other."""
     ours = {plain_name(name) for name, module in model.named_modules() if isinstance(module, Linear)}
-    served = linear_names(Decoder(parse_config(config), device="meta"))
+    served = build_on_meta(parse_config(config)).linear_names()
     if missing := [name for name in served if name not in ours]:
         raise ModelError(
             f"{missing[0]} was not converted ({len(missing)} of {len(served)} layers), and an FP8 directory holds all "
@@ -164,7 +164,7 @@ def _check_converted(model: nn.Module, config: Mapping[str, Any]) -> None:
 def _scales(model: nn.Module, config: Mapping[str, Any], recipe: Recipe) -> ScalingCheckpoint:
     """The states of all layers that are served, as a scaling file."""
     states: dict[str, ScalingState] = {}
-    served = set(linear_names(Decoder(parse_config(config), device="meta")))
+    served = set(build_on_meta(parse_config(config)).linear_names())
     if delayed(recipe) is not None:
         for name, module in model.named_modules():
             if isinstance(module, Linear) and plain_name(name) in served:

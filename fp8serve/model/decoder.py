@@ -224,7 +224,7 @@ class Decoder(nn.Module):
         self, config: ModelConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.head_name = config, "lm_head"
         with torch.device(device):
             self.model = Backbone(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -249,6 +249,29 @@ class Decoder(nn.Module):
         sinks = attention._parameters["sinks"]
         scores = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
         return *scores, None if sinks is None else sinks.float()
+
+    @property
+    def head(self) -> nn.Module:
+        """The linear layer that makes logits."""
+        return self.lm_head
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The embedding of tokens."""
+        return self.model.embed_tokens
+
+    def linear_names(self) -> list[str]:
+        """Names of the projections that FP8 may run: of every layer, not routers and head. In the model's order."""
+        layers = range(self.config.num_layers)
+        return [name for layer in layers for group in inputs_of(self.config, layer) for name in group]
+
+    def pruned_names(self) -> list[str]:
+        """Names of the linears that see no rows but `last`: those behind the attention of the last layer."""
+        return [name for group in inputs_of(self.config, self.config.num_layers - 1)[1:] for name in group]
+
+    def expect(self, longest: int) -> None:
+        """Sequences may reach this length, where keys are kept from one call to the next: see `Rotary`."""
+        self.model.rotary.longest = longest
 
     def join(self) -> None:
         """For serving: q, k, v and gate, up of each layer become one matrix where they can (fp8/joined.py), and
@@ -305,14 +328,3 @@ def _of_experts(experts: Experts | None) -> Iterator[tuple[str, ...]]:
     for owner in [*owners, f"{names.block}.{names.shared}"] if names.shared else owners:
         yield f"{owner}.{names.gate}", f"{owner}.{names.up}"
         yield (f"{owner}.{names.down}",)
-
-
-def linear_names(model: Decoder) -> list[str]:
-    """Names of the projections that FP8 may run: of every layer, not routers and `lm_head`. In the model's order."""
-    config = model.config
-    return [name for layer in range(config.num_layers) for group in inputs_of(config, layer) for name in group]
-
-
-def pruned_names(config: ModelConfig) -> list[str]:
-    """Names of the linears that see no rows but `last`: those behind the attention of the last layer."""
-    return [name for group in inputs_of(config, config.num_layers - 1)[1:] for name in group]

@@ -23,8 +23,8 @@ from torch import Tensor
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
+from fp8serve.model.building import build_on_meta
 from fp8serve.model.config import parse_config
-from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.file_formats import FORMATS
 from fp8serve.model.files import (
     MAX_CARRIED_BYTES,
@@ -217,13 +217,13 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of the architecture, tied ones once."""
-    model = Decoder(parse_config(config), device="meta")
+    model = build_on_meta(parse_config(config))
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def _linears(config: Mapping[str, Any]) -> dict[str, None]:
     """The projections that FP8 may run, in the model's order and quick to look up."""
-    return dict.fromkeys(linear_names(Decoder(parse_config(config), device="meta")))
+    return dict.fromkeys(build_on_meta(parse_config(config)).linear_names())
 
 
 def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:

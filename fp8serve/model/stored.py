@@ -16,11 +16,12 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model import interop
+from fp8serve.model.building import build_on_meta
 from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.microscaling import Widened, widened
 from fp8serve.model.shards import Shards
+from fp8serve.model.transformers_backend.names import by_module
 from fp8serve.model.unstacked import unstacked
 from fp8serve.model.wrappers import read_text_config, text_shards
 
@@ -62,7 +63,7 @@ class Checkpoint(Mapping[str, Tensor]):
     ) -> None:
         self.path, self.config, self.shards, self.quantization = path, config, shards, quantization
         self.left_out = left_out
-        model = Decoder(config, device="meta")
+        model = build_on_meta(config)
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self._scales: dict[ScaleKey, str] = {}
         for key in shards:
@@ -73,7 +74,7 @@ class Checkpoint(Mapping[str, Tensor]):
             raise ModelError(f"{path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
         self.fp8_linears = [n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n)]
         in_fp8 = set(self.fp8_linears)
-        self.kept_linears = [n for n in linear_names(model) if in_fp8 and n not in in_fp8]  # left in high precision
+        self.kept_linears = [n for n in model.linear_names() if in_fp8 and n not in in_fp8]  # left in high precision
 
     def _place(self, key: str) -> None:
         """Sort one key of the file; ModelError when it has no place."""
@@ -159,4 +160,6 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     config = read_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, left_out = text_shards(path)
+    if config.computed_by is not None:
+        shards = by_module(shards, config)
     return Checkpoint(path, config, widened(unstacked(shards, config)), quantization, left_out)

@@ -19,7 +19,8 @@ from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, unreduced
 from fp8serve.fp8.stateful import Stateful
-from fp8serve.model.decoder import Decoder, rotated
+from fp8serve.model.building import Model
+from fp8serve.model.decoder import rotated
 from fp8serve.model.experts import Expert, Mixture, every_expert, mixtures
 from fp8serve.train.batch import PackedBatch
 
@@ -27,10 +28,10 @@ from fp8serve.train.batch import PackedBatch
 class Network(nn.Module):
     """batch -> FP32 logits [P, vocab] of the positions that are to predict."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Model) -> None:
         super().__init__()
         self.decoder = decoder
-        self.attention = nn.ModuleList(DotProductAttention() for _ in decoder.model.layers)
+        self.attention = nn.ModuleList(DotProductAttention() for _ in range(decoder.config.num_layers))
 
     def forward(self, batch: PackedBatch) -> Tensor:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class Network(nn.Module):
 class Forward:
     """Runs a network under a recipe (None: high precision) with BF16 activations; its linears are converted already."""
 
-    def __init__(self, decoder: Decoder, recipe: Recipe | None) -> None:
+    def __init__(self, decoder: Model, recipe: Recipe | None) -> None:
         self.network = Network(decoder)
         self.recipe = recipe
         self._run_by = unreduced(recipe)  # a run is one process, also in a script that torchrun has started

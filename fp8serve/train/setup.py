@@ -16,9 +16,9 @@ from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import Recipe
+from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_trainable, open_checkpoint
 from fp8serve.model.config import read_config
-from fp8serve.model.decoder import Decoder
 from fp8serve.model.files import read_json
 from fp8serve.model.quantization_config import quantization_files
 from fp8serve.model.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class Setup:
 
     rows: list[Row]
     eval_rows: list[Row]
-    decoder: Decoder
+    decoder: Model
     forward: Forward
     optimizer: Optimizer
     total_steps: int
@@ -123,10 +123,10 @@ def kept_linears(source: Path) -> tuple[str, ...]:
     return tuple(open_checkpoint(source).kept_linears)
 
 
-def _decoder(source: Path, recipe: Recipe | None, kept: tuple[str, ...], config: TrainConfig) -> Decoder:
+def _decoder(source: Path, recipe: Recipe | None, kept: tuple[str, ...], config: TrainConfig) -> Model:
     decoder = load_trainable(source, dtype=torch.float32, device=config.device)
     if recipe is not None:
-        convert(decoder, skip=("lm_head", *kept))
+        convert(decoder, skip=(decoder.head_name, *kept))
     return decoder
 
 

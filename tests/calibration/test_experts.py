@@ -13,7 +13,7 @@ from fp8serve.calibration.result import CalibrationReport, read_report
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.model.checkpoint import linear_names, load_scales, load_servable, open_checkpoint
+from fp8serve.model.checkpoint import load_scales, load_servable, open_checkpoint
 
 from .conftest import VOCAB, write_tokenizer
 
@@ -74,7 +74,7 @@ def test_what_is_written_is_read_back(kind: str, format_: str, tmp_path: Path, r
     model: Path = request.getfixturevalue(kind)
     report = run(model, tmp_path / "out", format=format_)
     stored = open_checkpoint(tmp_path / "out")
-    names = linear_names(load_servable(model, "bf16"))
+    names = load_servable(model, "bf16").linear_names()
     assert stored.fp8_linears == [n for n in stored.fp8_linears if n in names]
     assert len(stored.fp8_linears) == len(names)
     scales = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
@@ -96,7 +96,7 @@ def test_what_is_written_is_read_back(kind: str, format_: str, tmp_path: Path, r
 def test_recipes_that_scale_by_content(recipe: str, qwen: Path, tmp_path: Path) -> None:
     run(qwen, tmp_path / "out", recipe=from_name(recipe))
     served = load_servable(tmp_path / "out")
-    assert sum(isinstance(m, FrozenLinear) for m in served.modules()) == len(linear_names(served))
+    assert sum(isinstance(m, FrozenLinear) for m in served.modules()) == len(served.linear_names())
 
 
 def test_an_expert_without_tokens_is_named(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_gradients_smoothing_rounding_and_healing_know_experts(qwen: Path, tmp_p
 
 
 def test_the_experts_of_a_layer_stay_in_bf16_together(qwen: Path, tmp_path: Path) -> None:
-    names = linear_names(load_servable(qwen, "bf16"))
+    names = load_servable(qwen, "bf16").linear_names()
     assert len(choices(names)) == 2 * 3  # qkv, o and the experts of each layer
     assert len(groups(names)) == 2 * (2 + 6 * 2)
     run(qwen, tmp_path / "out", skip=("model.layers.0.mlp.experts.*",))

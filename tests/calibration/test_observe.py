@@ -13,7 +13,7 @@ from fp8serve.errors import ScalesError
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config import read_config
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.decoder import Decoder
 
 from .conftest import VOCAB
 
@@ -29,7 +29,7 @@ def plain(model_dir: Path) -> Decoder:
 def converted(decoder: Decoder) -> dict[str, Linear]:
     convert(decoder)
     modules = dict(decoder.named_modules())
-    return {name: modules[name] for name in linear_names(decoder)}  # type: ignore[misc]
+    return {name: modules[name] for name in decoder.linear_names()}  # type: ignore[misc]
 
 
 def random_batches(count: int, seed: int = 0) -> list[Batch]:
@@ -116,7 +116,7 @@ def test_gradient_scales_are_those_of_the_exact_gradients(decoder: Decoder, mode
     batches = random_batches(3)
     largest: dict[str, float] = {}
     reference = plain(model_dir)
-    for name in linear_names(reference):
+    for name in reference.linear_names():
 
         def note(module: nn.Module, grad_in: object, grad_out: tuple[Tensor], name: str = name) -> None:
             largest[name] = max(largest.get(name, 0), float(grad_out[0].abs().max()))

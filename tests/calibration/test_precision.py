@@ -16,7 +16,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.errors import Fp8ServeError, RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import from_name
-from fp8serve.model.checkpoint import linear_names, load_scales, load_servable, open_checkpoint
+from fp8serve.model.checkpoint import load_scales, load_servable, open_checkpoint
 
 from .test_rounding import SMALL, divergence
 
@@ -36,7 +36,7 @@ def in_fp8(folder: Path) -> set[str]:
 def test_named_layers_stay_as_they_are(format_: str, model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = run(model_dir, out, skip=["*.self_attn.?_proj", DOWN], format=format_)
-    every = set(linear_names(load_servable(model_dir, "bf16")))
+    every = set(load_servable(model_dir, "bf16").linear_names())
     stays = {n for n in every if ".self_attn." in n} | {DOWN}
     assert {name for kept in report.kept for name in kept.names} == stays
     assert in_fp8(out) == every - stays
@@ -52,7 +52,7 @@ def test_named_layers_stay_as_they_are(format_: str, model_dir: Path, tmp_path: 
 
 def test_only_named_layers_are_quantized(model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "out", "rowwise", only=["model.layers.0.*"])
-    assert in_fp8(tmp_path / "out") == {n for n in linear_names(load_servable(model_dir, "bf16")) if ".0." in n}
+    assert in_fp8(tmp_path / "out") == {n for n in load_servable(model_dir, "bf16").linear_names() if ".0." in n}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])

@@ -14,7 +14,6 @@ from fp8serve.engine.engine import Engine
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import (
-    linear_names,
     load_scales,
     load_servable,
     load_trainable,
@@ -107,7 +106,7 @@ def test_greedy_tokens(name: str, made: ModelDir) -> None:
 def test_calibrate_and_serve(name: str, made: ModelDir, calibrated: Callable[[str], Path]) -> None:
     (source, theirs), out = made(name), calibrated(name)
     state = load_scales(out / "scales.safetensors", out)
-    names = linear_names(load_servable(source, "bf16"))
+    names = load_servable(source, "bf16").linear_names()
     assert {f"{linear}.input" for linear in names} <= set(state.tensors)
     assert apart(ours(out), logits_of(theirs)) < 0.5
     engine = Engine(out, max_num_seqs=2, kv_cache_dtype="fp8")
@@ -130,7 +129,7 @@ def test_training_step(name: str, recipe: str, made: ModelDir) -> None:
     (loss / 63).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     assert loss.isfinite()
-    assert sum(isinstance(module, Linear) for module in decoder.modules()) == len(linear_names(decoder))
+    assert sum(isinstance(module, Linear) for module in decoder.modules()) == len(decoder.linear_names())
     rows = rows_of_experts(decoder)  # by linear; an expert that no token reached stays what it was
     for parameter, weight in decoder.named_parameters():
         assert weight.isfinite().all(), parameter

@@ -24,7 +24,7 @@ from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.config import parse_config
-from fp8serve.model.decoder import Decoder, linear_names, rotated
+from fp8serve.model.decoder import Decoder, rotated
 from tests.cuda import emulated
 from tests.cuda.conftest import on_both
 
@@ -55,7 +55,7 @@ def frozen(device: str, recipe: str) -> Decoder:
     """FP8 weights, made on the CPU."""
     made, how = model().requires_grad_(False), from_name(recipe)
     assert how is not None
-    for name in linear_names(made):
+    for name in made.linear_names():
         parent, _, child = name.rpartition(".")
         layer = FrozenLinear.from_linear(made.get_submodule(name), how)  # type: ignore[arg-type]
         setattr(made.get_submodule(parent), child, layer)

@@ -13,7 +13,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.invariant import RowIndependent
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config import read_config
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.decoder import Decoder
 from fp8serve.model.scales import ScalingCheckpoint, TensorScale, fingerprint, save_scales
 
 VOCAB = 260  # 256 bytes, <s>, </s>, and two that no text uses
@@ -88,7 +88,7 @@ def call_each_layer(engine: Engine) -> None:
 
 def write_scales(path: Path, out: Path, *, kv: bool = False) -> Path:
     """Made-up scales for every linear of the model, and for its cache when `kv`."""
-    names = linear_names(Decoder(read_config(path), device="meta"))
+    names = Decoder(read_config(path), device="meta").linear_names()
     keys = {f"{name}.{role}": 20.0 for name in names for role in ("input", "weight")}
     if kv:
         keys |= {f"model.layers.{i}.self_attn.{role}": 30.0 for i in range(2) for role in "kv"}

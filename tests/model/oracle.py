@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, linear_names, load_trainable
+from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, load_trainable
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.decoder import Attend, Decoder, rotated
 
@@ -211,7 +211,7 @@ def state_for(model_dir: Path, recipe: str = "delayed") -> ScalingCheckpoint:
     rules = DelayedScaling(amax_history_len=3, weight_granularity="row" if by_row else "tensor")
     model = load_trainable(model_dir)
     tensors = {}
-    for i, name in enumerate(linear_names(model)):
+    for i, name in enumerate(model.linear_names()):
         amax = {
             "input": torch.tensor(20.0 + i / 8),
             "weight": model.get_parameter(f"{name}.weight").detach().abs().max(),

@@ -19,7 +19,6 @@ from fp8serve.model.checkpoint import (
     TensorScale,
     fingerprint,
     kv_scales,
-    linear_names,
     load_scales,
     load_servable,
     load_trainable,
@@ -74,7 +73,7 @@ def test_plain_directory_needs_a_recipe_and_the_error_says_what_to_do(model_dir:
 @pytest.mark.parametrize("name", ["current", "rowwise", "block"])
 def test_dynamic_recipes_quantize_on_the_fly(name: str, model_dir: ModelDir) -> None:
     model = load_servable(model_dir("qwen3"), from_name(name))
-    assert all(frozen(model, n).input_scale is None for n in linear_names(model))
+    assert all(frozen(model, n).input_scale is None for n in model.linear_names())
     assert type(model.lm_head) is nn.Linear
     assert sqnr(logits(load_servable(model_dir("qwen3"), "bf16")), logits(model)) > 15
 

@@ -16,7 +16,7 @@ from fp8serve.fp8.ops import reference
 from fp8serve.model import fusing, norms
 from fp8serve.model.checkpoint import open_checkpoint
 from fp8serve.model.config import read_config
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.decoder import Decoder
 from tests.model.oracle import MODELS, all_logits, make_model
 
 # OLMo and Cohere turn queries and keys in FP32, Ministral 3 scales queries after that; where pairs are neighbours or
@@ -79,7 +79,7 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
 
 def test_linear_names_are_the_seven_projections_of_each_layer(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
-    names = linear_names(Decoder(read_config(tmp_path), device="meta"))
+    names = Decoder(read_config(tmp_path), device="meta").linear_names()
     assert len(names) == 14
     assert names[0] == "model.layers.0.self_attn.q_proj"
     assert names[-1] == "model.layers.1.mlp.down_proj"

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fp8serve.errors import ModelError
-from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint
+from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config import parse_config, read_config
 from fp8serve.model.converted import export
 from fp8serve.model.decoder import Decoder
@@ -67,7 +67,7 @@ def test_names_are_those_of_files(tmp_path: Path) -> None:
     }.items():
         make_model(kind, tmp_path / kind)
         decoder = Decoder(read_config(tmp_path / kind), device="meta")
-        names = linear_names(decoder)
+        names = decoder.linear_names()
         assert names[4] == f"model.layers.0.{first}"
         assert names[-1] == f"model.layers.1.{last}"
         assert set(names) < {name for name, _ in decoder.named_modules()}

@@ -26,7 +26,6 @@ from fp8serve.model.checkpoint import (
     write_calibrated,
     write_hf_directory,
 )
-from fp8serve.model.decoder import linear_names
 from fp8serve.model.shards import read_header
 from tests.model.oracle import IDS, LINEAR, all_logits, state_for
 
@@ -224,7 +223,7 @@ def test_the_architecture_is_read_a_few_times_not_once_a_parameter(
 
     def counted(model: torch.nn.Module) -> list[str]:
         calls.append(model)
-        return linear_names(model)
+        return model.linear_names()
 
     monkeypatch.setattr(export, "linear_names", counted)
     write_calibrated(tmp_path / "out", model_dir("llama"), state_for(model_dir("llama"), "delayed"))

@@ -15,7 +15,7 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.spec import UNQUANTIZED
 from fp8serve.model import interop
-from fp8serve.model.checkpoint import kv_scales, linear_names, load_servable, load_trainable, open_checkpoint
+from fp8serve.model.checkpoint import kv_scales, load_servable, load_trainable, open_checkpoint
 from fp8serve.model.interop import ScaleKey, classify, read_quantization
 
 ModelDir = Callable[[str], Path]
@@ -101,7 +101,7 @@ def test_spelling_is_read(variant: str, model_dir: ModelDir, tmp_path: Path) -> 
     directory = write(model_dir("llama"), tmp_path / "m", variant)
     model = load_servable(directory)
     source = load_trainable(model_dir("llama"))
-    for name in linear_names(source):
+    for name in source.linear_names():
         layer = model.get_submodule(name)
         assert isinstance(layer, FrozenLinear)
         weight, scale = quantize(source.get_parameter(f"{name}.weight").detach(), per)

@@ -15,7 +15,7 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.inspection import inspect
-from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint, write_calibrated, write_hf_directory
+from fp8serve.model.checkpoint import load_servable, open_checkpoint, write_calibrated, write_hf_directory
 from fp8serve.model.config import read_config
 from fp8serve.model.wrappers import read_text_config
 from fp8serve.train.config import TrainConfig
@@ -130,7 +130,7 @@ def test_static_scales_of_the_file_are_served_as_they_are(tmp_path: Path) -> Non
     make_static(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     model = load_servable(tmp_path)
-    for name in linear_names(model):
+    for name in model.linear_names():
         layer, key = model.get_submodule(name), f"language_model.{name}"
         assert isinstance(layer, FrozenLinear)
         assert torch.equal(layer.weight_q.view(torch.uint8), stored[f"{key}.weight"].view(torch.uint8))

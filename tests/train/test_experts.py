@@ -15,7 +15,7 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.model.checkpoint import linear_names, load_scales, load_servable, load_trainable
+from fp8serve.model.checkpoint import load_scales, load_servable, load_trainable
 from fp8serve.model.experts import Mixture, mixtures
 from fp8serve.train.batch import collate
 from fp8serve.train.forward import Forward
@@ -74,7 +74,7 @@ def test_trainer_and_server_compute_the_same_bits(configure: Configure, mixture:
         result, setup = trained(configure, model=str(mixture), recipe=recipe, max_steps=3)
     assert result.model is not None
     model = load_servable(result.model)
-    assert {n for n, m in model.named_modules() if isinstance(m, FrozenLinear)} == set(linear_names(model))
+    assert {n for n, m in model.named_modules() if isinstance(m, FrozenLinear)} == set(model.linear_names())
     batch = collate(setup.rows, "cpu")
     assert torch.equal(setup.forward.logits(batch), served_logits(model, batch))
     model.join()
@@ -170,5 +170,5 @@ def test_scales_of_every_expert_are_exported(configure: Configure, qwen: Path) -
     result = Trainer(configure(model=str(qwen), max_steps=2)).run()
     assert result.model is not None
     scales = load_scales(Path(result.model) / "scales.safetensors", result.model)
-    for name in linear_names(load_servable(result.model)):
+    for name in load_servable(result.model).linear_names():
         assert scales.input_scale(name) != 1

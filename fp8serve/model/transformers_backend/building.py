@@ -1,0 +1,75 @@
+"""transformers' class for a config.json, without weights: parameters on "meta", buffers as the class computes them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fp8serve.errors import ModelError, shown
+
+INSTALL = "pip install 'fp8serve[transformers]'"
+_MATRICES = (nn.Linear, nn.Embedding)
+
+
+def is_installed() -> bool:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The causal language model of this config.json, in evaluation mode. ModelError: it cannot be served."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = json.loads(config_json)
+    from_config: Any = AutoModelForCausalLM.from_config
+    try:
+        config = AutoConfig.for_model(**{key: value for key, value in raw.items() if key != "quantization_config"})
+        with _parameters_on_meta():
+            model = from_config(config, attn_implementation=attention, dtype=dtype)
+    except Exception as problem:  # transformers raises what its classes happen to raise
+        text = " ".join(str(problem).split())
+        raise ModelError(f"transformers does not build {_name(raw)}: {text[:300].removesuffix('.')}.") from problem
+    check(model, _name(raw))
+    return cast(nn.Module, model.eval())
+
+
+def check(model: Any, name: str) -> None:
+    """ModelError for a class in which tokens meet outside attention, or which multiplies in a way of its own."""
+    if model.config.is_encoder_decoder:
+        raise ModelError(f"{name} is an encoder and a decoder; served are models of one stack.")
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 2 or (parameter.dim() == 2 and not isinstance(module, _MATRICES)):
+                raise ModelError(
+                    f"{name} has the weight {path}.{leaf} {list(parameter.shape)} in a {type(module).__name__}; by "
+                    "transformers' class a model is served if its weights are those of linear layers and embeddings."
+                )
+
+
+def _name(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else shown(raw.get("model_type"))
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, a module's parameters lose their memory as they are registered; buffers keep their values."""
+    modules: Any = nn.Module
+    register = modules.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:  # one that is there already is shared: tied
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    modules.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        modules.register_parameter = register

@@ -1,0 +1,56 @@
+"""The tensors of a file by the names that they have in transformers' class.
+
+Files may have other names: those of the model before transformers renamed a module, or those of the class without its
+head. transformers keeps a list of such names, which is followed here. What a class leaves unread in files is left out.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fp8serve.errors import ModelError
+from fp8serve.model.config import ModelConfig
+from fp8serve.model.shards import Shards
+from fp8serve.model.transformers_backend.network import TransformersModel
+
+Rename = Callable[[str], str]
+
+
+def by_module(shards: Shards, config: ModelConfig) -> Shards:
+    """ModelError: transformers computes a tensor from several of the file's."""
+    model = TransformersModel(config)
+    built: Any = model.whole[0]
+    known, base = {name for name, _ in model.named_parameters()}, built.base_model_prefix
+    renames = list(_renames(built, shards))
+    ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected or ()]
+    names = {}
+    for key in shards:
+        name = key
+        for rename in renames:
+            name = rename(name)
+        if any(pattern.search(name) for pattern in ignored):
+            continue
+        owner = name.rpartition(".")[0]
+        in_base = name not in known and any(other.startswith(f"{base}.{owner}.") for other in known)
+        names[key] = f"{base}.{name}" if in_base else name
+    return shards.renamed(names)
+
+
+def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    for conversion in get_model_conversion_mapping(built):
+        if isinstance(conversion, WeightRenaming):
+            sources, targets = conversion.source_patterns, conversion.target_patterns
+            several = targets if len(targets) == len(sources) else targets * len(sources)
+            yield from map(_rename, sources, several)
+        elif found := next((k for k in keys for p in conversion.source_patterns if re.search(p, k)), None):
+            name = type(built).__name__
+            raise ModelError(f"The file of {name} holds {found}, which transformers converts as it reads it; a model is "
+                             "computed by transformers' class if its weights are read as they are.")  # fmt: skip
+
+
+def _rename(source: str, target: str) -> Rename:
+    pattern = re.compile(source)
+    return lambda name: pattern.sub(target, name)

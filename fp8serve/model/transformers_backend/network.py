@@ -1,0 +1,96 @@
+"""A class of transformers with the interface of our decoder (decoder.py).
+
+Modules and parameters have the names that they have in the class, and so in files. Its linear layers may be replaced by
+ours, in place. Attention comes back to the caller of the pass, layer by layer, with queries and keys that are turned
+already: the rotation that is handed on with them turns nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.model.config import ModelConfig, TransformersClass
+from fp8serve.model.decoder import Attend
+from fp8serve.model.transformers_backend.attention import SERVED, answering
+from fp8serve.model.transformers_backend.building import build
+
+
+class TransformersModel(nn.Module):
+    """`model(token_ids, positions, attend)`, then `model.logits(hidden)`; see `Decoder`.
+
+    Parameters are on "meta", to be replaced by a checkpoint's; buffers have the values that the class gives them.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.config = config
+        self._class = cast(TransformersClass, config.computed_by)
+        built: Any = build(self._class.config_json, SERVED, dtype)
+        for name, child in built.named_children():
+            self.add_module(name, child)
+        self.whole = (built,)  # in a tuple, for its modules are already ours
+        self._base = str(built.base_model_prefix)
+        self.head_name = _name_of(built, built.get_output_embeddings())
+        self._embedding_name = _name_of(built, built.get_input_embeddings())
+        self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n != self.head_name]
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
+        """See Decoder.forward. All rows are computed; given are those of `last`."""
+
+        def answer(layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
+            heads = cast(tuple[Tensor, Tensor, Tensor], tuple(t[0].transpose(0, 1).contiguous() for t in (q, k, v)))
+            still = q.new_ones(len(token_ids), 1, q.shape[3]), q.new_zeros(len(token_ids), 1, q.shape[3])
+            return attend(layer, heads, still, None)
+
+        base: Any = self._modules[self._base]
+        with answering(answer):
+            hidden: Tensor = base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)[0][0]
+        return hidden if last is None else hidden[last]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden] -> FP32 [T, vocab]."""
+        return self.head(hidden).float()  # type: ignore[no-any-return]
+
+    def attention_options(self, layer: int) -> tuple[float, int | None, float | None, Tensor | None]:
+        """See Decoder.attention_options."""
+        config = self.config
+        return self._class.softmax_scales[layer], config.layer_windows[layer], config.attention_softcap, None
+
+    @property
+    def head(self) -> nn.Module:
+        """The linear layer that makes logits."""
+        return self.get_submodule(self.head_name)
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The embedding of tokens."""
+        return self.get_submodule(self._embedding_name)
+
+    def linear_names(self) -> list[str]:
+        """See Decoder.linear_names."""
+        return self._linears
+
+    def pruned_names(self) -> list[str]:
+        """See Decoder.pruned_names: here every layer sees all rows."""
+        return []
+
+    def tie(self) -> None:
+        """See Decoder.tie."""
+        if self.config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def expect(self, longest: int) -> None:
+        """See Decoder.expect: no class is served whose angles depend on it."""
+
+    def join(self) -> None:
+        """See Decoder.join: the class calls its layers one by one."""
+
+    def matrices(self) -> Iterator[nn.Module]:
+        """See Decoder.matrices."""
+        yield from (self.get_submodule(name) for name in (*self._linears, self.head_name))
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)

@@ -1,0 +1,179 @@
+"""What a class of transformers asks of attention: found by one pass on "meta", where shapes are all that is computed.
+
+Windows are read from the masks that the class makes: transformers builds every mask by a function of two positions, and
+that is held to "causal" and to "causal, with a window". A class whose masks are something else, or that attends without
+transformers' interface, is refused: its answers would be wrong.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.errors import ModelError, shown
+from fp8serve.model.config import ModelConfig, TransformersClass
+from fp8serve.model.config_reader import token_ids
+from fp8serve.model.transformers_backend.attention import TRIED, answering
+from fp8serve.model.transformers_backend.building import build
+
+TOKENS = 4
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+_COMPUTED = {"scaling", "softcap", "sliding_window"}
+_HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position",
+             "is_causal", "layer_idx", "return_dict"}  # fmt: skip
+Seen = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one attention layer asked for. heads: (of queries, of keys, elements of each)."""
+
+    heads: tuple[int, int, int]
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+def describe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """The configuration of a model that transformers builds. ModelError: it cannot be served, and why."""
+    return _described(json.dumps(raw, sort_keys=True), json.dumps(generation, sort_keys=True), where)
+
+
+@cache
+def _described(config_json: str, generation_json: str, where: str) -> ModelConfig:
+    raw, generation = json.loads(config_json), json.loads(generation_json)
+    model: Any = build(config_json, attention=TRIED)
+    name, config = type(model).__name__, model.config.get_text_config()
+    calls = trial(model)
+    if len(calls) != config.num_hidden_layers:
+        raise ModelError(
+            f"{where}: {name} calls transformers' attention interface in {len(calls)} of its "
+            f"{config.num_hidden_layers} layers, so that its other layers could not be served from a cache."
+        )
+    if len({(call.heads, call.softcap) for call in calls}) > 1:
+        raise ModelError(f"{where}: the attention layers of {name} differ in their heads, which is not supported.")
+    _check_rope(config, name, where)
+    return ModelConfig(
+        architecture=name,
+        model_type=str(raw["model_type"]),
+        **_sizes(model, calls[0]),
+        num_layers=len(calls),
+        max_position_embeddings=_longest(config, name),
+        layer_windows=tuple(call.window for call in calls),
+        layer_ropes=(None,) * len(calls),
+        **_tokens(raw, generation, where),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+        softmax_scale=calls[0].scale,
+        attention_softcap=calls[0].softcap,
+        computed_by=TransformersClass(config_json, tuple(call.scale for call in calls)),
+    )
+
+
+def _sizes(model: Any, call: Call) -> dict[str, Any]:
+    head, (heads, kv_heads, head_dim) = model.get_output_embeddings(), call.heads
+    unused = dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "qk_norm"), False)
+    return unused | {
+        "vocab_size": head.out_features,
+        "hidden_size": head.in_features,
+        "intermediate_size": int(getattr(model.config, "intermediate_size", None) or 4 * head.in_features),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": 0.0,
+        "tie_word_embeddings": head.weight is model.get_input_embeddings().weight,
+    }
+
+
+def _tokens(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> dict[str, Any]:
+    eos = generation.get("eos_token_id")
+    eos = raw.get("eos_token_id") if eos is None else eos
+    begin = token_ids(raw.get("bos_token_id"), "bos_token_id", where)
+    return {"bos_token_id": next(iter(begin), None), "eos_token_ids": token_ids(eos, "eos_token_id", where)}
+
+
+def trial(model: Any) -> list[Call]:
+    """The calls of attention in one pass over a few tokens, in their order."""
+    calls: list[Call] = []
+    name, longest = type(model).__name__, _longest(model.config.get_text_config(), type(model).__name__)
+
+    def answer(number: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
+        _check_call(name, module, q, v, mask, options)
+        scale = options.get("scaling")
+        heads = q.shape[1], k.shape[1], q.shape[3]
+        window = _window(mask.sees, name, longest)
+        calls.append(Call(heads, heads[2] ** -0.5 if scale is None else float(scale), window, options.get("softcap")))
+        return q[0].transpose(0, 1)
+
+    try:
+        with torch.no_grad(), answering(answer):
+            tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+            # with a mask that hides nothing, or the class looks for several sequences among the positions
+            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    except ModelError:
+        raise
+    except Exception as problem:  # of a class that does not expect this
+        text = " ".join(str(problem).split())[:300].removesuffix(".")
+        raise ModelError(f"{name} does not run by transformers' attention interface: {text}.") from problem
+    return calls
+
+
+class Mask(Tensor):
+    """What a class hands from where it makes masks to attention: `sees`, the mask as a function of two positions."""
+
+    sees: Seen
+
+
+def mask(*args: Any, mask_function: Callable[..., Tensor], **options: Any) -> Tensor:
+    """As transformers calls it to make the mask of some layers."""
+    made = torch.zeros(1, 1, 1, 1).as_subclass(Mask)
+    made.sees = lambda q, k: mask_function(torch.zeros_like(q), torch.zeros_like(q), q, k)
+    return made
+
+
+def _check_call(
+    name: str, module: nn.Module, query: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
+) -> None:
+    if getattr(module, "is_causal", True) is not True:
+        raise ModelError(f"{name} has attention that is not causal, which no cache can serve.")
+    if not isinstance(mask, Mask):
+        raise ModelError(f"{name} makes attention masks of its own, so that nobody knows which tokens are seen.")
+    if value.shape[3] != query.shape[3] or query.shape[3] % 2:
+        raise ModelError(
+            f"{name} has heads of {query.shape[3]} and {value.shape[3]} elements, which the cache does not hold."
+        )
+    for key, given in options.items():
+        if key not in _COMPUTED | _HARMLESS and given is not None:
+            raise ModelError(f"{name} gives attention the option {key}, which is not computed here.")
+
+
+def _window(sees: Seen, name: str, longest: int) -> int | None:
+    """How many positions a query sees, the last of them its own; None: all before it."""
+    keys = torch.arange(longest)
+
+    def row(query: int) -> Tensor:
+        return sees(torch.full_like(keys, query), keys).expand(longest)
+
+    window = int(row(longest - 1).sum())
+    for query in {0, 1, min(window, longest - 1), longest // 2, longest - 1}:
+        if not torch.equal(row(query), (keys <= query) & (keys > query - window)):
+            raise ModelError(f"{name} has a mask that is neither causal nor a window, which is not supported.")
+    return None if window == longest else window
+
+
+def _longest(config: Any, name: str) -> int:
+    found = next((value for key in _LENGTHS if isinstance(value := getattr(config, key, None), int)), None)
+    if found is None:
+        raise ModelError(f"config.json does not say for how long a context {name} was made.")
+    return found
+
+
+def _check_rope(config: Any, name: str, where: str) -> None:
+    """Frequencies that depend on the length of a sequence would change under the keys in a cache."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for kind in {str(found.get("rope_type")) for found in kinds} & {"dynamic", "longrope"}:
+        raise ModelError(f"{where}: {name} has rotary position of the type {shown(kind)}, which only families compute.")
