@@ -15,7 +15,7 @@ import mmap
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def packer_of(model: Model) -> Packer:
     """Of every linear that runs; a head that is the embedding too stays as it is. Nothing where packing has no use."""
     if not worth_packing():
         return Packer([])
-    shared = cast(Tensor, model.embedding.weight).data_ptr()
+    shared = model.embedding.weight.data_ptr()
     kinds = FrozenLinear | OwnLinear | Projections | Stacked
     known = [matrix for matrix in model.matrices() if isinstance(matrix, kinds)]
     return Packer([matrix for matrix in known if matrix.weight is None or matrix.weight.data_ptr() != shared])

@@ -36,6 +36,8 @@ from fp8serve.model.scales import (
     save_scales,
 )
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
+from fp8serve.model.transformers_backend.check import check_against_class
+from fp8serve.model.transformers_backend.network import TransformersModel
 
 __all__ = [
     "FORMATS",
@@ -63,8 +65,7 @@ def load_trainable(
     model = build_on_meta(checkpoint.config, dtype)
     for name in checkpoint:
         _put(model, name, checkpoint[name].to(device, dtype, copy=True), trainable=True)
-    model.tie()
-    return model
+    return _complete(model)
 
 
 def load_servable(
@@ -92,8 +93,15 @@ def load_servable(
             _put(model, name, checkpoint[name].to(device, dtype), trainable=False)
     for name, module in frozen.items():
         _put_module(model, name, module)
+    return _complete(model).eval()  # type: ignore[return-value]
+
+
+def _complete(model: Model) -> Model:
+    """With its weights in place."""
     model.tie()
-    return model.eval()
+    if isinstance(model, TransformersModel):
+        check_against_class(model)
+    return model
 
 
 def _named(recipe: str | Recipe) -> Recipe | None:

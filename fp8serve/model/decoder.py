@@ -256,7 +256,7 @@ class Decoder(nn.Module):
         return self.lm_head
 
     @property
-    def embedding(self) -> nn.Module:
+    def embedding(self) -> nn.Embedding:
         """The embedding of tokens."""
         return self.model.embed_tokens
 

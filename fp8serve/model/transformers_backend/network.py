@@ -64,9 +64,9 @@ class TransformersModel(nn.Module):
         return self.get_submodule(self.head_name)
 
     @property
-    def embedding(self) -> nn.Module:
+    def embedding(self) -> nn.Embedding:
         """The embedding of tokens."""
-        return self.get_submodule(self._embedding_name)
+        return cast(nn.Embedding, self.get_submodule(self._embedding_name))
 
     def linear_names(self) -> list[str]:
         """See Decoder.linear_names."""
