@@ -13,7 +13,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 from .data import Batch
 from .layerwise import layers, streams, within
@@ -25,7 +25,7 @@ from .result import Quality
 
 @torch.no_grad()
 def compare(
-    decoder: Decoder,
+    decoder: Model,
     linears: Linears,
     batches: Sequence[Batch],
     recipe: Recipe,
@@ -42,7 +42,7 @@ def compare(
     freeze = freezer(recipe, states, rounded)
     exact, quantized = streams(decoder, batches), streams(decoder, batches, fp8_cache(kv) if kv else None)
     for index in layers(decoder, "compare", stages):
-        of_layer = within(index, linears)
+        of_layer = within(decoder, index, linears)
         frozen = {name: freeze(name, linear) for name, linear in of_layer.items()}
         for name, linear in of_layer.items():
             tallies[name].add_weight(linear.weight, frozen[name])
@@ -50,9 +50,9 @@ def compare(
             one.advance(index)
             with in_fp8(of_layer, lambda name, linear, frozen=frozen: frozen[name], tallies):  # type: ignore[misc]
                 other.advance(index)
-    norm = decoder.model.norm
+    leave = decoder.leave
     for one, other in zip(exact, quantized, strict=True):
-        add_logits(tokens, one.batch.targets, (decoder, norm(other.hidden)), (decoder, norm(one.hidden)))
+        add_logits(tokens, one.batch.targets, (decoder, leave(other.hidden)), (decoder, leave(one.hidden)))
     return tokens.quality(compared=True), tallies
 
 

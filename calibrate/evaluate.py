@@ -14,8 +14,8 @@ import torch
 from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, RecipeChoice, from_name, name_of
+from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable
-from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
 
 from .data import Batch, documents, load_samples, make_batches, source_names
@@ -90,14 +90,14 @@ def _named(recipe: RecipeChoice | Recipe) -> Literal["stored", "bf16"] | Recipe:
     return from_name(recipe) or "bf16"
 
 
-def _reference(model: Decoder, source: Path, against: Path, device: str) -> Decoder:
+def _reference(model: Model, source: Path, against: Path, device: str) -> Model:
     reference = load_servable(against, "bf16", device=device)
     _check_comparable(model, reference, source, against)
     return reference
 
 
 def _measure(
-    model: Decoder, reference: Decoder | None, batches: Sequence[Batch], stages: Stages
+    model: Model, reference: Model | None, batches: Sequence[Batch], stages: Stages
 ) -> tuple[Quality, tuple[LayerReport, ...]]:
     """Of the tokens, and with a reference of every FP8 linear."""
     linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
@@ -116,14 +116,14 @@ def _measure(
 
 
 def _shares(
-    reference: Decoder, linears: Mapping[str, FrozenLinear], batches: Sequence[Batch], stages: Stages
+    reference: Model, linears: Mapping[str, FrozenLinear], batches: Sequence[Batch], stages: Stages
 ) -> dict[str, float]:
     """What each of the FP8 `linears` would add to the KL divergence if it alone stood in the reference."""
     exact = {name: reference.get_submodule(name) for name in linears}
     return kl_shares(reference, exact, batches, lambda name, linear, x: linears[name](x), stages=stages)
 
 
-def _check_comparable(model: Decoder, reference: Decoder, source: Path, against: Path) -> None:
+def _check_comparable(model: Model, reference: Model, source: Path, against: Path) -> None:
     """ModelError unless both predict the same vocabulary with the same layers: anything else is not a comparison."""
     for what in ("vocab_size", "num_layers", "hidden_size"):
         mine, other = getattr(model.config, what), getattr(reference.config, what)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 from fp8serve.model.experts import every_expert, mixtures, reset_token_counts
 
 Counts = dict[str, Tensor]  # by the name of a mixture: tokens that each expert was given, int64 [E]
@@ -19,7 +19,7 @@ NAMED = 3  # of many
 
 
 @contextmanager
-def counting(decoder: Decoder, *, all_experts: bool) -> Iterator[Counts]:
+def counting(decoder: Model, *, all_experts: bool) -> Iterator[Counts]:
     """Inside, tokens are counted from nothing; what was counted is there at the end. all_experts: all tokens run
     through all experts, and count where the router sends them."""
     counts = Counts()

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import kv_scales, load_servable
-from fp8serve.model.decoder import Attend, Decoder, rotated
+from fp8serve.model.decoder import Attend, rotated
 from fp8serve.model.memory import free_memory
 from fp8serve.model.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ Generated = tuple[tuple[GeneratedReport, ...], tuple[str, ...]]  # the texts, an
 
 
 def before_and_after(
-    decoder: Decoder, batches: Sequence[Batch], asked: CalibrationOptions, stages: Stages, folder: Path
+    decoder: Model, batches: Sequence[Batch], asked: CalibrationOptions, stages: Stages, folder: Path
 ) -> Generated:
     """What `decoder`, and the FP8 model in `folder`, say after the beginnings of the first samples of `batches`."""
     if not asked.generated_samples:
@@ -50,7 +51,7 @@ def before_and_after(
         return tuple(_report(tokenizer, *texts) for texts in zip(prompts, before, after, strict=True)), ()
 
 
-def _fits(decoder: Decoder) -> bool:
+def _fits(decoder: Model) -> bool:
     """Whether the weights fit in free memory, and half of them once more: in FP8."""
     return sum(parameter.nbytes for parameter in decoder.parameters()) * 3 // 2 <= free_memory()
 
@@ -63,14 +64,14 @@ def _prompts(batches: Sequence[Batch]) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def continued(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], scales: KVScales | None = None, tokens: int = TOKENS
+    decoder: Model, prompts: Sequence[Sequence[int]], scales: KVScales | None = None, tokens: int = TOKENS
 ) -> list[list[int]]:
     """At most `tokens` likeliest next tokens after each prompt of at least one, fewer where the context ends.
 
     scales: of an FP8 cache for keys and values.
     """
     tokens = min(tokens, decoder.config.max_position_embeddings - max(map(len, prompts)))
-    device = decoder.model.embed_tokens.weight.device
+    device = decoder.embedding.weight.device
     cache = _Cache(decoder, [len(p) + tokens for p in prompts], device, scales or {})
     ids, found = torch.tensor([i for p in prompts for i in p], device=device), list[list[int]]()
     new = [len(p) for p in prompts]
@@ -85,7 +86,7 @@ def continued(
 class _Cache:
     """Keys and values of sequences that grow to at most `rooms` tokens."""
 
-    def __init__(self, decoder: Decoder, rooms: Sequence[int], device: torch.device, scales: KVScales) -> None:
+    def __init__(self, decoder: Model, rooms: Sequence[int], device: torch.device, scales: KVScales) -> None:
         config = decoder.config
         per_sequence = -(-max(rooms) // BLOCK)
         blocks = per_sequence * len(rooms)

@@ -24,7 +24,7 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.recipe import Recipe, unreduced
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 from .compare import freezer
 from .data import IGNORED, Batch
@@ -52,9 +52,9 @@ class Schedule:
 
 
 def heal(
-    decoder: Decoder,
+    decoder: Model,
     linears: Linears,
-    reference: Decoder,
+    reference: Model,
     batches: Sequence[Batch],
     recipe: Recipe,
     schedule: Schedule,
@@ -108,7 +108,7 @@ def _start(weight: Tensor, rounded: FrozenLinear | None) -> Tensor:
     return dequantize(rounded.weight_q, rounded.weight_scale_inv)
 
 
-def _gradients(decoder: Decoder, reference: Decoder, batch: Batch, recipe: Recipe, observer: Observer) -> float:
+def _gradients(decoder: Model, reference: Model, batch: Batch, recipe: Recipe, observer: Observer) -> float:
     """One pass forwards and backwards over a batch, and the update of the states; the loss."""
     with autocast(recipe=unreduced(recipe)):
         hidden = forward(decoder, batch, observer.tap)
@@ -126,7 +126,7 @@ def _order(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:
             done += 1
 
 
-def _backward(decoder: Decoder, hidden: Tensor, reference: Decoder, batch: Batch) -> float:
+def _backward(decoder: Model, hidden: Tensor, reference: Model, batch: Batch) -> float:
     """Gradients of KL(reference || decoder), mean over the scored tokens, down to the weights; that mean."""
     with torch.no_grad():
         exact = forward(reference, batch)

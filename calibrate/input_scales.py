@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 from .data import Batch, first_sequences
 from .passes import Linears, forward, hooks
@@ -34,7 +34,7 @@ SEARCHED_TOKENS = 2048  # of the calibration text: the search multiplies each by
 
 @torch.no_grad()
 def percentile_amaxes(
-    decoder: Decoder, linears: Linears, batches: Sequence[Batch], percent: float, stages: Stages | None = None
+    decoder: Model, linears: Linears, batches: Sequence[Batch], percent: float, stages: Stages | None = None
 ) -> Amaxes:
     """Of the input of each of `linears` the magnitude that `percent` of its elements do not exceed, 0 < percent <= 100.
 
@@ -61,7 +61,7 @@ def _percentile(counts: Tensor, percent: float) -> float:
 
 @torch.no_grad()
 def searched_amaxes(
-    decoder: Decoder,
+    decoder: Model,
     linears: Linears,
     batches: Sequence[Batch],
     seen: Mapping[str, float],

@@ -10,7 +10,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 from .compare import compare, freezer
 from .data import Batches
@@ -30,7 +30,7 @@ class Job:
     recipe: Recipe
     asked: CalibrationOptions
     stages: Stages
-    decoder: Decoder
+    decoder: Model
     linears: dict[str, Linear]
     batches: Batches
     observer: Observer

@@ -2,7 +2,7 @@
 
 So every weight is read from its file once, however many batches there are, and a model larger than memory costs one
 pass over the disk. In memory are one layer's weights and the hidden states of all batches, [tokens, hidden] in BF16.
-The numbers are those of whole passes, bit for bit.
+The numbers are those of whole passes, bit for bit. A model that transformers computes is a single layer here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 from fp8serve.model.mapped import release_pages
 
 from .data import Batch
@@ -24,43 +24,44 @@ T = TypeVar("T")
 class Stream:
     """A batch on its way through the decoder. `hidden`: its state so far, BF16 [tokens, hidden]."""
 
-    def __init__(self, decoder: Decoder, batch: Batch, tap: Tap | None = None) -> None:
-        self._layers, self._attend = decoder.model.layers, attending(decoder, batch, tap)
-        self.batch, self.hidden = batch, decoder.model.embed(batch.ids)
-        self._placements = decoder.model.rotary.placements(batch.positions, self.hidden.dtype)
+    def __init__(self, decoder: Model, batch: Batch, tap: Tap | None = None) -> None:
+        self._parts, self._attend = decoder.parts, attending(decoder, batch, tap)
+        self.batch, self.hidden = batch, decoder.enter(batch.ids)
+        self._places = decoder.places(batch.positions, self.hidden.dtype)
 
     def run(self, index: int) -> Tensor:
         """What the layer makes of the hidden state, which stays as it is."""
-        layer: Callable[..., Tensor] = self._layers[index]
-        return layer(self.hidden, self._placements[index], self._attend)
+        layer: Callable[..., Tensor] = self._parts[index]
+        return layer(self.hidden, self._places[index], self._attend)
 
     def advance(self, index: int) -> None:
         self.hidden = self.run(index)
 
 
-def streams(decoder: Decoder, batches: Sequence[Batch], tap: Tap | None = None) -> list[Stream]:
+def streams(decoder: Model, batches: Sequence[Batch], tap: Tap | None = None) -> list[Stream]:
     return [Stream(decoder, batch, tap) for batch in batches]
 
 
-def layers(decoder: Decoder, stage: str, stages: Stages | None) -> Iterator[int]:
+def layers(decoder: Model, stage: str, stages: Stages | None) -> Iterator[int]:
     """The index of every layer; the pages of one that is done are released.
 
     So nobody may write to a weight that is a view of the file, which would be forgotten: who changes it replaces it.
     """
-    for index in (stages or Stages()).steps(stage, range(decoder.config.num_layers)):
+    for index in (stages or Stages()).steps(stage, range(len(decoder.parts))):
         yield index
-        _release(decoder.model.layers[index])
+        _release(decoder.parts[index])
 
 
 @contextmanager
-def releasing(decoder: Decoder) -> Iterator[None]:
+def releasing(decoder: Model) -> Iterator[None]:
     """Inside, whole passes release the pages of every layer that has run, forwards and backwards."""
 
     def ran(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         _release(layer)
-        args[0].register_hook(lambda gradient: _release(layer))  # type: ignore[no-untyped-call]
+        if args[0].requires_grad:
+            args[0].register_hook(lambda gradient: _release(layer))  # type: ignore[no-untyped-call]
 
-    with hooks({str(index): layer for index, layer in enumerate(decoder.model.layers)}, lambda name: ran):
+    with hooks({str(index): layer for index, layer in enumerate(decoder.parts)}, lambda name: ran):
         yield
 
 
@@ -69,6 +70,6 @@ def _release(layer: nn.Module) -> None:
         release_pages(parameter)
 
 
-def within(index: int, named: Mapping[str, T]) -> dict[str, T]:
+def within(decoder: Model, index: int, named: Mapping[str, T]) -> dict[str, T]:
     """What belongs to a layer, of things by the names of tensors or modules."""
-    return {name: value for name, value in named.items() if name.startswith(f"model.layers.{index}.")}
+    return {name: named[name] for name in decoder.named_in(index, named)}

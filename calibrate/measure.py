@@ -20,7 +20,7 @@ from fp8serve.errors import DataError, ModelError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import expand
 from fp8serve.fp8.tally import tally
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 from .data import IGNORED
 from .grid import GridTally, sqnr
@@ -73,7 +73,7 @@ def _perplexity(nll: float, tokens: int, which: str) -> float:
 
 
 def add_logits(
-    tally: TokenTally, targets: Tensor, model: tuple[Decoder, Tensor], reference: tuple[Decoder, Tensor] | None = None
+    tally: TokenTally, targets: Tensor, model: tuple[Model, Tensor], reference: tuple[Model, Tensor] | None = None
 ) -> None:
     """Score hidden states [T, hidden] against targets [T] in slices; `model` and `reference` are (decoder, hidden)."""
     scored = (targets != IGNORED).nonzero().squeeze(1)

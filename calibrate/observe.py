@@ -28,7 +28,7 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 from .data import Batch
 from .experts import Counts, added, counting, listed, starved
@@ -88,10 +88,10 @@ class Observer:
         owned = {name: linear.delayed_states(self.recipe) for name, linear in self.linears.items()}
         return {f"{name}.{role}": states[role] for name, states in owned.items() for role in self.roles} | self.kv
 
-    def of_layer(self, index: int) -> "Observer":
+    def of_layer(self, decoder: Model, index: int) -> "Observer":
         """Watches the tensors of one layer alone, in the same states and records."""
         part = copy(self)
-        part.linears, part.kv = within(index, self.linears), within(index, self.kv)
+        part.linears, part.kv = within(decoder, index, self.linears), within(decoder, index, self.kv)
         return part
 
     def forget(self, linear: str) -> None:
@@ -204,7 +204,7 @@ def check_experts(tokens: Counts, batches: int) -> None:
 
 
 def observer_of(
-    decoder: Decoder, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
+    decoder: Model, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
 ) -> Observer:
     """One that has seen nothing yet. A recipe that scales by content is observed as the default delayed recipe."""
     asked = delayed(recipe) or DelayedScaling()
@@ -212,7 +212,7 @@ def observer_of(
 
 
 def observe(
-    decoder: Decoder,
+    decoder: Model,
     linears: Linears,
     batches: Sequence[Batch],
     recipe: Recipe,
@@ -253,21 +253,19 @@ def _in_order(shares: Sequence[Sequence[T]], count: int) -> list[T]:
 
 
 @torch.no_grad()
-def _layer_by_layer(decoder: Decoder, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
+def _layer_by_layer(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
     running = streams(decoder, batches, observer.tap)
     for index in layers(decoder, "observe", stages):
-        part = observer.of_layer(index)
+        part = observer.of_layer(decoder, index)
         for stream in running:
             with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
                 stream.advance(index)
             part.end_batch()
     for stream in running:
-        _check_finite(decoder, decoder.model.norm(stream.hidden), observer, stream.batch)
+        _check_finite(decoder, decoder.leave(stream.hidden), observer, stream.batch)
 
 
-def _forward_and_backward(
-    decoder: Decoder, batches: Sequence[Batch], observer: Observer, stages: Stages | None
-) -> None:
+def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
     with tracked(decoder), releasing(decoder):
         for batch in (stages or Stages()).steps("observe", batches):
             with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
@@ -277,6 +275,6 @@ def _forward_and_backward(
             observer.end_batch()
 
 
-def _check_finite(decoder: Decoder, hidden: Tensor, observer: Observer, batch: Batch) -> None:
+def _check_finite(decoder: Model, hidden: Tensor, observer: Observer, batch: Batch) -> None:
     if not bool(hidden.isfinite().all()):
         raise blame(decoder, observer.linears, batch)

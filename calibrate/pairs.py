@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8serve.model.building import Model
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import Decoder, has_dense_mlp, inputs_of
+from fp8serve.model.decoder import has_dense_mlp, inputs_of
 
 Weights = Mapping[str, Tensor]  # by the names of parameters
 
@@ -113,7 +114,7 @@ def _changed(pair: Pair, weights: Weights, by: Tensor) -> Iterator[tuple[str, tu
         yield name, ((old * pair.spread(by)).to(old.dtype), pair.spread(by))
 
 
-def parameters(decoder: Decoder, index: int) -> dict[str, Tensor]:
+def parameters(decoder: Model, index: int) -> dict[str, Tensor]:
     """Those of a layer, by name."""
     prefix = f"model.layers.{index}."
     return {prefix + name: p.detach() for name, p in decoder.get_submodule(prefix[:-1]).named_parameters()}

@@ -16,7 +16,8 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import dequantize, quantize
-from fp8serve.model.decoder import Attend, Decoder, rotated
+from fp8serve.model.building import Model
+from fp8serve.model.decoder import Attend, rotated
 
 from .data import IGNORED, Batch
 from .measure import LOGIT_ROWS, LayerTally
@@ -25,16 +26,16 @@ Linears = Mapping[str, Linear]
 Tap = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> what is attended to
 
 
-def attention_names(decoder: Decoder) -> list[str]:
+def attention_names(decoder: Model) -> list[str]:
     return [f"model.layers.{i}.self_attn" for i in range(decoder.config.num_layers)]
 
 
-def forward(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Tensor:
+def forward(decoder: Model, batch: Batch, tap: Tap | None = None) -> Tensor:
     """Hidden states [tokens, hidden]; sequences attend causally to themselves. `tap` sees and may replace k, v."""
     return decoder(batch.ids, batch.positions, attending(decoder, batch, tap))  # type: ignore[no-any-return]
 
 
-def attending(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Attend:
+def attending(decoder: Model, batch: Batch, tap: Tap | None = None) -> Attend:
     """How the tokens of a batch attend in the decoder's layers."""
     names = attention_names(decoder)
 
@@ -45,7 +46,7 @@ def attending(decoder: Decoder, batch: Batch, tap: Tap | None = None) -> Attend:
     return rotated(attend)
 
 
-def backward(decoder: Decoder, hidden: Tensor, targets: Tensor) -> None:
+def backward(decoder: Model, hidden: Tensor, targets: Tensor) -> None:
     """Gradients of the mean next-token cross entropy over the scored tokens, as in training, down to the embedding.
 
     `hidden` [tokens, hidden] must come from a pass inside `tracked`. A batch without scored tokens has no gradient.
@@ -60,9 +61,9 @@ def backward(decoder: Decoder, hidden: Tensor, targets: Tensor) -> None:
 
 
 @contextmanager
-def tracked(decoder: Decoder) -> Iterator[None]:
+def tracked(decoder: Model) -> Iterator[None]:
     """Inside, activations carry gradients although no weight does: the embedding's output asks for them."""
-    hook = decoder.model.embed_tokens.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    hook = decoder.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
     try:
         with torch.enable_grad():
             yield
@@ -82,7 +83,7 @@ def hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., 
 
 
 @contextmanager
-def in_place(decoder: Decoder, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def in_place(decoder: Model, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Inside, these stand in the decoder, by their names."""
     before = {name: decoder.get_submodule(name) for name in modules}
     try:
@@ -92,7 +93,7 @@ def in_place(decoder: Decoder, modules: Mapping[str, nn.Module]) -> Iterator[Non
         _put(decoder, before)
 
 
-def _put(decoder: Decoder, modules: Mapping[str, nn.Module]) -> None:
+def _put(decoder: Model, modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         decoder.set_submodule(name, module)
 
@@ -152,7 +153,7 @@ def fp8_cache(scales: Mapping[str, Tensor]) -> Tap:
     return lambda name, k, v: (through(k, scales[f"{name}.k"]), through(v, scales[f"{name}.v"]))
 
 
-def blame(decoder: Decoder, linears: Linears, batch: Batch) -> ScalesError:
+def blame(decoder: Model, linears: Linears, batch: Batch) -> ScalesError:
     """Run a batch whose result was not finite again and name the first tensor that is not."""
     found: list[str] = []
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
+from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
-from fp8serve.model.decoder import Decoder
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.model.wrappers import left_out_notes
 
@@ -154,10 +154,10 @@ def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -
     )  # fmt: skip
 
 
-def load(source: Path, device: str) -> tuple[Decoder, dict[str, Linear]]:
+def load(source: Path, device: str) -> tuple[Model, dict[str, Linear]]:
     """The decoder in BF16 with mapped, frozen weights, and its converted linears by name."""
     decoder = load_servable(source, "bf16", device=device)
     decoder.requires_grad_(False)
-    convert(decoder)
+    convert(decoder, skip=(decoder.head_name,))
     modules = dict(decoder.named_modules())
     return decoder, {name: cast(Linear, modules[name]) for name in decoder.linear_names()}

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 from fp8serve.model.targets import matches
 
 from .options import CalibrationOptions
@@ -93,13 +93,13 @@ def _saved(linear: nn.Module) -> int:
     return int(linear.get_parameter("weight").numel())
 
 
-def kept_reports(decoder: Decoder, names: Sequence[str]) -> tuple[KeptReport, ...]:
+def kept_reports(decoder: Model, names: Sequence[str]) -> tuple[KeptReport, ...]:
     """Of linears that somebody named: what they would cost is not measured."""
     found = ((group, sum(_saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
     return tuple(KeptReport(group, saved, None) for group, saved in found)
 
 
-def restore(decoder: Decoder, names: Iterable[str]) -> None:
+def restore(decoder: Model, names: Iterable[str]) -> None:
     """Make the converted linears of these names of `decoder` what they were, with the same weights."""
     for name in names:
         linear = decoder.get_submodule(name)

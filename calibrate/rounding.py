@@ -18,7 +18,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 from .compare import freezer
 from .data import Batch
@@ -35,7 +35,7 @@ FrozenLinears = Mapping[str, FrozenLinear]
 
 @torch.no_grad()
 def round_weights(
-    decoder: Decoder,
+    decoder: Model,
     linears: Linears,
     batches: Sequence[Batch],
     recipe: Recipe,
@@ -51,7 +51,7 @@ def round_weights(
     freeze, found = freezer(recipe, states), dict[str, FrozenLinear]()
     running = streams(decoder, ranks.own(batches))
     for index in layers(decoder, "round", stages):
-        frozen = {name: freeze(name, linear) for name, linear in within(index, linears).items()}
+        frozen = {name: freeze(name, linear) for name, linear in within(decoder, index, linears).items()}
         weights = once(
             f"round-{index:05}", partial(_rounded_layer, index, running, linears, frozen, ranks, len(batches))
         )

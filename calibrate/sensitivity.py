@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 from .data import IGNORED, Batch, first_sequences
 from .layerwise import releasing
@@ -32,7 +32,7 @@ Lossy = Callable[[str, nn.Module, Tensor], Tensor]  # (name, exact linear, input
 
 
 def kl_shares(
-    decoder: Decoder,
+    decoder: Model,
     linears: Mapping[str, nn.Module],
     batches: Sequence[Batch],
     lossy: Lossy,
@@ -72,7 +72,7 @@ def _measured(linears: Mapping[str, nn.Module], lossy: Lossy, sums: dict[str, fl
     return hooks(linears, make)
 
 
-def _pull(decoder: Decoder, hidden: Tensor, targets: Tensor, generator: torch.Generator) -> int:
+def _pull(decoder: Model, hidden: Tensor, targets: Tensor, generator: torch.Generator) -> int:
     """Gradients of the log-likelihood of drawn tokens, down to the embedding; how many tokens were drawn."""
     scored = (targets != IGNORED).nonzero().squeeze(1)
     leaf = hidden.detach().requires_grad_()

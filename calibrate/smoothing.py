@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, delayed
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 from .data import Batch, first_sequences
 from .layerwise import Stream, layers, streams, within
@@ -43,7 +43,7 @@ Channels = dict[str, Tensor]  # by the name of a linear the largest magnitude of
 
 @torch.no_grad()
 def smooth(
-    decoder: Decoder,
+    decoder: Model,
     linears: Linears,
     batches: Sequence[Batch],
     recipe: Recipe,
@@ -62,7 +62,7 @@ def smooth(
     running, tried = streams(decoder, ranks.own(batches)), streams(decoder, _chosen(batches))
     found: dict[str, Tensor] = {}
     for index in layers(decoder, "smooth", stages):
-        layer = Layer(decoder, within(index, linears), index, recipe)
+        layer = Layer(decoder, within(decoder, index, linears), index, recipe)
         kept = once(f"smooth-{index:05}", partial(_smoothed_layer, layer, running, tried, alpha, ranks))
         for stream in (*running, *tried):
             stream.advance(index)
@@ -81,7 +81,7 @@ def _chosen(batches: Sequence[Batch]) -> list[Batch]:
 class Layer:
     """One layer of `decoder`, of which `linears` become FP8."""
 
-    def __init__(self, decoder: Decoder, linears: Linears, index: int, recipe: Recipe) -> None:
+    def __init__(self, decoder: Model, linears: Linears, index: int, recipe: Recipe) -> None:
         self.decoder, self.linears, self.index, self.recipe = decoder, linears, index, recipe
         self.weights, self.groups = parameters(decoder, index), groups(linears)
 
@@ -147,7 +147,7 @@ def _smoothed_layer(
     return changed | kept
 
 
-def put(decoder: Decoder, weights: Weights) -> None:
+def put(decoder: Model, weights: Weights) -> None:
     """Make these the parameters of `decoder`."""
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")
@@ -156,7 +156,7 @@ def put(decoder: Decoder, weights: Weights) -> None:
 
 
 @contextmanager
-def changed_to(decoder: Decoder, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def changed_to(decoder: Model, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, these are the parameters of `decoder`."""
     before = {name: decoder.get_parameter(name).detach() for name in weights}
     try:

@@ -15,14 +15,14 @@ from torch import Tensor
 from fp8serve.calibration.data import IGNORED, Batch, Sample, make_batches
 from fp8serve.calibration.measure import LOGIT_ROWS, TokenTally
 from fp8serve.calibration.passes import forward
-from fp8serve.model.decoder import Decoder
+from fp8serve.model import building
 
 Logits = Callable[[Tensor], Tensor]  # rows int64 [R] of a sequence -> FP32 [R, vocabulary]
 Model = Callable[[Batch], Logits]  # reads one sequence
 RESAMPLES = 2000
 
 
-def of_decoder(decoder: Decoder) -> Model:
+def of_decoder(decoder: building.Model) -> Model:
     """A model of this process."""
 
     def read(sequence: Batch) -> Logits:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp8serve.calibration.data import Batch
 from fp8serve.calibration.passes import Linears, forward
 from fp8serve.fp8.ops import dequantize, quantize
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 
 ROWS, COLUMNS = 1024, 1024
 OUTLIER = 50.0  # how much larger an outlier is
@@ -72,7 +72,7 @@ def synthetic() -> Iterable[dict[str, Any]]:
                 }
 
 
-def activations(decoder: Decoder, linears: Linears, batch: Batch) -> Iterable[dict[str, Any]]:
+def activations(decoder: Model, linears: Linears, batch: Batch) -> Iterable[dict[str, Any]]:
     """The inputs of all linears of a model on one batch, per format and granularity: the median layer and the worst."""
     seen: dict[tuple[str, str], dict[str, float]] = {(f, g): {} for f in FORMATS for g in GRANULARITIES}
 

@@ -14,7 +14,7 @@ from typing import Any
 from fp8serve.bench.options import Shape
 from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.recipe import from_name
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.building import Model
 from fp8serve.train.batch import PackedBatch
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward, summed_loss
@@ -60,7 +60,7 @@ def summary(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]
     }
 
 
-def _forward(decoder: Decoder, name: str) -> Forward:
+def _forward(decoder: Model, name: str) -> Forward:
     return Forward(decoder, from_name(name))
 
 

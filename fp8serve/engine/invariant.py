@@ -62,7 +62,7 @@ class OwnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return self._product(x) if x.dim() == 2 else self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return self._product(x) if x.dim() == 2 else self._product(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
     def _product(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 3:

@@ -93,7 +93,7 @@ def load_servable(
             _put(model, name, checkpoint[name].to(device, dtype), trainable=False)
     for name, module in frozen.items():
         _put_module(model, name, module)
-    return _complete(model).eval()  # type: ignore[return-value]
+    return _complete(model).eval()
 
 
 def _complete(model: Model) -> Model:

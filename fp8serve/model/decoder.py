@@ -17,7 +17,7 @@ and the head; where there are none, it ends there. Rows do not depend on each ot
 linears in `pruned_names` see and count no other rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, cast
 
@@ -249,6 +249,27 @@ class Decoder(nn.Module):
         sinks = attention._parameters["sinks"]
         scores = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
         return *scores, None if sinks is None else sinks.float()
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """What a pass goes through one after the other: part(x, place, attend), from `enter` to `leave`."""
+        return list(self.model.layers)
+
+    def enter(self, token_ids: Tensor) -> Tensor:
+        """integer [T] -> what the first part reads."""
+        return self.model.embed(token_ids)
+
+    def places(self, positions: Tensor, dtype: torch.dtype) -> Sequence[Placement]:
+        """What every part is told of the positions integer [T]."""
+        return self.model.rotary.placements(positions, dtype)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What the last part gives -> hidden [T, hidden], after the final norm."""
+        return self.model.norm(x)  # type: ignore[no-any-return]
+
+    def named_in(self, part: int, names: Iterable[str]) -> list[str]:
+        """Of names of modules and tensors those that belong to a part."""
+        return [name for name in names if name.startswith(f"model.layers.{part}.")]
 
     @property
     def head(self) -> nn.Module:

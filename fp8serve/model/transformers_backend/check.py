@@ -16,7 +16,7 @@ from fp8serve.model.decoder import rotated
 from fp8serve.model.transformers_backend.attention import SERVED
 from fp8serve.model.transformers_backend.network import TransformersModel
 
-LENGTHS = 5, 9
+LENGTHS = [5, 9]
 TOLERANCE = 0.2  # of the norm of a token's hidden state
 
 
@@ -25,7 +25,7 @@ def check_against_class(model: TransformersModel) -> None:
     """ModelError: the class computes something else."""
     name, device = model.config.architecture, model.embedding.weight.device
     ids = torch.randint(model.config.vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
-    sequences = torch.split(ids.to(device), LENGTHS)
+    sequences = list(torch.split(ids.to(device), LENGTHS))
     ours = torch.split(_ours(model, sequences).float(), LENGTHS)
     for sequence, found in zip(sequences, ours, strict=True):
         hidden, said, logits = _theirs(model, sequence)
@@ -35,7 +35,7 @@ def check_against_class(model: TransformersModel) -> None:
             raise ModelError(f"{name} gives other hidden states by our attention than by transformers' own.")
 
 
-def _ours(model: TransformersModel, sequences: tuple[Tensor, ...]) -> Tensor:
+def _ours(model: TransformersModel, sequences: list[Tensor]) -> Tensor:
     """Hidden states of all sequences in one pass."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

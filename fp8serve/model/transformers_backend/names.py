@@ -62,7 +62,7 @@ def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:
             yield from map(_rename, sources, several)
         elif found := next((k for k in keys for p in conversion.source_patterns if re.search(p, k)), None):
             name = type(built).__name__
-            raise ModelError(f"The file of {name} holds {found}, which transformers converts as it reads it; a model is "
+            raise ModelError(f"The file of {name} holds {found}, which transformers converts; a model is "
                              "computed by transformers' class if its weights are read as they are.")  # fmt: skip
 
 

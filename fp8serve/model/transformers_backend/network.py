@@ -5,7 +5,7 @@ ours, in place. Attention comes back to the caller of the pass, layer by layer, 
 already: the rotation that is handed on with them turns nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -59,6 +59,27 @@ class TransformersModel(nn.Module):
         return self._class.softmax_scales[layer], config.layer_windows[layer], config.attention_softcap, None
 
     @property
+    def parts(self) -> Sequence[nn.Module]:
+        """See Decoder.parts: the whole is one."""
+        return [self]
+
+    def enter(self, token_ids: Tensor) -> Tensor:
+        """See Decoder.enter."""
+        return token_ids
+
+    def places(self, positions: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        """See Decoder.places."""
+        return [positions]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """See Decoder.leave."""
+        return x
+
+    def named_in(self, part: int, names: Iterable[str]) -> list[str]:
+        """See Decoder.named_in."""
+        return list(names)
+
+    @property
     def head(self) -> nn.Module:
         """The linear layer that makes logits."""
         return self.get_submodule(self.head_name)
@@ -93,4 +114,4 @@ class TransformersModel(nn.Module):
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+    return next(str(name) for name, module in model.named_modules() if module is wanted)
