@@ -32,6 +32,7 @@ from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
+from fp8serve.model.config import computed_by_note
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.model.wrappers import left_out_notes
 
@@ -48,7 +49,7 @@ from .progress import Progress, Stages
 from .ranks import ALONE, Ranks
 from .recorded import recorded
 from .recorded import restore as restore_observer
-from .refused import check_settings
+from .refused import check_model, check_settings
 from .result import CalibrationReport, LayerReport, Quality
 from .rounding import round_weights
 from .unfinished import Unfinished, description
@@ -111,6 +112,7 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
     """The model and the samples; nothing observed yet."""
     with stages.stage("load"):
         decoder, linears = load(source, asked.device)
+        check_model(decoder.config, asked)
         kept = kept_reports(decoder, left_out(list(linears), asked.skip or (), asked.only or ()))
         for name in [name for group in kept for name in group.names]:
             restore(decoder, [name])
@@ -119,7 +121,7 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
         notes += shortfall(asked.samples, seq_len, batches.samples, batches.tokens)
-        notes += left_out_notes(source, open_checkpoint(source).left_out)
+        notes += left_out_notes(source, open_checkpoint(source).left_out) + computed_by_note(decoder.config)
         observer = observer_of(decoder, linears, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients)
     return Job(source, recipe, asked, stages, decoder, linears, batches, observer, kept=list(kept), notes=notes)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fp8serve.errors import DataError, RecipeError
 from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
+from fp8serve.model.config import ModelConfig
 from fp8serve.model.files import check_absent
 from fp8serve.model.quantization_config import quantization_files
 
@@ -30,6 +31,14 @@ def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions, 
     _check_weights(recipe, asked)
     check_device(asked.device)
     return recipe
+
+
+def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:
+    """RecipeError: a method that has to know which layers read what, of a model that only transformers knows."""
+    methods = {"Smoothing": asked.smoothing is not None, "Rounding by gptq": asked.rounding == "gptq"}
+    for method, is_asked in methods.items():
+        if is_asked and config.computed_by is not None:
+            raise RecipeError(f"{method} goes layer by layer, and {config.architecture} has no family; leave it out.")
 
 
 def _check_scales(recipe: Recipe, asked: CalibrationOptions) -> None:

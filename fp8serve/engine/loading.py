@@ -6,6 +6,7 @@ serving, the tensor of such a scale is one token's row: the numbers that a reque
 
 import logging
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,7 +32,7 @@ from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
-from fp8serve.model.config import ModelConfig, read_config
+from fp8serve.model.config import ModelConfig, computed_by_note, read_config
 from fp8serve.model.experts import reset_token_counts, rows_of_experts
 from fp8serve.model.files import present
 from fp8serve.model.microscaling import widened_note
@@ -64,6 +65,7 @@ class Loaded:
         return {
             "model": str(self.model_dir),
             "architecture": config.architecture,
+            "computed_by": "fp8serve" if config.computed_by is None else "transformers",
             "recipe": options.recipe,
             "fp8_layers": len(self.frozen),
             "input_scales": _input_scales(self.frozen),
@@ -119,7 +121,8 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model)
     checkpoint = open_checkpoint(model_dir)
-    for note in (*left_out_notes(model_dir, checkpoint.left_out), *widened_note(checkpoint.shards)):
+    found = left_out_notes(model_dir, checkpoint.left_out), widened_note(checkpoint.shards), computed_by_note(config)
+    for note in chain.from_iterable(found):
         log.warning(note)
     return Loaded(model_dir, options, config, tokenizer, grammars, sizes, runner, frozen, tiles, graphs, packer)
 

@@ -91,10 +91,22 @@ class ModelConfig:
 def read_config(model_dir: Path | str) -> ModelConfig:
     """The configuration of the Hugging Face directory `model_dir`.
 
-    ModelError: the directory or its config.json is missing or damaged, the architecture is not one of ours, or a key
+    ModelError: the directory or its config.json is missing or damaged, nobody here computes the architecture, or a key
     would change the maths in a way that we do not compute.
     """
-    model_dir = Path(model_dir)
+    raw, generation, where = _read(Path(model_dir))
+    return parse_config(raw, generation, where)
+
+
+def check_config(model_dir: Path | str) -> None:
+    """ModelError as `read_config`, but a model without a family is left to the process that computes it: to know more
+    takes torch and transformers."""
+    raw, generation, where = _read(Path(model_dir))
+    if not is_without_family(raw):
+        parse_config(raw, generation, where)
+
+
+def _read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
     if not model_dir.is_dir():
         what = "is not a directory" if model_dir.exists() else "does not exist"
         raise ModelError(f"{model_dir} {what}; give the path of a Hugging Face-format model directory.")
@@ -102,7 +114,7 @@ def read_config(model_dir: Path | str) -> ModelConfig:
         raise ModelError(f"{model_dir} is not a model directory: it holds no config.json.")
     raw = read_text_config(model_dir)
     generation = read_optional_json(model_dir / "generation_config.json")
-    return parse_config(raw, generation, str(model_dir / "config.json"))
+    return raw, generation, str(model_dir / "config.json")
 
 
 def parse_config(
@@ -211,6 +223,14 @@ def _activation(get: Reader, where: str) -> Activation:
     return found
 
 
+def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
+    """A sentence for the owner of a model that transformers computes; none for another's."""
+    if config.computed_by is None:
+        return ()
+    return (f"{config.architecture} has no family here: transformers' own class computes it, with the same numerics in "
+            "its linear layers and its cache, and slower.",)  # fmt: skip
+
+
 def is_without_family(raw: Mapping[str, Any]) -> bool:
     """Whether transformers' own class is asked to compute the model."""
     return raw.get("model_type") not in FAMILIES and find_spec("transformers") is not None
@@ -221,7 +241,8 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     if family is None or (names and names != [family.architecture]):
         found = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
-        raise ModelError(f"{where}: the architecture {shown(found)} is not supported; supported are {known}.")
+        more = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
+        raise ModelError(f"{where}: the architecture {shown(found)} is not supported; supported are {known}{more}.")
     return family
 
 

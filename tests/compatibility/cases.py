@@ -10,7 +10,7 @@ from typing import Any
 from fp8serve.model.families import FAMILIES
 from fp8serve.model.wrappers import WRAPPERS
 from tests.model import test_wrappers
-from tests.model.oracle import make_model
+from tests.model.oracle import SIZES, make_model, make_random
 from tests.model.published import CONFIGS
 
 # By model_type, the kind of `oracle.MODELS` with most of what the family has of its own.
@@ -21,12 +21,37 @@ KINDS = {
     "cohere": "cohere-qk-norm", "cohere2": "cohere2", "stablelm": "stablelm", "mixtral": "mixtral",
     "qwen2_moe": "qwen2-moe", "qwen3_moe": "qwen3-moe-sparse", "gpt_oss": "gpt-oss",
 }  # fmt: skip
+# By model_type: what transformers' own class computes; its name, the options of its configuration, who published one.
+BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt_neox": (
+        "GPTNeoX",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+        "EleutherAI/pythia-160m",
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8}, "bigcode/starcoder2-3b"),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "pad_token_id": 2}, "facebook/opt-125m"),
+    "phi": ("Phi", {"qk_layernorm": True}, "microsoft/phi-2"),
+    "nemotron": ("Nemotron", {"head_dim": 16}, "nvidia/Minitron-4B-Base"),
+    "exaone4": (
+        "Exaone4",
+        {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 4},
+        "LGAI-EXAONE/EXAONE-4.0-1.2B",
+    ),
+    "seed_oss": ("SeedOss", {"head_dim": 32, "attention_bias": True}, "ByteDance-Seed/Seed-OSS-36B-Instruct"),
+    "gpt_bigcode": (
+        "GPTBigCode",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96},
+        "bigcode/gpt_bigcode-santacoder",
+    ),
+    "helium": ("Helium", {"head_dim": 16}, "kyutai/helium-1-2b"),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}, "baidu/ERNIE-4.5-0.3B-PT"),
+}
 # By the wrapper's model_type, the language model in it.
 TEXTS = {"mistral3": "ministral3", "gemma3": "gemma3_text"}
 PUBLISHED = {"mistral3": "mistralai/Mistral-Small-3.1-24B-Instruct-2503", "gemma3": "google/gemma-3-4b-it"}
 # Their files hold experts stacked, and transformers reads no other; ours hold them one by one.
 NOT_READ_BY_TRANSFORMERS = {"gpt_oss"}
-NAMES = [*FAMILIES, *WRAPPERS]
+NAMES = [*FAMILIES, *WRAPPERS, *BY_TRANSFORMERS]
 Make = Callable[..., Any]  # (directory, **of save_pretrained) -> transformers' model, in the type that is asked for
 
 
@@ -34,14 +59,21 @@ def make(name: str, out: Path, **save: Any) -> Any:
     """Write the model to `out` in BF16 and return transformers' own."""
     if name in WRAPPERS:
         return test_wrappers.make(TEXTS[name], out, **save)
+    if name in BY_TRANSFORMERS:
+        family, options, _ = BY_TRANSFORMERS[name]
+        return make_random(family, SIZES | options, out, **save)
     return make_model(KINDS[name], out, **save)
 
 
 def repository(name: str) -> str:
     """One that holds such a model."""
+    if name in BY_TRANSFORMERS:
+        return BY_TRANSFORMERS[name][2]
     return PUBLISHED.get(name) or next(repository for repository, raw in CONFIGS.items() if raw["model_type"] == name)
 
 
 def architecture(name: str) -> str:
     """transformers' class."""
+    if name in BY_TRANSFORMERS:
+        return f"{BY_TRANSFORMERS[name][0]}ForCausalLM"
     return WRAPPERS[name][0] if name in WRAPPERS else FAMILIES[name].architecture

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.compatibility.cases import NAMES, NOT_READ_BY_TRANSFORMERS, architecture, repository
+from tests.compatibility.cases import BY_TRANSFORMERS, NAMES, NOT_READ_BY_TRANSFORMERS, architecture, repository
 
 TESTS = Path(__file__).with_name("test_compatibility.py")
 # By the name of a test: the column that it fills, and what is done.
@@ -41,13 +41,16 @@ HEAD = """# Architectures
 Made by `make compatibility`, which runs `tests/compatibility` on a tiny random model of each architecture, written by
 transformers' own class. A cell says whether all of its tests passed. Everything of a family is honoured that its
 `config.json` may say, or refused in one sentence.
+
+Where "computed by" says transformers there is no family: transformers' own class runs, with our linear layers and our
+attention. Rows like that stand for the classes that can be run so; docs/formats.md says which cannot.
 """
 Outcomes = Mapping[tuple[str, str], bool]  # (test, name of the model) -> whether all of it passed
 
 
 def page(outcomes: Outcomes) -> str:
     """The whole text."""
-    titles = ["architecture", "`model_type`", "such as", *(title for title, _ in CHECKS.values())]
+    titles = ["architecture", "`model_type`", "such as", "computed by", *(title for title, _ in CHECKS.values())]
     rows = [titles, ["---"] * len(titles), *(_row(name, outcomes) for name in NAMES)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     meanings = "\n".join(f"* **{title}**: {meaning}." for title, meaning in CHECKS.values())
@@ -56,7 +59,8 @@ def page(outcomes: Outcomes) -> str:
 
 def _row(name: str, outcomes: Outcomes) -> list[str]:
     cells = ["yes" if outcomes.get((check, name)) else "no" for check in CHECKS]
-    return [architecture(name), f"`{name}`", repository(name), *cells]
+    by = "transformers" if name in BY_TRANSFORMERS else "fp8serve"
+    return [architecture(name), f"`{name}`", repository(name), by, *cells]
 
 
 def complete() -> Outcomes:

@@ -119,7 +119,7 @@ def test_calibrate_and_serve(name: str, made: ModelDir, calibrated: Callable[[st
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_step(name: str, recipe: str, made: ModelDir) -> None:
     decoder = load_trainable(made(name)[0])
-    convert(decoder, skip=("lm_head",))
+    convert(decoder, skip=(decoder.head_name,))
     forward, ids = Forward(decoder, from_name(recipe)), IDS[:64]
     positions = torch.arange(32).repeat(2)
     batch = PackedBatch(ids, positions, [32, 32], torch.arange(63), ids[1:])

@@ -80,14 +80,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(
     kind: str, out: Path, dtype: torch.dtype = torch.bfloat16, overrides: dict[str, Any] | None = None, **save: Any
 ) -> Any:
-    """Write the model `kind` to `out` and return transformers' own module, loaded from there.
+    """Write the model `kind` to `out` and return transformers' own module, loaded from there."""
+    family, options = MODELS[kind]
+    return make_random(family, SIZES | options | (overrides or {}), out, dtype, **save)
+
+
+def make_random(
+    family: str, options: dict[str, Any], out: Path, dtype: torch.dtype = torch.bfloat16, **save: Any
+) -> Any:
+    """Write a random model of transformers' class to `out`, and return it, loaded from there.
 
     Loaded again, because `.to(bfloat16)` would round transformers' rotary frequencies; `from_pretrained` does not.
     """
-    family, options = MODELS[kind]
     torch.manual_seed(0)
     architecture = getattr(transformers, f"{family}ForCausalLM")
-    config = architecture.config_class(**(SIZES | options | (overrides or {})))
+    config = architecture.config_class(**options)
     model = architecture(config).to(dtype).eval()
     with torch.no_grad():  # biases and norms start at 0 and 1, where a missing term would not show
         for name, parameter in model.named_parameters():

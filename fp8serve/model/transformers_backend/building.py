@@ -10,23 +10,19 @@ from torch import nn
 
 from fp8serve.errors import ModelError, shown
 
-INSTALL = "pip install 'fp8serve[transformers]'"
 _MATRICES = (nn.Linear, nn.Embedding)
-
-
-def is_installed() -> bool:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """The causal language model of this config.json, in evaluation mode. ModelError: it cannot be served."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     raw = json.loads(config_json)
+    if raw.get("model_type") not in CONFIG_MAPPING:
+        remote = "; code that comes with a model is never run" if "auto_map" in raw else ""
+        raise ModelError(f"The architecture {_name(raw)} has no family here and no class in transformers{remote}.")
+    if CONFIG_MAPPING[raw["model_type"]] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"transformers has no causal language model of the architecture {_name(raw)}.")
     from_config: Any = AutoModelForCausalLM.from_config
     try:
         config = AutoConfig.for_model(**{key: value for key, value in raw.items() if key != "quantization_config"})

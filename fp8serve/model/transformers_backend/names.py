@@ -8,9 +8,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fp8serve.errors import ModelError
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.shards import Shards
@@ -23,7 +20,8 @@ def by_module(shards: Shards, config: ModelConfig) -> Shards:
     """ModelError: transformers computes a tensor from several of the file's."""
     model = TransformersModel(config)
     built: Any = model.whole[0]
-    known, buffers, base = dict(model.named_parameters()), dict(model.named_buffers()), built.base_model_prefix
+    known, base = set(built.state_dict()), built.base_model_prefix
+    buffers = known - {name for name, _ in built.named_parameters(remove_duplicate=False)}
     renames = list(_renames(built, shards))
     ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected or ()]
     names = {}
@@ -34,21 +32,14 @@ def by_module(shards: Shards, config: ModelConfig) -> Shards:
         if any(pattern.search(name) for pattern in ignored):
             continue
         owner = name.rpartition(".")[0]
-        in_base = name not in known and any(other.startswith(f"{base}.{owner}.") for other in (*known, *buffers))
+        in_base = name not in known and any(other.startswith(f"{base}.{owner}.") for other in known)
         name = f"{base}.{name}" if in_base else name
         if name in buffers:
-            _check_buffer(key, shards[key], buffers[name])
-        else:
-            names[key] = name
+            raise ModelError(
+                f"{config.architecture} keeps {key} in its files, which is no weight; that needs a family."
+            )
+        names[key] = name
     return shards.renamed(names)
-
-
-def _check_buffer(key: str, stored: Tensor, computed: Tensor) -> None:
-    """What the class computes when it is made, and the file has too."""
-    if stored.shape != computed.shape or not torch.equal(stored.to(computed.dtype), computed):
-        raise ModelError(
-            f"The file's {key} is not what transformers' class makes of config.json; write the model again."
-        )
 
 
 def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:

@@ -48,6 +48,9 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
     raw, generation = json.loads(config_json), json.loads(generation_json)
     model: Any = build(config_json, attention=TRIED)
     name, config = type(model).__name__, model.config.get_text_config()
+    if found := [other for other in raw.get("architectures") or () if other != name]:
+        raise ModelError(f"{where}: the architecture {shown(found[0])} is not that of {name}.")
+    _check_rope(config, name, where)
     calls = trial(model)
     if len(calls) != config.num_hidden_layers:
         raise ModelError(
@@ -56,7 +59,6 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
         )
     if len({(call.heads, call.softcap) for call in calls}) > 1:
         raise ModelError(f"{where}: the attention layers of {name} differ in their heads, which is not supported.")
-    _check_rope(config, name, where)
     return ModelConfig(
         architecture=name,
         model_type=str(raw["model_type"]),

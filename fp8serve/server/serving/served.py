@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import EngineLimits, Request, RequestOutput
-from fp8serve.model.config import read_config
+from fp8serve.model.config import check_config
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 
@@ -81,7 +81,7 @@ Launch = Callable[[Source], Awaitable[tuple[EngineHandle, Tokenizer]]]
 
 async def launch(source: Source) -> tuple[EngineHandle, Tokenizer]:
     """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either cannot be."""
-    await asyncio.to_thread(read_config, source.directory)  # the clearest word on a directory that is no model
+    await asyncio.to_thread(check_config, source.directory)  # the clearest word on a directory that is no model
     tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
     return await EngineClient.start(source.directory, source.options), tokenizer
 

@@ -1,0 +1,149 @@
+"""Models without a family: what transformers' classes ask for is found out, and what cannot be served is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from fp8serve.calibration.options import CalibrationOptions
+from fp8serve.calibration.refused import check_model
+from fp8serve.engine.engine import Engine
+from fp8serve.errors import ModelError, RecipeError
+from fp8serve.model.checkpoint import load_servable, open_checkpoint
+from fp8serve.model.config import parse_config, read_config
+from fp8serve.model.transformers_backend import check
+from tests.compatibility.cases import BY_TRANSFORMERS, make
+from tests.model.oracle import SIZES, write_tokenizer
+
+
+def described(model_type: str, **more: Any) -> Any:
+    return parse_config({"model_type": model_type, **SIZES, "pad_token_id": 2, **more})
+
+
+def test_windows_heads_and_scales_are_those_of_the_class() -> None:
+    config = described("exaone4", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4)
+    assert config.layer_windows == (8, 8, 8, None)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
+    assert described("starcoder2", sliding_window=1024).layer_windows == (None, None)  # longer than the context
+    assert described("gpt_bigcode").num_kv_heads == 1
+    assert described("opt").softmax_scale == 1.0  # its queries are scaled before
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "why"),
+    [
+        ("bloom", {}, "attention interface"),
+        ("mpt", {}, "attention interface|does not build"),
+        ("gptj", {}, "does not build"),
+        ("gpt2", {}, "in a Conv1D"),
+        ("mamba", {}, "in a MambaMixer"),
+        ("falcon_h1", {}, "in a Conv1d"),
+        ("olmoe", {}, "in a OlmoeTopKRouter"),
+        ("t5", {}, "no causal language model"),
+        ("diffllama", {}, "in 4 of its 2 layers"),
+        ("minicpm3", {}, "heads of"),
+        ("helium", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+        ("helium", {"architectures": ["HeliumForSequenceClassification"]}, "is not that of HeliumForCausalLM"),
+        ("my_own", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "no class in transformers; code that"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_sentence(model_type: str, more: dict[str, Any], why: str) -> None:
+    with pytest.raises(ModelError, match=why) as refused:
+        described(model_type, **more)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).count(". ") == 0
+
+
+def test_a_class_that_changes_logits_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    options = SIZES | {"head_dim": 16, "pad_token_id": 2, "final_logit_softcapping": 5.0}
+    model = transformers.VaultGemmaForCausalLM(transformers.VaultGemmaConfig(**options))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="changes the logits"):
+        load_servable(tmp_path, "bf16")
+
+
+def test_a_class_in_which_tokens_meet_elsewhere_is_refused_as_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the MLP reads the token before, so that the first token of a sequence reads the last one of another."""
+    make("helium", tmp_path)
+    mlp = transformers.models.helium.modeling_helium.HeliumMLP
+    plain = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + 3 * x.roll(1, 1)))
+    with pytest.raises(ModelError, match="other hidden states"):
+        load_servable(tmp_path, "bf16")
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8serve.model.config.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"'helium' is not supported; .*pip install 'fp8serve\[transformers\]'"):
+        described("helium")
+
+
+def test_a_family_imports_no_transformers(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    code = f"import sys; from fp8serve.model.config import read_config; read_config({str(tmp_path)!r});"
+    code += "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_files_under_older_names_and_without_the_head_are_read(tmp_path: Path) -> None:
+    make("gpt_neox", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "embed_out.weight" in tensors  # renamed in the class
+    before = {name: tensor.clone() for name, tensor in open_checkpoint(tmp_path).items()}
+    assert "lm_head.weight" in before
+    bare = {name.removeprefix("gpt_neox."): tensor for name, tensor in tensors.items()}
+    bare["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(2)  # of old files
+    save_file(bare, tmp_path / "model.safetensors")
+    found = open_checkpoint(tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+def test_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
+    make("helium", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.extra.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"holds the tensor model\.layers\.0\.mlp\.extra\.weight"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "starcoder2", "opt"])
+@pytest.mark.parametrize("recipe", ["bf16", "current", "block"])
+def test_an_answer_does_not_depend_on_its_neighbours(name: str, recipe: str, tmp_path: Path) -> None:
+    make(name, tmp_path)
+    write_tokenizer(tmp_path)
+    prompts = [[5, 6, 7], list(range(3, 150)), [9] * 40]
+    options = {"max_new_tokens": 30, "temperature": 0.0, "ignore_eos": True, "logprobs": 3}
+    together = Engine(tmp_path, recipe=recipe, max_batch_tokens=64).generate(prompts, **options)
+    alone = [Engine(tmp_path, recipe=recipe).generate([prompt], **options)[0] for prompt in prompts]
+    assert [done.token_ids for done in together] == [done.token_ids for done in alone]
+    assert [done.logprobs for done in together] == [done.logprobs for done in alone]
+
+
+def test_it_is_said_who_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make("helium", tmp_path)
+    assert Engine(tmp_path, recipe="rowwise").info()["computed_by"] == "transformers"
+    assert "HeliumForCausalLM has no family here" in caplog.text
+    make("llama", tmp_path / "llama")
+    assert Engine(tmp_path / "llama", recipe="rowwise").info()["computed_by"] == "fp8serve"
+
+
+@pytest.mark.parametrize("asked", [{"smoothing": 0.5}, {"rounding": "gptq"}])
+def test_methods_that_go_layer_by_layer_are_refused(asked: dict[str, Any], tmp_path: Path) -> None:
+    make("opt", tmp_path)
+    with pytest.raises(RecipeError, match="OPTForCausalLM has no family"):
+        check_model(read_config(tmp_path), CalibrationOptions.of(asked))
+
+
+def test_every_row_of_the_page_has_a_class() -> None:
+    assert all(hasattr(transformers, f"{family}ForCausalLM") for family, *_ in BY_TRANSFORMERS.values())
+    assert check.TOLERANCE < 1
