@@ -145,10 +145,11 @@ def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
 
 def chart(result: Mapping[str, Any]) -> str:
     """The loss around the jump: BF16, current scaling, and delayed scaling with each margin at the longest history."""
-    shown = ["bf16", "current", *(f"history {HISTORIES[-1]}, margin {margin}" for margin in MARGINS)]
+    longest = HISTORIES[-1]
+    shown = {"bf16": "bf16", "current": "current"} | {f"history {longest}, margin {m}": f"margin {m}" for m in MARGINS}
     at, panels = result["plan"]["jump"], []
     for jump, curves in result["curves"].items():
         around = range(max(0, at - SOON), min(at + 3 * SOON, len(curves["bf16"])))
-        lines = {arm: [(float(step), curves[arm][step]) for step in around] for arm in shown}
+        lines = {name: [(float(step), curves[arm][step]) for step in around] for arm, name in shown.items()}
         panels.append(Panel(f"loss, jump of the {jump}", lines))
-    return svg(f"Training loss around a jump at step {at}", panels, "step")
+    return svg(f"Training loss around a jump at step {at}; delayed scaling with history {longest}", panels, "step")
