@@ -17,7 +17,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from fp8serve.errors import RequestError
+from fp8serve.errors import ModelError, RequestError
 from fp8serve.terminal import AsJson, print_json
 
 Target = Literal["compressed-tensors", "fp8", "modelopt", "gguf"]
@@ -46,8 +46,11 @@ def command(
 def _from_gguf(model: Path, out: Path, format: Target | None) -> str:
     """What was written, in words."""
     from fp8serve.model.gguf.conversion import convert
+    from fp8serve.model.gguf.reader import is_gguf
 
-    if format is not None:
+    if not model.exists():
+        raise ModelError(f"There is no {model}; give a model directory or a GGUF file.")
+    if format is not None and is_gguf(model):
         raise RequestError("A GGUF file becomes weights in BF16; leave out --format, and calibrate what is written.")
     convert(model, out)
     return "in BF16, with the tokenizer"

@@ -102,7 +102,7 @@ def _fits(stored: _Stored, recipe: Recipe) -> bool:
 def _fitted(linear: StoredLinear, spec: QuantSpec) -> Tensor:
     """The scale in the shape that weights of this spec have."""
     scale, shape = linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)
-    return scale.reshape(()).expand(shape).contiguous() if scale.numel() == 1 else scale
+    return scale.reshape(()).repeat(shape) if scale.numel() == 1 else scale
 
 
 def _kept_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | None:

@@ -98,8 +98,10 @@ def query_scaling(get: Reader, max_len: int) -> QueryScaling | None:
 
 def _given(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the file says of layers that see the whole context, and of those with a window where it tells them apart."""
-    where = get.where
-    given = get.raw.get("rope_parameters") or get.raw.get("rope_scaling") or get.family.defaults.get("rope_parameters")
+    where, new, old = get.where, get.raw.get("rope_parameters"), get.raw.get("rope_scaling")
+    if new and old and _scaling_of(new) != _scaling_of(old):
+        raise ModelError(f"{where}: rope_parameters and rope_scaling contradict each other; take one of them out.")
+    given = new or old or get.family.defaults.get("rope_parameters")
     given = given or {}
     by_type = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
     if not isinstance(given, dict) or (by_type and get.family.local_theta is None):
@@ -109,6 +111,13 @@ def _given(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     if set(given) - {"full_attention", "sliding_attention"} or "full_attention" not in given:
         raise ModelError(f"{where}: rope_parameters must be of full_attention and sliding_attention.")
     return _object(given["full_attention"], where), _object(given.get("sliding_attention") or {}, where)
+
+
+def _scaling_of(given: Any) -> Any:
+    """What transformers 4 wrote as `rope_scaling`, with the name that 5 has for its type."""
+    if not isinstance(given, dict):
+        return given
+    return {"rope_type" if key == "type" else key: value for key, value in given.items() if key != "rope_theta"}
 
 
 def _object(given: Any, where: str) -> dict[str, Any]:

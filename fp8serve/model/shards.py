@@ -129,6 +129,12 @@ class Shards(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.entries)
 
+    def same(self, a: str, b: str) -> bool:
+        """Whether two tensors are alike in shape, type and every bit."""
+        first, second = self.entries[a], self.entries[b]
+        alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+        return alike and torch.equal(*(self[name].flatten().view(torch.uint8) for name in (a, b)))
+
     def renamed(self, names: Mapping[str, str]) -> "Shards":
         """Those of the tensors that `names` has, by the names that it gives. ModelError: two get the same name."""
         keys = {new: old for old, new in names.items()}

@@ -1,7 +1,7 @@
 """A directory's tensors in our conventions: every key sorted, checked and brought to one form.
 
 Every tensor in the files must be a parameter of the architecture with its shape, a known scale, or one of a few known
-left-overs; every parameter must be there. Opening reads headers only.
+left-overs; every parameter must be there. Opening reads headers only, and a head that is said to be the embedding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,6 +26,7 @@ from fp8serve.model.unstacked import unstacked
 from fp8serve.model.wrappers import read_text_config, text_shards
 
 _LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class StoredLinear:
 class Checkpoint(Mapping[str, Tensor]):
     """The model in a directory, as a mapping from parameter names to tensors in high precision.
 
-    `checkpoint["model.norm.weight"]` is as stored, an FP8 weight is dequantized. Opening reads no weight. left_out:
+    `checkpoint["model.norm.weight"]` is as stored, an FP8 weight is dequantized. left_out:
     parts of the directory's model that are no language model.
     """
 
@@ -72,6 +73,7 @@ class Checkpoint(Mapping[str, Tensor]):
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelError(f"{path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
+        self._check_head()
         self.fp8_linears = [n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n)]
         in_fp8 = set(self.fp8_linears)
         self.kept_linears = [n for n in model.linear_names() if in_fp8 and n not in in_fp8]  # left in high precision
@@ -91,8 +93,18 @@ class Checkpoint(Mapping[str, Tensor]):
             if scale in self._scales:
                 raise ModelError(f"{self.path} holds both {self._scales[scale]} and {key}, which mean the same scale.")
             self._scales[scale] = key
-        elif not key.endswith(_LEFT_OVERS) and not (key == "lm_head.weight" and self.config.tie_word_embeddings):
+        elif not key.endswith(_LEFT_OVERS) and not (key == _HEAD and self.config.tie_word_embeddings):
             raise ModelError(f"{self.path} holds the tensor {key}, which {self.config.architecture} does not have.")
+
+    def _check_head(self) -> None:
+        """A head beside a tied embedding must be the embedding: of two, some readers take the one, some the other."""
+        if not self.config.tie_word_embeddings or _HEAD not in self.shards:
+            return
+        if not self.shards.same(_HEAD, _EMBEDDING):
+            raise ModelError(
+                f"{self.path}: {_HEAD} differs from {_EMBEDDING}, to which config.json ties it; set "
+                "tie_word_embeddings to false, or take the tensor out."
+            )
 
     def _is_training_state(self, key: str) -> bool:
         """What `save_pretrained` of a converted model in training writes beside the weights (converted.py reads it)."""

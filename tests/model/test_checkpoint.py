@@ -63,6 +63,19 @@ def test_trainable_weights_are_fp32_copies_that_can_be_written(model_dir: ModelD
     assert (model_dir("llama-tied") / "model.safetensors").read_bytes() == before
 
 
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=r"lm_head.weight differs from model.embed_tokens.weight.*set tie_word"):
+        open_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_trainable(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_plain_directory_needs_a_recipe_and_the_error_says_what_to_do(model_dir: ModelDir) -> None:
     with pytest.raises(ModelError, match=r"not quantized.*calibrate it first.*--recipe current"):
         load_servable(model_dir("llama"))

@@ -17,6 +17,7 @@ from tests.model.published import CONFIGS
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 64,
          "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5}  # fmt: skip
+LINEAR = {"type": "linear", "factor": 2.0}
 
 
 def qwen2(**values: Any) -> dict[str, Any]:
@@ -32,6 +33,7 @@ def test_old_and_new_spellings_are_the_same_model() -> None:
     assert rope is not None
     assert rope.theta == 5e5
     assert parse_config(new).dtype == "float16"
+    assert parse_config(old | new) == parse_config(new)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -207,6 +209,10 @@ def test_layer_types_that_contradict_the_window_are_refused(raw: dict[str, Any])
         (
             {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
             "not above low_freq_factor",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": LINEAR},
+            "rope_parameters and rope_scaling contradict each other; take one of them out",
         ),
         ({"rope_theta": -1}, "rope_theta is -1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0 where a positive whole number"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
 
 from fp8serve.cli import main
 from fp8serve.errors import ModelError
@@ -103,6 +104,22 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(llama: Path, tmp_path: Path)
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}  # fmt: skip
     (llama / "tokenizer.json").write_text(json.dumps(raw))
     refused(llama, tmp_path, "cuts texts as none that GGUF is written with")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [(1e6, "F16", "holds 999424, which is too large for F16; choose --type BF16"),
+     (float("nan"), "Q8_0", "holds NaN or an infinity"), (float("inf"), "BF16", "holds NaN or an infinity")],
+)  # fmt: skip
+def test_numbers_that_the_file_cannot_hold_are_refused(
+    value: float, kind: WeightType, message: str, llama: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = value
+    save_file(tensors, llama / "model.safetensors")
+    with pytest.raises(ModelError, match=f"blk.0.ffn_up.weight {message}"):
+        write_gguf(llama, tmp_path / "m.gguf", kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
 def test_a_file_that_is_there_is_kept(model_dir: ModelDir, tmp_path: Path) -> None:

@@ -123,3 +123,31 @@ def test_the_command_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"{made.NAMES[0]}.k_scale".replace("q_proj", "k_proj") in load_file(tmp_path / "out" / "model.safetensors")
     assert main(["convert", str(source), "--out", str(tmp_path / "two")]) == 1
     assert "Name the format to write" in capsys.readouterr().err
+
+
+def test_a_weight_of_one_block_is_written(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    source = model_dir("llama")
+    write_calibrated(tmp_path / "fp8", source, state_for(source, "block"))
+    rewrite(tmp_path / "fp8", tmp_path / "out", "fp8")
+    kept = [all_logits(load_servable(tmp_path / name), IDS) for name in ("fp8", "out")]
+    assert torch.equal(*kept)
+
+
+def test_a_scale_that_was_repeated_is_not_called_stale(tmp_path: Path) -> None:
+    draft = fp8_dynamic()
+    weight = draft.tensors[f"{made.NAMES[0]}.weight"]
+    weight[: len(weight) // 2] = torch.ones(1).to(weight.dtype)  # rows that have a small part of the range
+    rewrite(draft.write(tmp_path / "source"), tmp_path / "out", "compressed-tensors")
+    assert verify(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("more", [(), ("--format", "fp8"), ("--format", "gguf")])
+def test_what_is_not_there_is_said(more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path / "model"), "--out", str(tmp_path / "out"), *more]) == 1
+    assert f"There is no {tmp_path / 'model'}; give a model directory or a GGUF file." in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_gguf_is_not_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = made.static().write(tmp_path / "source") / "model.safetensors"
+    assert main(["convert", str(source), "--out", str(tmp_path / "out"), "--format", "fp8"]) == 1
+    assert "model.safetensors is not a GGUF file" in capsys.readouterr().err

@@ -7,6 +7,7 @@ that of the directory, and its tokenizer must give the same tokens for texts tha
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -116,9 +117,23 @@ def _write(path: Path, arch: str, keys: dict[str, Any], checkpoint: Checkpoint, 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, _, kind, make in items:
-        writer.write_tensor_data(gguf.quantize(make().float().numpy(), gguf.GGMLQuantizationType[kind]))
-    writer.close()
+    with closing(writer):
+        for name, _, kind, make in items:
+            writer.write_tensor_data(_quantized(name, kind, make().float().numpy()))
+
+
+def _quantized(name: str, kind: str, values: Any) -> Any:
+    """`values` FP32 as they lie in the file. ModelError: they are not all finite, before or in this type."""
+    import gguf
+
+    if not np.isfinite(values).all():
+        raise ModelError(f"The tensor {name} holds NaN or an infinity; a model that diverged is not written.")
+    with np.errstate(over="ignore", invalid="ignore"):  # what becomes infinite is refused below
+        stored = gguf.quantize(values, gguf.GGMLQuantizationType[kind])
+        if not np.isfinite(gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])).all():
+            most = float(np.abs(values).max())
+            raise ModelError(f"The tensor {name} holds {most:.6g}, which is too large for {kind}; choose --type BF16.")
+    return stored
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -104,7 +104,7 @@ def tied_weights(subject: Subject) -> Iterator[Finding]:
     tied = config.get("tie_word_embeddings")
     heads = [key for key in subject.entries if key.endswith("lm_head.weight")]
     embeddings = [key for key in subject.entries if key.endswith(_EMBEDDINGS)]
-    if tied is True and heads and embeddings and not _same(subject, heads[0], embeddings[0]):
+    if tied is True and heads and embeddings and not subject.shards.same(heads[0], embeddings[0]):
         what = f"differs from {embeddings[0]}, to which config.json ties it"
         yield error("tied", heads[0], what, "set tie_word_embeddings to false, or take the tensor out")
     elif tied is False and embeddings and not heads and not _is_unreadable(subject):
@@ -131,16 +131,6 @@ def side_car(subject: Subject) -> Iterator[Finding]:
         if value is not None and value.numel() == 1 and not abs(float(entry.scale) * float(value) - 1) <= TOLERANCE:
             what = f"is not the scale that {FILE_NAME} has for it, {1 / float(entry.scale):.4g}"
             yield error("stale", str(key), what, "write the directory again")
-
-
-def _same(subject: Subject, a: str, b: str) -> bool:
-    first, second = subject.entries[a], subject.entries[b]
-    alike = (first.shape, first.dtype) == (second.shape, second.dtype)
-    return alike and torch.equal(_bits(subject.shards[a]), _bits(subject.shards[b]))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten().view(torch.uint8)
 
 
 def _is_unreadable(subject: Subject, file: str | None = None) -> bool:

@@ -82,6 +82,8 @@ def underused_codes(subject: Subject) -> Iterator[Finding]:
     """Weights whose codes stay small: their scale was made for larger ones."""
     for owner, key in subject.weights.items():
         largest = subject.codes(owner).largest
+        if _is_one_scale(subject, owner):
+            largest = largest.max().reshape(1)
         used = largest[largest > 0]
         small = used[used <= HALF]
         if len(small) <= 0.01 * len(used):
@@ -90,6 +92,13 @@ def underused_codes(subject: Subject) -> Iterator[Finding]:
         what = f"has codes up to {top:g} of {FP8_MAX:g} in {len(small)} of its {len(used)} parts with a scale each"
         make = error if top <= COARSE else warning
         yield make("stale", key, what, "quantize the weight again, by its own largest value")
+
+
+def _is_one_scale(subject: Subject, owner: str) -> bool:
+    """Whether all parts have the same scale: one for the weight, repeated where a format has none of that kind."""
+    key = subject.scale_of(owner, "weight")
+    values = None if key is None else subject.value(key).flatten()
+    return values is not None and len(values) > 0 and bool((values == values[0]).all())
 
 
 def clipped_codes(subject: Subject) -> Iterator[Finding]:
