@@ -23,13 +23,12 @@ from torch import Tensor
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
-from fp8serve.model.config import parse_config
-from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.file_formats import FORMATS
 from fp8serve.model.files import (
     MAX_CARRIED_BYTES,
     check_absent,
     read_file,
+    read_json,
     regular_file,
     whole_directory,
     write_json,
@@ -39,6 +38,7 @@ from fp8serve.model.mapped import release_pages
 from fp8serve.model.quantization_config import quantization_files
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
 from fp8serve.model.shards import DTYPES, SINGLE, inside, write_index
+from fp8serve.model.skeleton import linears_of, parse_any_config, skeleton
 from fp8serve.model.stored import open_checkpoint
 from fp8serve.model.wrappers import read_text_config
 
@@ -48,7 +48,8 @@ MAX_SHARD_BYTES = 5 * 2**30
 ALIGNMENT = 64
 CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
            "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "LICENSE",
-           "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")  # fmt: skip
+           "vocab.txt", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE.txt",
+           "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")  # fmt: skip
 ExtraFiles = Mapping[str, str | bytes] | Callable[[Path], Mapping[str, str | bytes]]
 
 
@@ -212,18 +213,18 @@ class _Quantizer:
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    return {"float32": torch.float32, "float16": torch.float16}.get(parse_config(config).dtype, torch.bfloat16)
+    return {"float32": torch.float32, "float16": torch.float16}.get(parse_any_config(config).dtype, torch.bfloat16)
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of the architecture, tied ones once."""
-    model = Decoder(parse_config(config), device="meta")
+    model = skeleton(parse_any_config(config))
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def _linears(config: Mapping[str, Any]) -> dict[str, None]:
     """The projections that FP8 may run, in the model's order and quick to look up."""
-    return dict.fromkeys(linear_names(Decoder(parse_config(config), device="meta")))
+    return dict.fromkeys(linears_of(skeleton(parse_any_config(config))))
 
 
 def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:
@@ -254,6 +255,10 @@ def _carry(source: Path, folder: Path) -> None:
     for name in CARRIED:
         if regular_file(source / name):
             (folder / name).write_bytes(read_file(inside(source, name), MAX_CARRIED_BYTES))
+    for config in sorted(source.glob("[0-9]_Pooling/config.json")):
+        if regular_file(config):
+            (folder / config.parent.name).mkdir()
+            write_json(folder / config.parent.name / "config.json", read_json(config))
 
 
 def _write_extra(folder: Path, extra: ExtraFiles | None) -> None:

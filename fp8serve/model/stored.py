@@ -16,15 +16,18 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model import interop
-from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.decoder import Decoder, linear_names
+from fp8serve.model.config import ModelConfig
+from fp8serve.model.encoder_config import EncoderConfig
 from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.microscaling import Widened, widened
 from fp8serve.model.shards import Shards
+from fp8serve.model.skeleton import AnyConfig, linears_of, read_any_config, skeleton
 from fp8serve.model.unstacked import unstacked
 from fp8serve.model.wrappers import read_text_config, text_shards
 
 _LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
+# of encoders: a buffer, and what made a loss in pre-training
+_OF_ENCODERS = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.")
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,15 @@ class Checkpoint(Mapping[str, Tensor]):
     def __init__(
         self,
         path: Path,
-        config: ModelConfig,
+        config: AnyConfig,
         shards: Shards,
         quantization: Quantization | None,
         left_out: tuple[str, ...] = (),
     ) -> None:
-        self.path, self.config, self.shards, self.quantization = path, config, shards, quantization
+        self.path, self.any_config, self.shards, self.quantization = path, config, shards, quantization
         self.left_out = left_out
-        model = Decoder(config, device="meta")
+        model = skeleton(config)
+        self.linears = linears_of(model)
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self._scales: dict[ScaleKey, str] = {}
         for key in shards:
@@ -73,7 +77,7 @@ class Checkpoint(Mapping[str, Tensor]):
             raise ModelError(f"{path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
         self.fp8_linears = [n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n)]
         in_fp8 = set(self.fp8_linears)
-        self.kept_linears = [n for n in linear_names(model) if in_fp8 and n not in in_fp8]  # left in high precision
+        self.kept_linears = [n for n in self.linears if in_fp8 and n not in in_fp8]  # left in high precision
 
     def _place(self, key: str) -> None:
         """Sort one key of the file; ModelError when it has no place."""
@@ -90,8 +94,14 @@ class Checkpoint(Mapping[str, Tensor]):
             if scale in self._scales:
                 raise ModelError(f"{self.path} holds both {self._scales[scale]} and {key}, which mean the same scale.")
             self._scales[scale] = key
-        elif not key.endswith(_LEFT_OVERS) and not (key == "lm_head.weight" and self.config.tie_word_embeddings):
-            raise ModelError(f"{self.path} holds the tensor {key}, which {self.config.architecture} does not have.")
+        elif not self._is_left_over(key):
+            raise ModelError(f"{self.path} holds the tensor {key}, which {self.any_config.architecture} does not have.")
+
+    def _is_left_over(self, key: str) -> bool:
+        config = self.any_config
+        if isinstance(config, EncoderConfig):
+            return key.startswith(_OF_ENCODERS)
+        return key.endswith(_LEFT_OVERS) or (key == "lm_head.weight" and config.tie_word_embeddings)
 
     def _is_training_state(self, key: str) -> bool:
         """What `save_pretrained` of a converted model in training writes beside the weights (converted.py reads it)."""
@@ -120,6 +130,15 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of a language model. ModelError: it is an encoder."""
+        if isinstance(self.any_config, EncoderConfig):
+            raise ModelError(
+                f"{self.path} holds {self.any_config.architecture}, an encoder: it embeds, and writes no text."
+            )
+        return self.any_config
 
     @property
     def runs_in_high_precision(self) -> bool:
@@ -156,7 +175,14 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     """Open and check a Hugging Face directory. ModelError: see `read_config`, `open_shards`, `interop`; a missing,
     surplus or misshapen tensor."""
     path = Path(model_dir)
-    config = read_config(path)
+    config = read_any_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, left_out = text_shards(path)
-    return Checkpoint(path, config, widened(unstacked(shards, config)), quantization, left_out)
+    shards = _without_prefix(shards, config) if isinstance(config, EncoderConfig) else unstacked(shards, config)
+    return Checkpoint(path, config, widened(shards), quantization, left_out)
+
+
+def _without_prefix(shards: Shards, config: EncoderConfig) -> Shards:
+    """By the names that a model without a head has."""
+    names = {key: key.removeprefix(config.prefix) for key in shards}
+    return shards.renamed(names) if any(key != name for key, name in names.items()) else shards
