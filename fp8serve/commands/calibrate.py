@@ -14,6 +14,7 @@ Examples:
   torchrun --standalone --nproc-per-node 2 -m fp8serve calibrate ./llama --out ./llama-fp8 --rounding gptq
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,7 +54,7 @@ def command(
     from fp8serve.calibration.ranks import torchrun
     from fp8serve.calibration.report import summary_table
     from fp8serve.hub import find_model
-    from fp8serve.model.skeleton import holds_encoder
+    from fp8serve.model.any_config import holds_encoder
 
     check_report(report_file)
     directory, recipe = find_model(model), scaling().recipe
@@ -76,7 +77,12 @@ def command(
 
 
 def _encoder(
-    directory: Path, out: Path, recipe: "Recipe | None", options: dict[str, Any], report_file: Path | None, json: bool
+    directory: Path,
+    out: Path,
+    recipe: "Recipe | None",
+    options: Mapping[str, Any],
+    report_file: Path | None,
+    json: bool,
 ) -> None:
     from fp8serve.calibration.embedding import calibrate_encoder, embedding_table
 

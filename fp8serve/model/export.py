@@ -23,6 +23,7 @@ from torch import Tensor
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
+from fp8serve.model.any_config import parse_any_config
 from fp8serve.model.file_formats import FORMATS
 from fp8serve.model.files import (
     MAX_CARRIED_BYTES,
@@ -38,7 +39,7 @@ from fp8serve.model.mapped import release_pages
 from fp8serve.model.quantization_config import quantization_files
 from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
 from fp8serve.model.shards import DTYPES, SINGLE, inside, write_index
-from fp8serve.model.skeleton import linears_of, parse_any_config, skeleton
+from fp8serve.model.skeleton import linears_of, skeleton
 from fp8serve.model.stored import open_checkpoint
 from fp8serve.model.wrappers import read_text_config
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ def _mode(raw: Mapping[str, Any], path: Path) -> Mode:
         raise ModelError(f"{path} pools by {shown(modes)}; computed here is one of {', '.join(MODES.values())}.")
     if raw.get("include_prompt", True) is not True:
         raise ModelError(f"{path} leaves the prompt out of the pooling, which is not computed here.")
-    return modes[0]  # type: ignore[no-any-return]
+    return cast(Mode, modes[0])
 
 
 def _max_length(model_dir: Path) -> int | None:

@@ -16,12 +16,13 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model import interop
+from fp8serve.model.any_config import AnyConfig, read_any_config
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.encoder_config import EncoderConfig
 from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.microscaling import Widened, widened
 from fp8serve.model.shards import Shards
-from fp8serve.model.skeleton import AnyConfig, linears_of, read_any_config, skeleton
+from fp8serve.model.skeleton import linears_of, skeleton
 from fp8serve.model.unstacked import unstacked
 from fp8serve.model.wrappers import read_text_config, text_shards
 
