@@ -130,7 +130,7 @@ def _max_length(model_dir: Path) -> int | None:
 def _prompts(said: Mapping[str, Any], model_dir: Path) -> tuple[dict[str, str], str | None]:
     prompts, default = said.get("prompts") or {}, said.get("default_prompt_name")
     good = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
-    if not good or not (default is None or default in prompts):
+    if not good or not (default is None or (isinstance(default, str) and default in prompts)):
         raise ModelError(
             f"{model_dir / 'config_sentence_transformers.json'} has prompts that are not texts by name, or a default "
             "that is none of them."
