@@ -26,8 +26,10 @@ from fp8serve.model.checkpoint import (
     write_calibrated,
     write_hf_directory,
 )
-from fp8serve.model.decoder import linear_names
+from fp8serve.model.decoder import Decoder
+from fp8serve.model.encoder import Encoder
 from fp8serve.model.shards import read_header
+from fp8serve.model.skeleton import linears_of
 from tests.model.oracle import IDS, LINEAR, all_logits, state_for
 
 ModelDir = Callable[[str], Path]
@@ -222,11 +224,11 @@ def test_the_architecture_is_read_a_few_times_not_once_a_parameter(
 ) -> None:
     calls = []
 
-    def counted(model: torch.nn.Module) -> list[str]:
+    def counted(model: Decoder | Encoder) -> list[str]:
         calls.append(model)
-        return linear_names(model)
+        return linears_of(model)
 
-    monkeypatch.setattr(export, "linear_names", counted)
+    monkeypatch.setattr(export, "linears_of", counted)
     write_calibrated(tmp_path / "out", model_dir("llama"), state_for(model_dir("llama"), "delayed"))
     assert len(calls) == 1
 
