@@ -14,14 +14,16 @@ Examples:
   torchrun --standalone --nproc-per-node 2 -m fp8serve calibrate ./llama --out ./llama-fp8 --rounding gptq
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fp8serve.calibration.options import CalibrationOptions, ScalingOptions
 from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.errors import RecipeError
 from fp8serve.terminal import (
     AsJson,
     Model,
@@ -32,6 +34,9 @@ from fp8serve.terminal import (
     typed,
     write_report,
 )
+
+if TYPE_CHECKING:
+    from fp8serve.fp8.recipe import Recipe
 
 
 @with_options()
@@ -49,20 +54,40 @@ def command(
     from fp8serve.calibration.ranks import torchrun
     from fp8serve.calibration.report import summary_table
     from fp8serve.hub import find_model
+    from fp8serve.model.any_config import holds_encoder
 
     check_report(report_file)
-    with torchrun() as ranks:
-        directory, recipe = find_model(model), scaling().recipe
-        with stages("Calibrating") if ranks.first else nullcontext() as progress:
-            report = calibrate(
-                directory,
-                out=out,
-                recipe=recipe,
-                progress=progress,
-                ranks=ranks,
-                command=typed(context),
-                **options.values,
-            )
+    directory, recipe = find_model(model), scaling().recipe
+    if holds_encoder(directory):
+        return _encoder(directory, out, recipe, options.values, report_file, json)
+    with torchrun() as ranks, stages("Calibrating") if ranks.first else nullcontext() as progress:
+        report = calibrate(
+            directory,
+            out=out,
+            recipe=recipe,
+            progress=progress,
+            ranks=ranks,
+            command=typed(context),
+            **options.values,
+        )
     if ranks.first:
         write_report(report_file, lambda: html_report(report))
         print_report(report, summary_table, json)
+    return None
+
+
+def _encoder(
+    directory: Path,
+    out: Path,
+    recipe: "Recipe | None",
+    options: Mapping[str, Any],
+    report_file: Path | None,
+    json: bool,
+) -> None:
+    from fp8serve.calibration.embedding import calibrate_encoder, embedding_table
+
+    if report_file is not None:
+        raise RecipeError("There is no page for an encoder yet; leave out --report, and read calibration.json.")
+    with stages("Calibrating") as progress:
+        report = calibrate_encoder(directory, out=out, recipe=recipe, progress=progress, **options)
+    print_report(report, embedding_table, json)

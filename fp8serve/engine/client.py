@@ -18,7 +18,8 @@ import signal
 import sys
 import tempfile
 from asyncio.subprocess import Process
-from collections.abc import AsyncGenerator
+from base64 import b64decode
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,12 @@ class EngineClient:
         """`Engine.scales`, between two steps."""
         return list(await self._ask("scales"))
 
+    async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]:
+        """For each list of token ids the vector's numbers, FP32, little-endian. RequestError: see `Embedder.embed`;
+        the model writes text."""
+        inputs = [list(ids) for ids in inputs]
+        return [b64decode(text) for text in await self._ask("embed", inputs=inputs, dimensions=dimensions)]
+
     async def drain(self, deadline: float) -> None:
         """Takes no new request, lets running ones finish for `deadline` seconds, then ends the process."""
         self._write("drain", deadline=deadline)
@@ -169,12 +176,12 @@ class EngineClient:
             self._writer.close()
             self._end(self._why or "The engine process does not end.")
 
-    async def _ask(self, op: str) -> Any:
+    async def _ask(self, op: str, **fields: Any) -> Any:
         self._require_life()
         number = next(self._ids)
         self._replies[number] = self._loop.create_future()
         try:
-            await self._send(op, id=number)
+            await self._send(op, id=number, **fields)
             return await self._replies[number]
         finally:
             del self._replies[number]
@@ -212,7 +219,9 @@ class EngineClient:
             case "heartbeat":
                 self.step_seconds = message["step_seconds"]
             case "reply" if waiting := self._replies.get(message["id"]):
-                if not waiting.done():
+                if not waiting.done() and "error" in message:
+                    waiting.set_exception(_error(message))
+                elif not waiting.done():
                     waiting.set_result(message["value"])
             case "ready":
                 self.info, self.limits = message["info"], EngineLimits(**message["limits"])

@@ -184,9 +184,12 @@ class EngineLimits:
     block_size: int  # tokens
     vocab_size: int
     has_tokenizer: bool = True
+    generates: bool = True  # False: of an embedding model
 
     def check(self, request: Request) -> None:
         """Raises RequestError when `request` could never run, however long it waited."""
+        if not self.generates:
+            raise RequestError("This is an embedding model, which writes no text; ask /v1/embeddings for vectors.")
         prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
         if prompt + new > self.max_model_len:
             raise RequestError(

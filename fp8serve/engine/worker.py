@@ -3,8 +3,9 @@
 It connects to the AF_UNIX socket that its owner listens on (`client.py`) and speaks newline-delimited JSON.
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
+          embed {id, inputs, dimensions}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
-          refused {request_id, error, message} | reply {id, value}
+          refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
 
 Three threads: this one loads the model and steps the engine; one reads the socket into an inbox, so that a command
 never waits for more than the step under way; one says every second that the process lives, also during a long step,
@@ -28,10 +29,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from fp8serve.ending import end_process
+from fp8serve.engine.embedding_engine import EmbeddingEngine
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request, RequestOutput
 from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.model.any_config import holds_encoder
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
@@ -66,7 +69,7 @@ class Connection:
 class Worker:
     """Steps an engine, obeys the inbox between steps."""
 
-    def __init__(self, connection: Connection, engine: Engine) -> None:
+    def __init__(self, connection: Connection, engine: Engine | EmbeddingEngine) -> None:
         self._connection = connection
         self._engine = engine
         self._closed = False
@@ -77,6 +80,7 @@ class Worker:
             "abort": self._abort,
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
+            "embed": self._embed,
             "drain": self._drain,
             "close": self._close,
         }
@@ -123,6 +127,17 @@ class Worker:
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
 
+    def _embed(self, message: Message) -> None:
+        self._step_began = time.monotonic()
+        try:
+            if not isinstance(self._engine, EmbeddingEngine):
+                raise RequestError("This model writes text and makes no vectors; serve an embedding model.")
+            self._reply(message, self._engine.embed(message["inputs"], message["dimensions"]))
+        except Fp8ServeError as problem:
+            self._connection.send("reply", id=message["id"], **_described(problem))
+        finally:
+            self._step_began = None
+
     def _abort(self, message: Message) -> None:
         output = self._engine.abort(message["request_id"])
         self._send_outputs([output] if output else [])
@@ -158,10 +173,10 @@ class Heartbeat:
         self._stop.set()
 
 
-def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | None:
+def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EmbeddingEngine | None:
     """The engine; None where it cannot be loaded, and the owner is told why."""
     try:
-        return Engine(model, **asdict(options))
+        return (EmbeddingEngine if holds_encoder(model) else Engine)(model, **asdict(options))
     except Fp8ServeError as problem:
         connection.send("failed", **_described(problem))
     except Exception as problem:

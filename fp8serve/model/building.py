@@ -1,16 +1,24 @@
-"""The module of a configuration: our decoder where the architecture has a family, else transformers' own class."""
+"""The module of a configuration: our decoder, transformers' own class where there is no family, or our encoder."""
 
 import torch
 
+from fp8serve.model.any_config import AnyConfig
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.decoder import Decoder
+from fp8serve.model.encoder import Encoder
+from fp8serve.model.encoder_config import EncoderConfig
 from fp8serve.model.transformers_backend.network import TransformersModel
 
-Model = Decoder | TransformersModel
+Model = Decoder | TransformersModel  # a language model
 
 
 def build_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Model:
     """Without weights: every parameter is on "meta"."""
-    return (
-        Decoder(config, device="meta", dtype=dtype) if config.computed_by is None else TransformersModel(config, dtype)
-    )
+    if config.computed_by is not None:
+        return TransformersModel(config, dtype)
+    return Decoder(config, device="meta", dtype=dtype)
+
+
+def skeleton(config: AnyConfig) -> Model | Encoder:
+    """As `build_on_meta`, of an encoder, too."""
+    return Encoder(config, device="meta") if isinstance(config, EncoderConfig) else build_on_meta(config)

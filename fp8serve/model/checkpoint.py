@@ -24,6 +24,8 @@ from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model import interop
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.building import Model, build_on_meta
+from fp8serve.model.encoder import Encoder
+from fp8serve.model.encoder_config import EncoderConfig
 from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
 from fp8serve.model.files import present
 from fp8serve.model.scales import (
@@ -47,6 +49,7 @@ __all__ = [
     "TensorScale",
     "fingerprint",
     "kv_scales",
+    "load_encoder",
     "load_scales",
     "load_servable",
     "load_trainable",
@@ -83,16 +86,8 @@ def load_servable(
     ModelError, ScalesError: the directory or the scales cannot be used, or none are there and some are needed.
     """
     checkpoint = open_checkpoint(model_dir)
-    recipe = "bf16" if recipe is None else recipe
-    frozen_by, named = _frozen_by(checkpoint, recipe, scales), _named(recipe)
-    freezer = _Freezer(checkpoint, frozen_by, named, torch.device(device), dtype)
     model = build_on_meta(checkpoint.config, dtype)
-    frozen = {name: module for name in model.linear_names() if (module := freezer(name)) is not None}
-    for name in checkpoint:
-        if name.rpartition(".")[0] not in frozen:
-            _put(model, name, checkpoint[name].to(device, dtype), trainable=False)
-    for name, module in frozen.items():
-        _put_module(model, name, module)
+    _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
     return _complete(model).eval()
 
 
@@ -102,6 +97,41 @@ def _complete(model: Model) -> Model:
     if isinstance(model, TransformersModel):
         check_against_class(model)
     return model
+
+
+def load_encoder(
+    model_dir: Path | str,
+    recipe: Literal["stored", "bf16"] | Recipe | None = "stored",
+    scales: Path | str | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Encoder:
+    """As `load_servable`, of an encoder. ModelError: the directory holds none, too."""
+    checkpoint = open_checkpoint(model_dir)
+    if not isinstance(checkpoint.any_config, EncoderConfig):
+        raise ModelError(f"{model_dir} holds {checkpoint.any_config.architecture}, which is not an encoder.")
+    model = Encoder(checkpoint.any_config, device="meta", dtype=dtype)
+    _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
+    return model.eval()
+
+
+def _fill(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    recipe: Literal["stored", "bf16"] | Recipe | None,
+    scales: Path | str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Put the checkpoint's tensors into the module, and a FrozenLinear for every FP8 linear."""
+    recipe = "bf16" if recipe is None else recipe
+    freezer = _Freezer(checkpoint, _frozen_by(checkpoint, recipe, scales), _named(recipe), device, dtype)
+    frozen = {name: module for name in checkpoint.linears if (module := freezer(name)) is not None}
+    for name in checkpoint:
+        if name.rpartition(".")[0] not in frozen:
+            _put(model, name, checkpoint[name].to(device, dtype), trainable=False)
+    for name, module in frozen.items():
+        _put_module(model, name, module)
 
 
 def _named(recipe: str | Recipe) -> Recipe | None:
@@ -139,7 +169,7 @@ def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoin
     state = load_scales(path, checkpoint.path)
     if given is None and not any(key.endswith(".input") for key in state.tensors):
         return None
-    linears = checkpoint.fp8_linears or build_on_meta(checkpoint.config).linear_names()
+    linears = checkpoint.fp8_linears or checkpoint.linears
     check_covers(state, linears, str(path))
     if given is None:
         check_agreement(checkpoint, state, str(path))

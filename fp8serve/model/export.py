@@ -23,13 +23,14 @@ from torch import Tensor
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
-from fp8serve.model.building import build_on_meta
-from fp8serve.model.config import parse_config
+from fp8serve.model.any_config import parse_any_config
+from fp8serve.model.building import skeleton
 from fp8serve.model.file_formats import FORMATS
 from fp8serve.model.files import (
     MAX_CARRIED_BYTES,
     check_absent,
     read_file,
+    read_json,
     regular_file,
     whole_directory,
     write_json,
@@ -48,7 +49,8 @@ MAX_SHARD_BYTES = 5 * 2**30
 ALIGNMENT = 64
 CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
            "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "LICENSE",
-           "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")  # fmt: skip
+           "vocab.txt", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE.txt",
+           "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")  # fmt: skip
 ExtraFiles = Mapping[str, str | bytes] | Callable[[Path], Mapping[str, str | bytes]]
 
 
@@ -212,18 +214,18 @@ class _Quantizer:
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    return {"float32": torch.float32, "float16": torch.float16}.get(parse_config(config).dtype, torch.bfloat16)
+    return {"float32": torch.float32, "float16": torch.float16}.get(parse_any_config(config).dtype, torch.bfloat16)
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of the architecture, tied ones once."""
-    model = build_on_meta(parse_config(config))
+    model = skeleton(parse_any_config(config))
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def _linears(config: Mapping[str, Any]) -> dict[str, None]:
     """The projections that FP8 may run, in the model's order and quick to look up."""
-    return dict.fromkeys(build_on_meta(parse_config(config)).linear_names())
+    return dict.fromkeys(skeleton(parse_any_config(config)).linear_names())
 
 
 def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:
@@ -254,6 +256,10 @@ def _carry(source: Path, folder: Path) -> None:
     for name in CARRIED:
         if regular_file(source / name):
             (folder / name).write_bytes(read_file(inside(source, name), MAX_CARRIED_BYTES))
+    for config in sorted(source.glob("[0-9]_Pooling/config.json")):
+        if regular_file(config):
+            (folder / config.parent.name).mkdir()
+            write_json(folder / config.parent.name / "config.json", read_json(config))
 
 
 def _write_extra(folder: Path, extra: ExtraFiles | None) -> None:

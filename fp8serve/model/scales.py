@@ -25,7 +25,8 @@ from fp8serve.fp8.amax_rules import RULES
 from fp8serve.fp8.recipe import Recipe, delayed, from_json, to_json
 from fp8serve.fp8.scaling import fp8_max
 from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.files import fsync, no_duplicates, save_tensors
+from fp8serve.model.encoder_config import is_encoder, parse_encoder_config
+from fp8serve.model.files import fsync, no_duplicates, read_optional_json, save_tensors
 from fp8serve.model.shards import Shards, open_shards, read_header
 
 FORMAT, VERSION = "fp8serve.scales", "1"
@@ -249,6 +250,9 @@ def _maths(model_dir: Path) -> dict[str, Any]:
     These are the words that fingerprints in files were made of. A field that came later counts only where it is not
     what all models were before there was a choice.
     """
+    raw = read_optional_json(model_dir / "config.json")
+    if is_encoder(raw):
+        return {name: value for name, value in asdict(parse_encoder_config(raw)).items() if name != "dtype"}
     config = read_config(model_dir)
     notes = {"dtype", "bos_token_id", "eos_token_ids", "layer_ropes"}
     if config.softmax_scale == config.head_dim**-0.5:

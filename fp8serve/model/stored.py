@@ -16,8 +16,10 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model import interop
-from fp8serve.model.building import build_on_meta
-from fp8serve.model.config import ModelConfig, read_config
+from fp8serve.model.any_config import AnyConfig, read_any_config
+from fp8serve.model.building import skeleton
+from fp8serve.model.config import ModelConfig
+from fp8serve.model.encoder_config import EncoderConfig
 from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.microscaling import Widened, widened
 from fp8serve.model.shards import Shards
@@ -27,6 +29,8 @@ from fp8serve.model.wrappers import read_text_config, text_shards
 
 _LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# of encoders: a buffer, and what made a loss in pre-training
+_OF_ENCODERS = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.")
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,15 @@ class Checkpoint(Mapping[str, Tensor]):
     def __init__(
         self,
         path: Path,
-        config: ModelConfig,
+        config: AnyConfig,
         shards: Shards,
         quantization: Quantization | None,
         left_out: tuple[str, ...] = (),
     ) -> None:
-        self.path, self.config, self.shards, self.quantization = path, config, shards, quantization
+        self.path, self.any_config, self.shards, self.quantization = path, config, shards, quantization
         self.left_out = left_out
-        model = build_on_meta(config)
+        model = skeleton(config)
+        self.linears = model.linear_names()
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self._scales: dict[ScaleKey, str] = {}
         for key in shards:
@@ -76,7 +81,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self._check_head()
         self.fp8_linears = [n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n)]
         in_fp8 = set(self.fp8_linears)
-        self.kept_linears = [n for n in model.linear_names() if in_fp8 and n not in in_fp8]  # left in high precision
+        self.kept_linears = [n for n in self.linears if in_fp8 and n not in in_fp8]  # left in high precision
 
     def _place(self, key: str) -> None:
         """Sort one key of the file; ModelError when it has no place."""
@@ -93,12 +98,19 @@ class Checkpoint(Mapping[str, Tensor]):
             if scale in self._scales:
                 raise ModelError(f"{self.path} holds both {self._scales[scale]} and {key}, which mean the same scale.")
             self._scales[scale] = key
-        elif not key.endswith(_LEFT_OVERS) and not (key == _HEAD and self.config.tie_word_embeddings):
-            raise ModelError(f"{self.path} holds the tensor {key}, which {self.config.architecture} does not have.")
+        elif not self._is_left_over(key):
+            raise ModelError(f"{self.path} holds the tensor {key}, which {self.any_config.architecture} does not have.")
+
+    def _is_left_over(self, key: str) -> bool:
+        config = self.any_config
+        if isinstance(config, EncoderConfig):
+            return key.startswith(_OF_ENCODERS)
+        return key.endswith(_LEFT_OVERS) or (key == _HEAD and config.tie_word_embeddings)
 
     def _check_head(self) -> None:
         """A head beside a tied embedding must be the embedding: of two, some readers take the one, some the other."""
-        if not self.config.tie_word_embeddings or _HEAD not in self.shards:
+        config = self.any_config
+        if isinstance(config, EncoderConfig) or not config.tie_word_embeddings or _HEAD not in self.shards:
             return
         if not self.shards.same(_HEAD, _EMBEDDING):
             raise ModelError(
@@ -135,6 +147,15 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self.shapes)
 
     @property
+    def config(self) -> ModelConfig:
+        """Of a language model. ModelError: it is an encoder."""
+        if isinstance(self.any_config, EncoderConfig):
+            raise ModelError(
+                f"{self.path} holds {self.any_config.architecture}, an encoder: it embeds, and writes no text."
+            )
+        return self.any_config
+
+    @property
     def runs_in_high_precision(self) -> bool:
         """Whether the directory is quantized and yet runs so: its cache alone is FP8, or weights are in MX blocks."""
         quantization = self.quantization
@@ -169,9 +190,20 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     """Open and check a Hugging Face directory. ModelError: see `read_config`, `open_shards`, `interop`; a missing,
     surplus or misshapen tensor."""
     path = Path(model_dir)
-    config = read_config(path)
+    config = read_any_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, left_out = text_shards(path)
-    if config.computed_by is not None:
-        shards = by_module(shards, config)
-    return Checkpoint(path, config, widened(unstacked(shards, config)), quantization, left_out)
+    return Checkpoint(path, config, widened(_by_module(shards, config)), quantization, left_out)
+
+
+def _by_module(shards: Shards, config: AnyConfig) -> Shards:
+    """The tensors by the names of the parameters that they are."""
+    if isinstance(config, EncoderConfig):
+        return _without_prefix(shards, config)
+    return unstacked(shards if config.computed_by is None else by_module(shards, config), config)
+
+
+def _without_prefix(shards: Shards, config: EncoderConfig) -> Shards:
+    """By the names that a model without a head has."""
+    names = {key: key.removeprefix(config.prefix) for key in shards}
+    return shards.renamed(names) if any(key != name for key, name in names.items()) else shards

@@ -6,7 +6,9 @@ told to fail, to stall, or to die.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+import struct
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,9 @@ class FakeEngine:
             if reason:
                 return
 
+    async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]:
+        return [struct.pack("<2f", len(ids), 1.0)[: None if dimensions is None else 4 * dimensions] for ids in inputs]
+
     async def abort(self, request_id: str) -> None:
         self.running.discard(request_id)
 
@@ -147,6 +152,13 @@ class FakeEngine:
     async def close(self) -> None:
         self.closed = True
         self.alive = False
+
+
+def embedding_engine() -> FakeEngine:
+    """One that makes vectors of two numbers and writes no text."""
+    engine = FakeEngine()
+    engine.limits = replace(engine.limits, generates=False)
+    return engine
 
 
 class Launcher:

@@ -40,6 +40,7 @@ class Route:
 
 DOWN = (Code.STARTING, Code.ENGINE_DOWN, Code.MODEL_NOT_FOUND)
 GENERATION = (*DOWN, Code.QUEUE_FULL, Code.GENERATION_FAILED)
+EMBEDDING = (*DOWN, Code.CONTEXT_LENGTH_EXCEEDED)
 JOB = (Code.JOB_NOT_FOUND,)
 SUBMISSION = (
     Code.MODEL_NOT_FOUND, Code.FILE_NOT_FOUND, Code.TRAINING_REFUSED, Code.QUEUE_FULL, Code.DRAINING, Code.DISK_FULL,
@@ -69,6 +70,9 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/detokenize"): Route(a.Detokenized, DOWN),
     ("post", "/v1/completions"): Route(a.Completion, GENERATION, media=(EVENTS,)),
     ("post", "/v1/chat/completions"): Route(a.ChatCompletion, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
+    ("post", "/v1/embeddings"): Route(a.Vectors, EMBEDDING),
+    ("post", "/v1/rerank"): Route(a.Ranking, EMBEDDING),
+    ("post", "/v1/score"): Route(a.Scores, EMBEDDING),
     ("get", "/v1/models"): Route(a.ModelList),
     ("get", "/v1/models/{model}"): Route(a.Model, (Code.MODEL_NOT_FOUND,)),
     ("post", "/finetune"): Route(f.JobView, (*SUBMISSION, Code.IDEMPOTENCY_MISMATCH), 202, names="job_id"),
@@ -110,6 +114,9 @@ EXAMPLES: dict[str, JsonObject] = {
     "/detokenize": {"tokens": [1, 2, 3]},
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 16},
+    "/v1/embeddings": {"input": "Once upon a time"},
+    "/v1/rerank": {"query": "Once", "documents": ["upon", "a time"]},
+    "/v1/score": {"text_1": "Once", "text_2": ["upon", "a time"]},
     "/finetune": {"data": ROWS, "max_steps": 1},
     "/finetune/validate": {"data": ROWS},
     "/models/{name}/activate": {"source": "base"},

@@ -202,6 +202,56 @@ class ChatCompletion(ResponseShape):
     usage: Usage
 
 
+class Vector(ResponseShape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # base64 of FP32, little-endian, where that was asked for
+
+
+class TextUsage(ResponseShape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Vectors(ResponseShape):
+    object: Literal["list"]
+    model: str
+    data: list[Vector]
+    usage: TextUsage
+
+
+class RankedDocument(ResponseShape):
+    text: str
+
+
+class Ranked(ResponseShape):
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class Ranking(ResponseShape):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: TextUsage
+
+
+class Score(ResponseShape):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class Scores(ResponseShape):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: TextUsage
+
+
 class Model(ResponseShape):
     id: str
     object: Literal["model"]
@@ -210,6 +260,7 @@ class Model(ResponseShape):
     root: str
     parent: None
     max_model_len: int | None
+    task: Literal["generate", "embed"] | None  # None while nothing is loaded
 
 
 class ModelList(ResponseShape):

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import EngineLimits, Request, RequestOutput
-from fp8serve.model.config import check_config
+from fp8serve.model.any_config import check_any_config
 from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 
@@ -33,6 +33,7 @@ class EngineHandle(Protocol):
     def check(self, request: Request) -> None: ...
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]: ...
     async def abort(self, request_id: str) -> None: ...
+    async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]: ...
     async def stats(self) -> dict[str, Any]: ...
     async def scales(self) -> list[dict[str, Any]]: ...
     async def drain(self, deadline: float) -> None: ...
@@ -81,7 +82,7 @@ Launch = Callable[[Source], Awaitable[tuple[EngineHandle, Tokenizer]]]
 
 async def launch(source: Source) -> tuple[EngineHandle, Tokenizer]:
     """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either cannot be."""
-    await asyncio.to_thread(check_config, source.directory)  # the clearest word on a directory that is no model
+    await asyncio.to_thread(check_any_config, source.directory)  # the clearest word on a directory that is no model
     tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
     return await EngineClient.start(source.directory, source.options), tokenizer
 

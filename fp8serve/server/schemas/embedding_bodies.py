@@ -1,0 +1,57 @@
+"""Bodies of `/v1/embeddings` (OpenAI), `/v1/rerank` (Jina, Cohere) and `/v1/score` (vLLM)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fp8serve.server.schemas.bodies import Body
+from fp8serve.server.schemas.openai_bodies import Ids, Texts
+
+
+class EmbeddingBody(Body):
+    """`input`: a text, some texts, token ids, or some lists of ids."""
+
+    model: str | None = None
+    input: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+    @property
+    def prompt(self) -> str | Ids | Texts | list[Ids]:
+        """By the name under which sizes are checked."""
+        return self.input
+
+    def inputs(self) -> list[str | list[int]]:
+        """One item for each vector."""
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]
+        return list(self.input)
+
+
+class RerankBody(Body):
+    """`documents`, most relevant first."""
+
+    model: str | None = None
+    query: str
+    documents: Texts
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool | None = None
+
+    @property
+    def prompt(self) -> list[str]:
+        """By the name under which sizes are checked."""
+        return self.documents
+
+
+class ScoreBody(Body):
+    """`text_1` with each of `text_2`; a list in both: one by one."""
+
+    model: str | None = None
+    text_1: str | Texts
+    text_2: str | Texts
+
+    @property
+    def prompt(self) -> list[str]:
+        """By the name under which sizes are checked."""
+        return [self.text_2] if isinstance(self.text_2, str) else self.text_2

@@ -1,0 +1,64 @@
+"""Tiny random encoders, as transformers and sentence-transformers write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import models, pre_tokenizers, processors
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+}  # fmt: skip
+BERT = transformers.BertConfig(**SIZES)
+FAMILIES = [
+    BERT,
+    transformers.BertConfig(**SIZES, hidden_act="gelu_pytorch_tanh"),
+    transformers.RobertaConfig(**SIZES, type_vocab_size=1, pad_token_id=1),
+    transformers.XLMRobertaConfig(**SIZES, type_vocab_size=1, pad_token_id=1, layer_norm_eps=1e-5),
+]
+
+
+def randomized(model: Any) -> Any:
+    """Biases and norms away from 0 and 1."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def make(folder: Path, config: Any) -> None:
+    """A model's directory with a tokenizer of letters."""
+    torch.manual_seed(0)
+    randomized(transformers.AutoModel.from_config(config)).save_pretrained(folder)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(97, 123))]
+    backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.add_special_tokens(words[:4])
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def pooled(
+    folder: Path,
+    mode: str,
+    normalize: bool = False,
+    max_length: int | None = None,
+    prompts: dict[str, str] | None = None,
+    default: str | None = None,
+) -> None:
+    """What sentence-transformers adds to the directory."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_length}))
+    said = {"prompts": prompts or {}, "default_prompt_name": default}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(said))

@@ -1,0 +1,112 @@
+"""An embedding model behind the routes: a real engine in a real process, and OpenAI's own client unmodified."""
+
+import base64
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from fp8serve.engine.embedding import Embedder
+from tests.engine.tiny import write_model
+from tests.model.encoders import BERT, make, pooled
+from tests.server.process import Process, serving
+
+TEXTS = ["some text", "other words here", "some tent"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("live") / "tiny"
+    make(path, BERT)
+    pooled(path, "mean_tokens", normalize=True, max_length=24, prompts={"p": "x "}, default="p")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Process]:
+    with serving(folder.parent / "log", model=str(folder), data_dir=str(folder.parent / "data"), recipe="rowwise") as p:
+        yield p
+        assert p.stop() == 0
+        assert "Traceback" not in p.log.read_text()
+
+
+@pytest.fixture
+def client(server: Process) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_openais_client_gets_the_embedders_vectors(client: openai.OpenAI, folder: Path) -> None:
+    expected = Embedder(folder, recipe="rowwise").embed(TEXTS)
+    for form in ("float", "base64"):
+        got = client.embeddings.create(model="tiny", input=TEXTS, encoding_format=form)  # type: ignore[call-overload]
+        vectors = [e.embedding for e in got.data]
+        if form == "base64":
+            vectors = [list(struct.unpack("<64f", base64.b64decode(v))) for v in vectors]
+        assert torch.equal(torch.tensor(vectors), expected.vectors)
+        assert [e.index for e in got.data] == [0, 1, 2]
+        assert got.usage.prompt_tokens == got.usage.total_tokens == sum(expected.tokens)
+
+
+def test_one_text_token_ids_and_dimensions(client: openai.OpenAI, folder: Path) -> None:
+    embedder = Embedder(folder, recipe="rowwise")
+    ids = embedder.tokenizer.encode("x some text")
+    answers = [client.embeddings.create(model="tiny", input=what, dimensions=8) for what in ("some text", ids, [ids])]
+    expected = embedder.embed(["some text"], dimensions=8).vectors[0].tolist()
+    assert all(answer.data[0].embedding == expected for answer in answers)
+
+
+def test_rerank_and_score_agree(server: Process) -> None:
+    ranked = server.client.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS, "return_documents": True})
+    results = ranked.json()["results"]
+    assert results[0]["index"] == 0
+    assert results[0]["relevance_score"] == pytest.approx(1)
+    assert results[0]["document"] == {"text": TEXTS[0]}
+    by_score = [r["relevance_score"] for r in results]
+    assert by_score == sorted(by_score, reverse=True)
+    first = server.client.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS, "top_n": 1}).json()
+    assert first["results"] == [{k: v for k, v in results[0].items() if k != "document"}]
+    scores = server.client.post("/v1/score", json={"text_1": TEXTS[0], "text_2": TEXTS}).json()["data"]
+    assert {s["index"]: s["score"] for s in scores} == {r["index"]: r["relevance_score"] for r in results}
+    pairs = server.client.post("/v1/score", json={"text_1": TEXTS, "text_2": TEXTS}).json()["data"]
+    assert [p["score"] for p in pairs] == pytest.approx([1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "words"),
+    [
+        ("embeddings", {"input": "a" * 40}, "context holds 24"),
+        ("embeddings", {"input": [10**6]}, "outside the vocabulary"),
+        ("embeddings", {"input": "a", "dimensions": 65}, "1 to 64"),
+        ("embeddings", {"input": []}, "input"),
+        ("embeddings", {"input": "a", "unknown": 1}, "unknown"),
+        ("rerank", {"query": "a", "documents": []}, "documents"),
+        ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts and text_2 3"),
+        ("completions", {"prompt": "a", "max_tokens": 1}, "embedding model, which writes no text"),
+    ],
+)
+def test_refusals_are_one_sentence(server: Process, route: str, body: dict[str, object], words: str) -> None:
+    answer = server.client.post(f"/v1/{route}", json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_models_say_what_it_is(server: Process) -> None:
+    assert server.client.get("/v1/models").json()["data"][0]["task"] == "embed"
+    assert server.client.get("/scales").status_code == 200
+    assert server.client.get("/info").status_code == 200
+    assert server.client.get("/metrics").status_code == 200
+
+
+def test_a_model_that_writes_text_makes_no_vectors(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny")
+    with serving(
+        tmp_path / "log", model=str(tmp_path / "tiny"), data_dir=str(tmp_path / "data"), recipe="bf16"
+    ) as process:
+        answer = process.client.post("/v1/embeddings", json={"input": "a"})
+        assert answer.status_code == 400
+        assert "writes text and makes no vectors" in answer.json()["error"]["message"]
+        assert process.client.get("/v1/models").json()["data"][0]["task"] == "generate"
