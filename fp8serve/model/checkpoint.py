@@ -26,6 +26,7 @@ from fp8serve.model.agreement import check_agreement
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
 from fp8serve.model.files import present
+from fp8serve.model.mixture import keeps_fp32
 from fp8serve.model.scales import (
     FILE_NAME,
     ScalingCheckpoint,
@@ -63,7 +64,8 @@ def load_trainable(
     checkpoint = open_checkpoint(model_dir)
     model = Decoder(checkpoint.config, device="meta", dtype=dtype)
     for name in checkpoint:
-        _put(model, name, checkpoint[name].to(device, dtype, copy=True), trainable=True)
+        own = torch.float32 if keeps_fp32(name) else dtype
+        _put(model, name, checkpoint[name].to(device, own, copy=True), trainable=not keeps_fp32(name))
     model.tie()
     return model
 
@@ -90,7 +92,8 @@ def load_servable(
     frozen = {name: module for name in linear_names(model) if (module := freezer(name)) is not None}
     for name in checkpoint:
         if name.rpartition(".")[0] not in frozen:
-            _put(model, name, checkpoint[name].to(device, dtype), trainable=False)
+            own = torch.float32 if keeps_fp32(name) else dtype
+            _put(model, name, checkpoint[name].to(device, own), trainable=False)
     for name, module in frozen.items():
         _put_module(model, name, module)
     model.tie()

@@ -20,6 +20,7 @@ from fp8serve.model.config import ModelConfig, read_config
 from fp8serve.model.decoder import Decoder, linear_names
 from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.microscaling import Widened, widened
+from fp8serve.model.predictors import without_predictors
 from fp8serve.model.shards import Shards
 from fp8serve.model.unstacked import unstacked
 from fp8serve.model.wrappers import read_text_config, text_shards
@@ -159,4 +160,5 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     config = read_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, left_out = text_shards(path)
-    return Checkpoint(path, config, widened(unstacked(shards, config)), quantization, left_out)
+    shards, predicting = without_predictors(shards, config)
+    return Checkpoint(path, config, widened(unstacked(shards, config)), quantization, left_out + predicting)

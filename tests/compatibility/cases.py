@@ -20,6 +20,7 @@ KINDS = {
     "olmo2": "olmo2", "olmo3": "olmo3-stretched", "glm": "glm", "glm4": "glm4", "ministral3": "ministral3",
     "cohere": "cohere-qk-norm", "cohere2": "cohere2", "stablelm": "stablelm", "mixtral": "mixtral",
     "qwen2_moe": "qwen2-moe", "qwen3_moe": "qwen3-moe-sparse", "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek-v2", "deepseek_v3": "deepseek-v3",
 }  # fmt: skip
 # By the wrapper's model_type, the language model in it.
 TEXTS = {"mistral3": "ministral3", "gemma3": "gemma3_text"}
