@@ -46,8 +46,6 @@ def latent_of(get: Reader) -> Latent | None:
 def latent_attention(get: Reader, latent: Latent) -> dict[str, Any]:
     """The fields of ModelConfig: all heads read one key, a token's latent vector beside its turned elements."""
     heads, bias = get.positive("num_attention_heads"), get.boolean("attention_bias")
-    if get.positive("num_key_value_heads", heads) != heads:
-        raise get.complain("num_key_value_heads", get("num_key_value_heads"), f"{heads}, as num_attention_heads,")
     return {
         "num_heads": heads,
         "num_kv_heads": 1,

@@ -64,8 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2", LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy",
                                             "routed_scaling_factor": 1.5, "n_shared_experts": 2}),
     "deepseek-v2-greedy": ("DeepseekV2", LATENT | {"q_lora_rank": 24}),
-    # With a rank of 24 rounding decides between two experts of a token.
-    "deepseek-v3": ("DeepseekV3", LATENT | {"q_lora_rank": 32, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek-v3": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "rope_parameters": DEEPSEEK_YARN,
+                                            "routed_scaling_factor": 1.0}),
     "deepseek-v3-halves": ("DeepseekV3", LATENT | {"q_lora_rank": None, "rope_interleave": False,
                                                    "norm_topk_prob": False, "attention_bias": True}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 2}),
