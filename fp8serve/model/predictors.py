@@ -1,4 +1,4 @@
-"""DeepSeek's layers that predict several tokens at a time stand behind the model's own in the file; they are left out."""
+"""DeepSeek's layers that predict several tokens stand behind the model's own in the file; they are left out."""
 
 import re
 

@@ -1,5 +1,6 @@
 """DeepSeek: latent attention and its cache, group-limited routing, official FP8 blocks, layers that are left out."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
+from fp8serve.fp8.ops.attention import paged_attention
 from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint
 from fp8serve.model.config import parse_config
 from fp8serve.model.files import read_json
@@ -23,8 +25,6 @@ V3 = CONFIGS["deepseek-ai/DeepSeek-V3"]
 
 def rewritten(directory: Path, more: dict[str, torch.Tensor], **keys: Any) -> None:
     """The model in `directory` with other tensors and keys."""
-    import json
-
     save_file(load_file(directory / "model.safetensors") | more, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(read_json(directory / "config.json") | keys))
 
@@ -88,8 +88,8 @@ def test_official_fp8_blocks_are_read_and_kv_b_proj_is_widened(tmp_path: Path) -
         shape = [-(-size // 128) for size in tensors[name].shape]
         quantized, inverse = ops.quantize(tensors[name], scale=448 / amax)
         blocks |= {name: quantized, f"{name}_scale_inv": torch.full(shape, float(inverse))}
-    rewritten(tmp_path, blocks, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
-                                                     "weight_block_size": [128, 128]})  # fmt: skip
+    says = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    rewritten(tmp_path, blocks, quantization_config=says)
     with torch.no_grad():
         found = all_logits(load_servable(tmp_path), IDS)
         expected = all_logits(load_servable(tmp_path, "bf16"), IDS)
@@ -107,3 +107,15 @@ def test_layers_that_predict_several_tokens_are_left_out_and_named(tmp_path: Pat
     rewritten(tmp_path, {"model.layers.4.enorm.weight": torch.zeros(64)})
     with pytest.raises(ModelError, match=r"model\.layers\.4\.enorm\.weight, which .* does not have"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_attention_takes_the_keys_of_v3(cache: torch.dtype) -> None:
+    """128 heads over one key of 576 elements, which is the value, too."""
+    noise = torch.Generator().manual_seed(0)
+    keys = (torch.randn(10, 16, 1, 576, generator=noise) * 0.3).to(cache)
+    q = torch.randn(5, 128, 576, generator=noise).bfloat16()
+    tables, lengths, starts = torch.arange(10).view(2, 5).int(), torch.tensor([70, 33]).int(), [0, 4, 5]
+    scale = None if cache is torch.bfloat16 else torch.tensor(0.5)
+    args = q, keys, keys, tables, lengths, torch.tensor(starts).int(), scale, scale, 192**-0.5
+    torch.testing.assert_close(torch.ops.fp8serve.paged_attention(*args), paged_attention(*args), atol=4e-3, rtol=2e-2)
