@@ -66,7 +66,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-greedy": ("DeepseekV2", LATENT | {"q_lora_rank": 24}),
     "deepseek-v3": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "rope_parameters": DEEPSEEK_YARN,
                                             "routed_scaling_factor": 1.0}),
-    "deepseek-v3-halves": ("DeepseekV3", LATENT | {"q_lora_rank": None, "rope_interleave": False,
+    # All experts, so that rounding chooses none of them.
+    "deepseek-v3-halves": ("DeepseekV3", LATENT | {"q_lora_rank": None, "rope_interleave": False, "topk_group": 4,
+                                                   "num_experts_per_tok": 8,
                                                    "norm_topk_prob": False, "attention_bias": True}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 2}),
     "phi3": ("Phi3", {"pad_token_id": 2}),
