@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8serve.model.building import Model
 from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import has_dense_mlp, inputs_of
+from fp8serve.model.decoder import attention_inputs, block_inputs, has_dense_mlp
 
 Weights = Mapping[str, Tensor]  # by the names of parameters
 
@@ -55,8 +55,8 @@ def pairs(config: ModelConfig, index: int, linears: Collection[str]) -> list[Pai
 
 def _behind_norms(config: ModelConfig, index: int) -> list[Pair]:
     """A norm is read by the linears behind it; by all of them where attention and MLP share one."""
-    qkv, _, *block = inputs_of(config, index)
-    behind = [(config.norms.before_attention, qkv)]
+    block, (qkv, *behind_q, _) = block_inputs(config, index), attention_inputs(config, index)
+    behind = [(config.norms.before_attention, qkv), *(("self_attn.q_a_layernorm", group) for group in behind_q)]
     if has_dense_mlp(config, index):
         behind.append((config.norms.before_mlp, block[0]))
     readers = dict[str, tuple[str, ...]]()
@@ -68,9 +68,9 @@ def _behind_norms(config: ModelConfig, index: int) -> list[Pair]:
 
 def _behind_linears(config: ModelConfig, index: int) -> Iterator[Pair]:
     """Where a projection has a linear of its own."""
-    qkv, o, *block = inputs_of(config, index)
+    block, (qkv, *_, o) = block_inputs(config, index), attention_inputs(config, index)
     heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
-    if not config.fused_qkv:
+    if not config.fused_qkv and config.latent is None:
         yield Pair(qkv[2], o, heads)
     if has_dense_mlp(config, index) and not config.fused_gate_up:
         yield Pair(block[0][1], block[1])

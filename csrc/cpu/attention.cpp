@@ -23,9 +23,9 @@ namespace attention {
 namespace {
 
 constexpr int64_t kQueryTokens = 16;
-constexpr int64_t kTogether = 64;  // query rows of a task with several heads, at most
-constexpr int64_t kMostHeads = 8;  // of a task
-constexpr int64_t kMaxDim = 512;
+constexpr int64_t kTogether = 64;    // query rows of a task with several heads, at most
+constexpr int64_t kMostHeads = 8;    // of a task
+constexpr int64_t kMaxDim = 576;     // DeepSeek: 512 of the latent vector and 64 that are turned
 constexpr int64_t kAlone = 1 << 20;  // fewer products with keys are done before another thread is awake
 
 // --- contract

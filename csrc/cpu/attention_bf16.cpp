@@ -27,7 +27,7 @@ namespace {
 
 constexpr int64_t kKeys = 64;   // a tile
 constexpr int64_t kPiece = 64;  // dimensions handled at once
-constexpr int64_t kMost = 512;  // dimensions of a head
+constexpr int64_t kMost = 576;  // dimensions of a head
 
 // One task's working memory, beside its state.
 struct Space : State {

@@ -27,7 +27,7 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import KvScale, Runner
-from fp8serve.errors import ScalesError
+from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import Model
@@ -40,6 +40,7 @@ from fp8serve.model.tokenizer import Tokenizer
 from fp8serve.model.wrappers import left_out_notes
 
 log = logging.getLogger("fp8serve.engine")
+GPU_HEAD_DIM = 512  # csrc/cuda/attention.cu
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -105,6 +106,11 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     """See `Engine` for what is raised."""
     on_gpu = check_device(options.device).type == "cuda"
     config = read_config(model_dir)
+    if on_gpu and config.head_dim > GPU_HEAD_DIM:
+        raise ModelError(
+            f"{model_dir} has keys of {config.head_dim} elements, and attention on a GPU takes at most {GPU_HEAD_DIM}; "
+            "serve it on a CPU."
+        )
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
     sizes = None if on_gpu else plan(config, options, cache_dtype)  # before the weights: it is the cheaper refusal
     check_length(config, options)

@@ -55,7 +55,8 @@ def check_length(config: ModelConfig, options: EngineOptions) -> int:
 
 
 def _block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    tensors = 1 if config.latent else 2
+    return tensors * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def _blocks(tokens: int, options: EngineOptions) -> int:

@@ -1,7 +1,8 @@
 """A step's tensors (step.py) go through the model and come back as logits; decoding steps by CUDA graphs (graphs.py).
 
 The cache is one tensor of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim], in the model's
-own type or in E4M3 with one scale each per layer.
+own type or in E4M3 with one scale each per layer. Where attention is over latent vectors (model/latent_attention.py)
+both are one tensor, and have the keys' scale.
 """
 
 import math
@@ -19,6 +20,7 @@ from fp8serve.engine.scheduler import Work
 from fp8serve.engine.scoring import Tell, sampling, score
 from fp8serve.engine.step import Queries, StepTensors, flatten
 from fp8serve.fp8 import ops as ops  # registers the ops called below
+from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import Model
 from fp8serve.model.decoder import Heads
@@ -26,6 +28,7 @@ from fp8serve.model.rotary import Rotation
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
 _rotary_write_kv = torch.ops.fp8serve.rotary_write_kv.default
+_write_kv = torch.ops.fp8serve.write_kv.default
 _paged_attention = torch.ops.fp8serve.paged_attention.default
 
 
@@ -63,7 +66,8 @@ class Runner:
         self.block_size = block_size
         self.device = next(model.parameters()).device
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.k_cache, self.v_cache = (_zeros(shape, cache_dtype, self.device) for _ in range(2))
+        self.k_cache = _zeros(shape, cache_dtype, self.device)
+        self.v_cache = self.k_cache if config.latent else _zeros(shape, cache_dtype, self.device)
         self._caches = list(zip(self.k_cache, self.v_cache, strict=True))  # of each layer
         self._scales = scales
         self.graphs: GraphedDecode | None = None
@@ -124,17 +128,25 @@ class Runner:
     def _rotate_and_attend(
         self, step: StepTensors, layer: int, heads: Heads, rotation: Rotation, last: Tensor | None
     ) -> Tensor:
-        scale = self._scales[layer] if self._scales else None
-        scales = (scale.k, scale.v) if scale else (None, None)
-        q = _rotary_write_kv(*heads, *rotation, *self._caches[layer], step.slots, *scales)
+        q = self._rotate_and_write(step, layer, heads, rotation)
         if last is None:
             return self._paged(step.queries, layer, q)
         return self._paged(step.last_queries, layer, q[last])
 
+    def _rotate_and_write(self, step: StepTensors, layer: int, heads: Heads, rotation: Rotation) -> Tensor:
+        """q, rotated; keys and values are in the cache."""
+        scale = self._scales[layer] if self._scales else None
+        scales = (scale.k, scale.v) if scale else (None, None)
+        if self.model.config.latent is None:
+            return _rotary_write_kv(*heads, *rotation, *self._caches[layer], step.slots, *scales)  # type: ignore[no-any-return]
+        q, k = (rotary(x, *rotation) for x in heads[:2])
+        _write_kv(k, k, *self._caches[layer], step.slots, scales[0], scales[0])  # into one cache, twice the same
+        return q
+
     def _paged(self, queries: Queries, layer: int, q: Tensor) -> Tensor:
         """q [T, heads, head_dim], all of `queries`, over what is in the cache by now -> like q."""
         scale = self._scales[layer] if self._scales else None
-        scales = (scale.k_inv, scale.v_inv) if scale else (None, None)
+        scales = (scale.k_inv, scale.k_inv if self.model.config.latent else scale.v_inv) if scale else (None, None)
         tables = queries.block_tables, queries.context_lens, queries.query_starts
         options = self.model.attention_options(layer)
         return _paged_attention(q, *self._caches[layer], *tables, *scales, *options)  # type: ignore[no-any-return]

@@ -28,6 +28,7 @@ from fp8serve.model.encoder import Encoder
 from fp8serve.model.encoder_config import EncoderConfig
 from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
 from fp8serve.model.files import present
+from fp8serve.model.mixture import keeps_fp32
 from fp8serve.model.scales import (
     FILE_NAME,
     ScalingCheckpoint,
@@ -67,7 +68,8 @@ def load_trainable(
     checkpoint = open_checkpoint(model_dir)
     model = build_on_meta(checkpoint.config, dtype)
     for name in checkpoint:
-        _put(model, name, checkpoint[name].to(device, dtype, copy=True), trainable=True)
+        own = torch.float32 if keeps_fp32(name) else dtype
+        _put(model, name, checkpoint[name].to(device, own, copy=True), trainable=not keeps_fp32(name))
     return _complete(model)
 
 
@@ -129,7 +131,8 @@ def _fill(
     frozen = {name: module for name in checkpoint.linears if (module := freezer(name)) is not None}
     for name in checkpoint:
         if name.rpartition(".")[0] not in frozen:
-            _put(model, name, checkpoint[name].to(device, dtype), trainable=False)
+            own = torch.float32 if keeps_fp32(name) else dtype
+            _put(model, name, checkpoint[name].to(device, own), trainable=False)
     for name, module in frozen.items():
         _put_module(model, name, module)
 

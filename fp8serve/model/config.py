@@ -20,6 +20,7 @@ from fp8serve.model.config_keys import HONOURED, is_harmless
 from fp8serve.model.config_reader import Reader, token_ids
 from fp8serve.model.families import BEFORE, FAMILIES, SHARED, Family, HeadNorm, Norm, Norms
 from fp8serve.model.files import present, read_optional_json
+from fp8serve.model.latent import Latent, latent_attention, latent_of
 from fp8serve.model.mixture import Experts, experts_of
 from fp8serve.model.rope import QueryScaling, Rope, layer_ropes, query_scaling, rotary_dim
 from fp8serve.model.wrappers import read_text_config
@@ -84,6 +85,8 @@ class ModelConfig:
     norm: Norm = "rms"
     norm_bias: bool = False
     experts: Experts | None = None  # what some layers have for an MLP
+    latent: Latent | None = None  # all heads read one key, whose latent part is the value, too
+    num_predictors: int = 0  # layers behind the last that may be in the file, and are left out
     attention_sinks: bool = False  # a logit of each head joins the sum of its weights
     computed_by: TransformersClass | None = None  # fields of rotary position, norms and biases say nothing then
 
@@ -129,8 +132,10 @@ def parse_config(
     _refuse_unknown(raw, family, where)
     get = Reader(raw, family, where)
     layers, max_len = get.positive("num_hidden_layers"), get.positive("max_position_embeddings")
-    windows, head_dim = _windows(get, layers, where), _head_dim(get, where)
-    turned = rotary_dim(get, head_dim)
+    windows, latent = _windows(get, layers, where), latent_of(get)
+    attention = latent_attention(get, latent) if latent else _attention(get, _head_dim(get, where), where)
+    head_dim = attention["head_dim"]
+    turned = latent.turned if latent else rotary_dim(get, head_dim)
     return ModelConfig(
         architecture=family.architecture,
         model_type=str(raw["model_type"]),
@@ -145,7 +150,7 @@ def parse_config(
         layer_windows=windows,
         layer_ropes=layer_ropes(get, windows, max_len, turned),
         rotary_dim=None if turned == head_dim else turned,
-        neighbours_pair=family.neighbours_pair,
+        neighbours_pair=family.neighbours_pair and (not latent or get.boolean("rope_interleave")),
         query_scaling=query_scaling(get, max_len),
         bos_token_id=get.token("bos_token_id"),
         eos_token_ids=_eos(get, generation or {}, where),
@@ -157,8 +162,9 @@ def parse_config(
         fused_gate_up=family.fused_gate_up,
         experts=experts_of(get, layers),
         attention_sinks=family.sinks,
+        num_predictors=get.positive("num_nextn_predict_layers") if get("num_nextn_predict_layers") else 0,
         **_blocks(get),
-        **_attention(get, head_dim, where),
+        **attention,
         **_multipliers(get),
     )
 

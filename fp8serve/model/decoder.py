@@ -29,6 +29,7 @@ from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.config import ModelConfig
 from fp8serve.model.experts import Mixture
 from fp8serve.model.fusing import PLAIN, Ending, Projections, add_gated, add_projection, direct
+from fp8serve.model.latent_attention import LatentAttention
 from fp8serve.model.mixture import Experts
 from fp8serve.model.norms import make_head_norm, make_norm
 from fp8serve.model.rotary import Placement, Rotary, Rotation
@@ -88,6 +89,10 @@ class Attention(nn.Module):
                 return x
         return add_projection(x, self._modules["o_proj"], mixed.reshape(x.size(0), -1), ending)  # type: ignore[arg-type]
 
+    def matrices(self) -> Iterator[nn.Module | Projections]:
+        """What a step multiplies by."""
+        yield from (*self.qkv.matrices(), self.o_proj)
+
     def _heads(self, x: Tensor, norm: nn.Module | None, place: Placement) -> Heads:
         tokens, head_dim = x.size(0), self.head_dim
         q, k, v = [part.view(tokens, -1, head_dim) for part in self.qkv(x, norm)]
@@ -144,6 +149,10 @@ def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: 
     return Projections(owner, *sizes)
 
 
+def _attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
+    return Attention(config, layer) if config.latent is None else LatentAttention(config, config.latent, layer)
+
+
 def _block(config: ModelConfig, layer: int) -> tuple[str, MLP | Mixture]:
     """What follows attention, and its name in the file."""
     if config.experts is None or has_dense_mlp(config, layer):
@@ -159,7 +168,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = _attention(config, layer)
         self.block, block = _block(config, layer)
         self.register_module(self.block, block)
         self.norms, self.residual_scale, self.is_parallel = config.norms, config.residual_scale, config.parallel
@@ -245,8 +254,8 @@ class Decoder(nn.Module):
 
     def attention_options(self, layer: int) -> tuple[float, int | None, float | None, Tensor | None]:
         """(softmax_scale, window, softcap, sinks) of a layer, as attention takes them."""
-        config, attention = self.config, cast(Attention, self.model.layers[layer].self_attn)
-        sinks = attention._parameters["sinks"]
+        config, attention = self.config, cast(nn.Module, self.model.layers[layer].self_attn)
+        sinks = attention._parameters.get("sinks")
         scores = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
         return *scores, None if sinks is None else sinks.float()
 
@@ -288,7 +297,9 @@ class Decoder(nn.Module):
 
     def pruned_names(self) -> list[str]:
         """Names of the linears that see no rows but `last`: those behind the attention of the last layer."""
-        return [name for group in inputs_of(self.config, self.config.num_layers - 1)[1:] for name in group]
+        last = self.config.num_layers - 1
+        groups = (attention_inputs(self.config, last)[-1], *block_inputs(self.config, last))
+        return [name for group in groups for name in group]
 
     def expect(self, longest: int) -> None:
         """Sequences may reach this length, where keys are kept from one call to the next: see `Rotary`."""
@@ -307,7 +318,7 @@ class Decoder(nn.Module):
         layers: Any = self.model.layers
         for layer in layers:
             attention, block = layer.self_attn, layer.get_submodule(layer.block)
-            yield from (*attention.qkv.matrices(), attention.o_proj, *block.matrices())
+            yield from (*attention.matrices(), *block.matrices())
         yield self.lm_head
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -330,10 +341,26 @@ def has_dense_mlp(config: ModelConfig, layer: int) -> bool:
 
 def inputs_of(config: ModelConfig, layer: int) -> Groups:
     """The linears of a layer by full name, in the order in which they run; each expert's for itself."""
-    qkv = ("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")
-    attention = (tuple(f"self_attn.{name}" for name in qkv), ("self_attn.o_proj",))
+    return attention_inputs(config, layer) + block_inputs(config, layer)
+
+
+def attention_inputs(config: ModelConfig, layer: int) -> Groups:
+    """`inputs_of` attention: first what reads the layer's input, last what reads what attention gives."""
+    qkv: Groups = (("qkv_proj",),) if config.fused_qkv else (("q_proj", "k_proj", "v_proj"),)
+    if config.latent is not None:
+        has_two = config.latent.q_rank is not None
+        qkv = (("q_a_proj" if has_two else "q_proj", "kv_a_proj_with_mqa"), *([("q_b_proj",)] if has_two else []))
+    return _named(f"model.layers.{layer}.self_attn", (*qkv, ("o_proj",)))
+
+
+def block_inputs(config: ModelConfig, layer: int) -> Groups:
+    """`inputs_of` what follows attention."""
     block = _dense(config) if has_dense_mlp(config, layer) else tuple(_of_experts(config.experts))
-    return tuple(tuple(f"model.layers.{layer}.{name}" for name in group) for group in attention + block)
+    return _named(f"model.layers.{layer}", block)
+
+
+def _named(owner: str, groups: Groups) -> Groups:
+    return tuple(tuple(f"{owner}.{name}" for name in group) for group in groups)
 
 
 def _dense(config: ModelConfig) -> Groups:

@@ -27,6 +27,7 @@ from fp8serve.model.fusing import GATED, Ending
 from fp8serve.model.mapped import release_pages
 from fp8serve.model.memory import free_memory
 from fp8serve.model.mixture import Experts
+from fp8serve.model.routing import GroupRouter
 
 ROOM = 0.6  # of free memory may become stacked weights; beyond, they stay where they are mapped
 
@@ -67,6 +68,12 @@ class Expert(nn.Module):
         return gate, up, down
 
 
+def _router(config: ModelConfig, settings: Experts) -> nn.Module:
+    if settings.routing is not None:
+        return GroupRouter(config.hidden_size, settings.count, settings.routing)
+    return Router(config.hidden_size, settings.count, bias=settings.bias)
+
+
 class Sorted(NamedTuple):
     """Tokens by expert. rows int64 [T * k]: the token of each row. places int64 [T * k]: the row of each choice, token
     by token. counts int64 [E]: the rows of each expert. offsets int32 [E]: where they end."""
@@ -97,7 +104,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.settings = settings
         names = settings.names
-        self.register_module(names.router, Router(config.hidden_size, settings.count, bias=settings.bias))
+        self.register_module(names.router, _router(config, settings))
         self.experts = nn.ModuleList(Expert(config, settings.size, settings) for _ in range(settings.count))
         if names.shared is not None and settings.shared_size is not None:
             self.register_module(names.shared, Expert(config, settings.shared_size, settings))
@@ -114,14 +121,19 @@ class Mixture(nn.Module):
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> (experts int64 [T, k], rising; their weights [T, k])."""
-        logits, count = self._child(self.settings.names.router)(x), self.settings.per_token
-        if self.settings.weighs_chosen:
+        router, count = self._child(self.settings.names.router), self.settings.per_token
+        logits = router(x)
+        if isinstance(router, GroupRouter):
+            weights, chosen = router.choose(logits, count)
+        elif self.settings.weighs_chosen:
             best, chosen = logits.topk(count, dim=-1)
             weights = best.softmax(-1)
         else:
             weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(count, dim=-1)
         if self.settings.normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.settings.routing is not None:
+            weights = weights * self.settings.routing.scale
         chosen, order = chosen.sort(-1)
         weights = weights.gather(-1, order)
         return chosen, weights if self.settings.wide_weights else weights.to(logits.dtype)

@@ -53,7 +53,8 @@ class Mixture:
 
     size: the key for the size of each expert. normalizes: None: the file says so. weighs_chosen: the softmax is of the
     chosen experts' logits alone. bias: of the router and of every projection. interleaved: files have all experts in
-    one tensor [E, in, out], with rows of gate and up in turn (gpt-oss).
+    one tensor [E, in, out], with rows of gate and up in turn (gpt-oss). sigmoid: whether scores are a
+    sigmoid or a softmax, where experts are chosen as DeepSeek does.
     """
 
     names: MixtureNames = MixtureNames()
@@ -63,6 +64,7 @@ class Mixture:
     weighs_chosen: bool = False
     bias: bool = False
     interleaved: bool = False
+    sigmoid: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Family:
     position, as the file says. parallel: attention and MLP read the same, by one norm; None: the file's
     `use_parallel_residual` says so. norm_bias: LayerNorms have a bias. eps_key: of the norms. offset_norms: they
     multiply by 1 + weight. sqrt_embedding: embeddings are multiplied by the square root of their width. mixture: some
-    layers have experts for an MLP. sinks: each head has a logit that joins the sum of its weights.
+    layers have experts for an MLP. sinks: each head has a logit that joins the sum of its weights. latent: heads read
+    one latent vector (latent.py).
     """
 
     architecture: str
@@ -109,6 +112,7 @@ class Family:
     sqrt_embedding: bool = False
     mixture: Mixture | None = None
     sinks: bool = False
+    latent: bool = False
 
 
 _COMMON: dict[str, Any] = {
@@ -172,6 +176,20 @@ _COHERE_SAYS = {"use_parallel_block": True, "use_gated_activation": True, "use_e
 _STABLELM = {"vocab_size": 50304, "num_key_value_heads": 32, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5,
              "bos_token_id": 0, "eos_token_id": 0, "partial_rotary_factor": 0.25, "use_qkv_bias": False,
              "use_parallel_residual": False}  # fmt: skip
+_DEEPSEEK = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+             "v_head_dim": 128, "rope_interleave": True}  # fmt: skip
+_DEEPSEEK_V2 = {"vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                "num_attention_heads": 32, "first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2,
+                "routed_scaling_factor": 1.0, "topk_method": "greedy", "moe_intermediate_size": 1407,
+                "norm_topk_prob": False, "n_group": None, "topk_group": None}  # fmt: skip
+_DEEPSEEK_V3 = {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+                "num_attention_heads": 128, "num_key_value_heads": 128, "first_k_dense_replace": 3,
+                "n_routed_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8,
+                "topk_group": 4, "num_experts_per_tok": 8, "norm_topk_prob": True, "moe_intermediate_size": 2048,
+                "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+_SAYS = {"moe_layer_freq": 1, "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001}
+_DEEPSEEK_NAMES = MixtureNames(shared="shared_experts")
+_DEEPSEEK_KEYS = frozenset(_DEEPSEEK) | {"attention_bias", "qk_head_dim", "num_experts_per_tok", "norm_topk_prob"}
 
 FAMILIES: dict[str, Family] = {  # by the file's model_type
     "llama": Family("LlamaForCausalLM", _COMMON | _SPECIAL, _BIASES),
@@ -358,5 +376,23 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
             interleaved=True,
         ),
         sinks=True,
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        _COMMON | _SPECIAL | _DEEPSEEK | _DEEPSEEK_V2,
+        _DEEPSEEK_KEYS.union(_DEEPSEEK_V2) - {"norm_topk_prob"},
+        fixed=_SAYS | {"scoring_func": "softmax", "norm_topk_prob": False},
+        neighbours_pair=True,
+        mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, normalizes=False, sigmoid=False),
+        latent=True,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _COMMON | _DEEPSEEK | _DEEPSEEK_V3,
+        _DEEPSEEK_KEYS.union(_DEEPSEEK_V3, {"num_nextn_predict_layers"}),
+        fixed=_SAYS | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        neighbours_pair=True,
+        mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, sigmoid=True),
+        latent=True,
     ),
 }

@@ -68,6 +68,15 @@ def layer_ropes(
     return tuple(rope if used else None for rope, used in zip(found, _with_rope(get, layer_windows), strict=True))
 
 
+def yarn_parameters(get: Reader) -> tuple[float, float]:
+    """(factor, mscale_all_dim) of rotary frequencies that are stretched; (1, 1) where no such factor is given."""
+    given = _given(get)[0]
+    is_plain = given.get("rope_type", given.get("type", "default")) == "default"
+    if is_plain or not given.get("mscale_all_dim"):
+        return 1.0, 1.0
+    return _number(given, "factor", get.where), _number(given, "mscale_all_dim", get.where)
+
+
 def rotary_dim(get: Reader, head_dim: int) -> int:
     """How many elements of a head are turned, from the first on."""
     key, (whole, windowed) = "partial_rotary_factor", _given(get)

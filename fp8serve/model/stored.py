@@ -22,6 +22,7 @@ from fp8serve.model.config import ModelConfig
 from fp8serve.model.encoder_config import EncoderConfig
 from fp8serve.model.interop import Quantization, ScaleKey
 from fp8serve.model.microscaling import Widened, widened
+from fp8serve.model.predictors import without_predictors
 from fp8serve.model.shards import Shards
 from fp8serve.model.transformers_backend.names import by_module
 from fp8serve.model.unstacked import unstacked
@@ -193,6 +194,9 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     config = read_any_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, left_out = text_shards(path)
+    if isinstance(config, ModelConfig):
+        shards, predicting = without_predictors(shards, config)
+        left_out += predicting
     return Checkpoint(path, config, widened(_by_module(shards, config)), quantization, left_out)
 
 

@@ -22,6 +22,7 @@ from fp8serve.fp8.stateful import Stateful
 from fp8serve.model.building import Model
 from fp8serve.model.decoder import rotated
 from fp8serve.model.experts import Expert, Mixture, every_expert, mixtures
+from fp8serve.model.mixture import keeps_fp32
 from fp8serve.train.batch import PackedBatch
 
 
@@ -50,6 +51,7 @@ class Forward:
         self._run_by = unreduced(recipe)  # a run is one process, also in a script that torchrun has started
         self._linears = {name: m for name, m in decoder.named_modules() if isinstance(m, Linear)}
         self._as_is = {f"decoder.{name}.weight" for name in self._linears} if recipe is not None else set()
+        self._as_is |= {name for name, _ in self.network.named_parameters() if keeps_fp32(name)}
 
     def scaled(self) -> Iterator[tuple[str, Stateful]]:
         """Every module that keeps scales, by its name in the model."""

@@ -20,6 +20,7 @@ KINDS = {
     "olmo2": "olmo2", "olmo3": "olmo3-stretched", "glm": "glm", "glm4": "glm4", "ministral3": "ministral3",
     "cohere": "cohere-qk-norm", "cohere2": "cohere2", "stablelm": "stablelm", "mixtral": "mixtral",
     "qwen2_moe": "qwen2-moe", "qwen3_moe": "qwen3-moe-sparse", "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek-v2", "deepseek_v3": "deepseek-v3",
 }  # fmt: skip
 # By model_type: what transformers' own class computes; its name, the options of its configuration, who published one.
 BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -30,6 +30,10 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.7
         "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0], "long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 9.0]}  # fmt: skip
 COHERE = {"pad_token_id": 2, "logit_scale": 0.25, "attention_bias": True}
 EXPERTS = {"num_experts": 7, "moe_intermediate_size": 48}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+          "v_head_dim": 12, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4,
+          "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48}  # fmt: skip
+DEEPSEEK_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 LINEAR = "model.layers.0.mlp.up_proj"
 IDS = list(range(3, 40))
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,6 +61,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                                 "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     "gpt-oss": ("GptOss", {"num_local_experts": 7, "num_experts_per_tok": 3, "num_hidden_layers": 4, "head_dim": 32,
                                      "sliding_window": 8, "rope_parameters": YARN, "swiglu_limit": 0.5}),
+    "deepseek-v2": ("DeepseekV2", LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy",
+                                            "routed_scaling_factor": 1.5, "n_shared_experts": 2}),
+    "deepseek-v2-greedy": ("DeepseekV2", LATENT | {"q_lora_rank": 24}),
+    "deepseek-v3": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "rope_parameters": DEEPSEEK_YARN,
+                                            "routed_scaling_factor": 1.0}),
+    # All experts, so that rounding chooses none of them.
+    "deepseek-v3-halves": ("DeepseekV3", LATENT | {"q_lora_rank": None, "rope_interleave": False, "topk_group": 4,
+                                                   "num_experts_per_tok": 8,
+                                                   "norm_topk_prob": False, "attention_bias": True}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 2}),
     "phi3": ("Phi3", {"pad_token_id": 2}),
     "phi3-window": ("Phi3", {"pad_token_id": 2, "sliding_window": 8}),

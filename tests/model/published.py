@@ -390,7 +390,41 @@ GPT_OSS: dict[str, tuple[Sizes, dict[str, Any]]] = {
         _GPT_OSS | _alternating(36) | {"num_local_experts": 128},
     ),
 }
-_FAMILIES = {"gpt_oss": ("GptOss", GPT_OSS), "mixtral": ("Mixtral", MIXTRAL), "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
+_DEEPSEEK = {"attention_bias": False, "aux_loss_alpha": 0.001, "ep_size": 1, "kv_lora_rank": 512, "moe_layer_freq": 1,
+             "pretraining_tp": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+             "rope_theta": 10000, "seq_aux": True, "v_head_dim": 128, "tie_word_embeddings": False}  # fmt: skip
+_DEEPSEEK_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096,
+                  "type": "yarn"}  # fmt: skip
+_DEEPSEEK_V2 = _DEEPSEEK | {"bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1,
+                            "n_shared_experts": 2, "norm_topk_prob": False, "num_experts_per_tok": 6,
+                            "scoring_func": "softmax",
+                            "rope_scaling": _DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}  # fmt: skip
+_DEEPSEEK_V3 = _DEEPSEEK | {"bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 3, "n_group": 8,
+                            "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+                            "norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1,
+                            "q_lora_rank": 1536, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+                            "topk_group": 4, "topk_method": "noaux_tc",
+                            "rope_scaling": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}  # fmt: skip
+DEEPSEEK_V2: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": (
+        (102400, 2048, 10944, 27, 16, 16, 163840),
+        _DEEPSEEK_V2
+        | {"q_lora_rank": None, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64}
+        | {"routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy"},
+    ),
+    "deepseek-ai/DeepSeek-V2-Chat": (
+        (102400, 5120, 12288, 60, 128, 128, 163840),
+        _DEEPSEEK_V2
+        | {"q_lora_rank": 1536, "moe_intermediate_size": 1536, "n_group": 8, "n_routed_experts": 160}
+        | {"routed_scaling_factor": 16.0, "topk_group": 3, "topk_method": "group_limited_greedy"},
+    ),
+}
+DEEPSEEK_V3: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "deepseek-ai/DeepSeek-V3": ((129280, 7168, 18432, 61, 128, 128, 163840), _DEEPSEEK_V3),
+    "deepseek-ai/DeepSeek-R1": ((129280, 7168, 18432, 61, 128, 128, 163840), _DEEPSEEK_V3),
+}
+_FAMILIES = {"deepseek_v2": ("DeepseekV2", DEEPSEEK_V2), "deepseek_v3": ("DeepseekV3", DEEPSEEK_V3),
+             "gpt_oss": ("GptOss", GPT_OSS), "mixtral": ("Mixtral", MIXTRAL), "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
              "qwen3_moe": ("Qwen3Moe", QWEN3_MOE), "llama": ("Llama", LLAMA), "mistral": ("Mistral", MISTRAL),
              "qwen2": ("Qwen2", QWEN2),
              "qwen3": ("Qwen3", QWEN3), "gemma2": ("Gemma2", GEMMA2), "gemma3_text": ("Gemma3", GEMMA3),

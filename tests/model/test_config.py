@@ -13,6 +13,7 @@ from fp8serve.errors import ModelError
 from fp8serve.model.config import ModelConfig, parse_config, read_config
 from fp8serve.model.config_keys import is_harmless
 from fp8serve.model.families import FAMILIES
+from fp8serve.model.latent import Latent
 from tests.model.published import CONFIGS
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 64,
@@ -41,9 +42,12 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     theirs: Any = transformers.AutoConfig.for_model(family, hidden_size=4096, num_attention_heads=32)
     raw = {"model_type": family, "hidden_size": 4096, "intermediate_size": 1, "num_hidden_layers": 6,
            "num_attention_heads": 32}  # fmt: skip
-    ours = parse_config(raw)
-    names = {"num_kv_heads": "num_key_value_heads", "rms_norm_eps": FAMILIES[family].eps_key}
-    same = ("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "bos_token_id")
+    ours = parse_config(raw | ({"num_experts_per_tok": 6} if family == "deepseek_v2" else {}))  # no default there
+    names = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "rms_norm_eps": FAMILIES[family].eps_key}
+    same = ("vocab_size", "max_position_embeddings", "tie_word_embeddings", "bos_token_id")
+    if ours.latent is not None:
+        assert ours.latent == latent(theirs)
+        del names["num_kv_heads"], names["head_dim"]
     for mine, his in (names | dict(zip(same, same, strict=True))).items():
         expected = getattr(theirs, his, None)
         assert getattr(ours, mine) == (128 if (his, expected) == ("head_dim", None) else expected), mine
@@ -52,7 +56,12 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     eos = theirs.eos_token_id
     assert ours.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
     turned = {rope.get("partial_rotary_factor", 1.0) for rope in ropes(theirs)}
-    assert {(ours.rotary_dim or ours.head_dim) / ours.head_dim} == turned
+    assert ours.latent or {(ours.rotary_dim or ours.head_dim) / ours.head_dim} == turned
+
+
+def latent(theirs: Any) -> Latent:
+    sizes = theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.qk_rope_head_dim, theirs.v_head_dim
+    return Latent(theirs.q_lora_rank, *sizes)
 
 
 def test_eos_of_generation_config_rules() -> None:
@@ -102,6 +111,9 @@ def test_published_models_are_read_as_transformers_reads_them(repository: str) -
     raw = CONFIGS[repository]
     ours = parse_config(raw)
     theirs: Any = transformers.AutoConfig.for_model(**deepcopy(raw))  # which changes what it is given
+    if ours.latent is not None:
+        assert (ours.num_layers, ours.latent) == (theirs.num_hidden_layers, latent(theirs))
+        return
     assert (ours.num_layers, ours.num_kv_heads) == (theirs.num_hidden_layers, theirs.num_key_value_heads)
     assert ours.head_dim == getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     used = [rope for rope in ours.layer_ropes if rope]
@@ -163,6 +175,7 @@ def test_unknown_maths_is_an_error_in_every_family(family: str, key: str, value:
     if key in FAMILIES[family].optional:
         value = "not a number"
     raw = LLAMA | {"architectures": [FAMILIES[family].architecture], "model_type": family, "num_key_value_heads": 2}
+    raw |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}
     parse_config(raw)
     with pytest.raises(ModelError, match=rf"(the key '{key}'|{key}) is"):
         parse_config(raw | {key: value})
