@@ -12,7 +12,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops.attention import paged_attention
-from fp8serve.model.checkpoint import linear_names, load_servable, open_checkpoint
+from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config import parse_config
 from fp8serve.model.files import read_json
 from fp8serve.model.mixture import Routing
@@ -81,7 +81,7 @@ def test_the_cache_is_small_and_answers_do_not_depend_on_the_batch(kind: str, tm
 def test_official_fp8_blocks_are_read_and_kv_b_proj_is_widened(tmp_path: Path) -> None:
     make_model("deepseek-v3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    names = [f"{n}.weight" for n in linear_names(load_servable(tmp_path, "bf16"))]
+    names = [f"{n}.weight" for n in load_servable(tmp_path, "bf16").linear_names()]
     blocks: dict[str, torch.Tensor] = {}
     for name in [*names, *(n for n in tensors if "kv_b_proj" in n)]:
         amax = tensors[name].float().abs().max()
