@@ -9,8 +9,8 @@ from fp8serve.calibration.result import LayerReport, TensorReport
 _KIND_OF = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "into q, k, v"),
     "o_proj": "into o",
-    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "into gate, up"),
-    "down_proj": "into down",
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "into gate, up"),
+    **dict.fromkeys(("down_proj", "w2"), "into down"),
 }
 KINDS = tuple(dict.fromkeys(_KIND_OF.values()))
 T = TypeVar("T")
@@ -28,10 +28,17 @@ def index_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def place_of(linear: str) -> tuple[str, str]:
+    """Equal for linears that read the same input: their owner, an expert for instance, and the kind."""
+    return linear.rpartition(".")[0], kind_of(linear)
+
+
 def input_name(linear: str) -> str:
-    """As in: layer 3 into q, k, v."""
-    index = index_of(linear)
-    return linear if index is None else f"layer {index} {kind_of(linear)}"
+    """As in: layer 3 into q, k, v; layer 3 expert 5 into down."""
+    index, expert = index_of(linear), re.search(r"\.experts\.(\d+)\.", linear)
+    if index is None:
+        return linear
+    return f"layer {index} {f'expert {expert[1]} ' if expert else ''}{kind_of(linear)}"
 
 
 def inputs(layers: Sequence[LayerReport]) -> list[LayerReport]:
@@ -46,7 +53,7 @@ def input_tensors(tensors: Sequence[TensorReport]) -> list[TensorReport]:
 
 
 def _first(items: Sequence[T], linear: Callable[[T], str]) -> list[T]:
-    found: dict[tuple[int | None, str], T] = {}
+    found: dict[tuple[str, str], T] = {}
     for item in items:
-        found.setdefault((index_of(linear(item)), kind_of(linear(item))), item)
+        found.setdefault(place_of(linear(item)), item)
     return list(found.values())

@@ -11,7 +11,7 @@ from fp8serve.calibration.words import number
 from .curve import curve
 from .heat import heat, heat_legend
 from .html import details, figures, section, table
-from .inputs import index_of, input_name, input_tensors, kind_of
+from .inputs import input_name, input_tensors, kind_of, place_of
 from .series import by_projection, keys_and_values
 
 TROUBLED = 6  # inputs that are shown one by one
@@ -54,17 +54,12 @@ def _level(amax: float, tensor: TensorReport) -> float | None:
 
 
 def _curves(layers: Sequence[LayerReport], tensors: Sequence[TensorReport]) -> str:
-    by_input = {_place(t.name.removesuffix(".input")): t for t in input_tensors(tensors)}
-    places = dict.fromkeys(_place(layer.name) for layer in worst_first(layers))
+    by_input = {place_of(t.name.removesuffix(".input")): t for t in input_tensors(tensors)}
+    places = dict.fromkeys(place_of(layer.name) for layer in worst_first(layers))
     shown = [by_input[place] for place in places if place in by_input][:TROUBLED]
     drawn = {input_name(t.name.removesuffix(".input")): curve(t.history, "batch", t.limit) for t in shown}
     title = "<h3>Inputs of the layers that cost most: their largest value in each batch</h3>"
     return title + figures(drawn, "small") if any(drawn.values()) else ""
-
-
-def _place(linear: str) -> tuple[int | None, str]:
-    """The input that a linear reads."""
-    return index_of(linear), kind_of(linear)
 
 
 def largest(tensors: Sequence[TensorReport]) -> str:

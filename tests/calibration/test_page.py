@@ -52,6 +52,20 @@ def test_the_page_is_whole_small_and_needs_no_network() -> None:
     assert len(page) < 1_000_000
 
 
+def test_the_input_of_every_expert_is_looked_at() -> None:
+    report = make_report(layers=1)
+    up = next(layer for layer in report.layers if layer.name.endswith("up_proj"))
+    experts = [
+        dataclasses.replace(up, name=f"model.layers.0.mlp.experts.{i}.{leaf}", saturated=0.01 * (i == 2), input=cast())
+        for i in range(4)
+        for leaf in ("gate_proj", "up_proj")
+    ]
+    found = next(f for f in findings(dataclasses.replace(report, layers=tuple(experts))) if "beyond" in f.text)
+    assert found.trouble
+    assert "1 of 4 inputs" in found.text
+    assert "at most 1 % of layer 0 expert 2 into gate, up" in found.text
+
+
 def test_the_page_shows_a_dot_for_every_layer_and_the_worst_first() -> None:
     report = make_report()
     page = html_report(report)
