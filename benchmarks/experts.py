@@ -38,7 +38,7 @@ def make(folder: Path, experts: int, layers: int, hidden: int) -> None:
     """DIR/model and DIR/model.gguf."""
     from safetensors.torch import save_file
 
-    from fp8serve.model.files import write_json
+    from fp8serve.model.storage.files import write_json
     from fp8serve.train.scratch import END, random_weights, train_tokenizer
 
     model = folder / "model"

@@ -15,9 +15,9 @@ from fp8serve.engine.runner import Runner
 from fp8serve.engine.scheduler import Work
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import Decoder
-from fp8serve.model.rope import Rope
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.rope import Rope
+from fp8serve.model.network.decoder import Decoder
 
 CONTEXT, BLOCK = 512, 16
 

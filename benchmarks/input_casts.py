@@ -20,8 +20,8 @@ from fp8serve.calibration.measure import TokenTally, add_logits
 from fp8serve.calibration.passes import forward
 from fp8serve.calibration.result import Quality
 from fp8serve.model.checkpoint import load_servable
-from fp8serve.model.decoder import Decoder
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.network.decoder import Decoder
+from fp8serve.model.text.tokenizer import Tokenizer
 
 E4M3, LARGEST = torch.float8_e4m3fn, 448
 Cast = Callable[[Tensor, float], Tensor]  # (input [tokens, K], the largest magnitude that it ever has) -> like input

@@ -11,7 +11,7 @@ import pydoc_data.topics
 import sys
 from pathlib import Path
 
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 
 ROW = 512
 

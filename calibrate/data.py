@@ -27,9 +27,16 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import DataError, ModelError
-from fp8serve.model.data_files import source_name
-from fp8serve.model.examples import ChatExample, Example, TextExample, TokenizedExample, read_examples, tokenize_whole
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.data_files import source_name
+from fp8serve.model.text.examples import (
+    ChatExample,
+    Example,
+    TextExample,
+    TokenizedExample,
+    read_examples,
+    tokenize_whole,
+)
+from fp8serve.model.text.tokenizer import Tokenizer
 
 PASSAGES = Path(__file__).with_name("passages.jsonl")  # written for this project; no text of others
 IGNORED = -100  # the target of a token that is not scored: cross_entropy's ignore_index

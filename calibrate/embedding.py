@@ -22,9 +22,9 @@ from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, to_json
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, load_encoder, write_calibrated
-from fp8serve.model.encoder import Encoder
-from fp8serve.model.pooling import Pooling, has_pooling, read_pooling
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.network.pooling import Pooling, has_pooling, read_pooling
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .compare import freezer
 from .data import Batch, Batches, calibration_batches, source_names

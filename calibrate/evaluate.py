@@ -16,7 +16,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, RecipeChoice, from_name, name_of
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .data import Batch, documents, load_samples, make_batches, source_names
 from .device import check_device

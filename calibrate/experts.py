@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.model.building import Model
-from fp8serve.model.experts import every_expert, mixtures, reset_token_counts
+from fp8serve.model.network.experts import every_expert, mixtures, reset_token_counts
 
 Counts = dict[str, Tensor]  # by the name of a mixture: tokens that each expert was given, int64 [E]
 NAMED = 3  # of many

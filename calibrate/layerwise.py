@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from fp8serve.model.building import Model
-from fp8serve.model.mapped import release_pages
+from fp8serve.model.storage.mapped import release_pages
 
 from .data import Batch
 from .passes import Tap, attending, hooks

@@ -1,6 +1,6 @@
 """How long the sequences of a calibration or an evaluation may be, and what is said when they are cut or too few."""
 
-from fp8serve.model.config import ModelConfig
+from fp8serve.model.config.decoder import ModelConfig
 
 
 def fitting(seq_len: int, *models: ModelConfig) -> tuple[int, tuple[str, ...]]:

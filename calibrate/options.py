@@ -10,8 +10,8 @@ from annotated_types import Ge, Gt, Le, Len
 from fp8serve.errors import DataError, RecipeError, shown
 from fp8serve.fp8.amax_rules import RuleName
 from fp8serve.fp8.recipe import Recipe, RecipeChoice, ServedName, from_name
-from fp8serve.model.data_files import DATA, STDIN
-from fp8serve.model.file_formats import FileFormat
+from fp8serve.model.formats.file_formats import FileFormat
+from fp8serve.model.text.data_files import DATA, STDIN
 from fp8serve.options import About, check, known_fields
 
 SHIPPED = "passages that ship with fp8serve"

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.model.building import Model
-from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import attention_inputs, block_inputs, has_dense_mlp
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.network.decoder import attention_inputs, block_inputs, has_dense_mlp
 
 Weights = Mapping[str, Tensor]  # by the names of parameters
 

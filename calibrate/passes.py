@@ -17,7 +17,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import dequantize, quantize
 from fp8serve.model.building import Model
-from fp8serve.model.decoder import Attend, rotated
+from fp8serve.model.network.decoder import Attend, rotated
 
 from .data import IGNORED, Batch
 from .measure import LOGIT_ROWS, LayerTally

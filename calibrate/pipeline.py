@@ -32,9 +32,9 @@ from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
-from fp8serve.model.config import computed_by_note
-from fp8serve.model.tokenizer import Tokenizer
-from fp8serve.model.wrappers import left_out_notes
+from fp8serve.model.config.decoder import computed_by_note
+from fp8serve.model.config.wrappers import left_out_notes
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .data import Batches, calibration_batches
 from .experts import said_of_experts

@@ -14,7 +14,7 @@ from torch import nn
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
 from fp8serve.model.building import Model
-from fp8serve.model.targets import matches
+from fp8serve.model.formats.targets import matches
 
 from .options import CalibrationOptions
 from .result import KeptReport, Quality

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from fp8serve.errors import DataError, RecipeError
 from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
-from fp8serve.model.config import ModelConfig
-from fp8serve.model.files import check_absent
-from fp8serve.model.quantization_config import quantization_files
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.formats.quantization_config import quantization_files
+from fp8serve.model.storage.files import check_absent
 
 from .device import check_device
 from .options import CalibrationOptions

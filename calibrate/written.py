@@ -16,10 +16,10 @@ from fp8serve.fp8.recipe import Recipe, to_json
 from fp8serve.fp8.scaling import ScalingState, fp8_max
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, open_checkpoint, save_scales
 from fp8serve.model.export import write_calibrated
-from fp8serve.model.files import whole_directory
+from fp8serve.model.formats.scales import FILE_NAME
 from fp8serve.model.readers import reader_notes
-from fp8serve.model.scales import FILE_NAME
-from fp8serve.model.shards import open_shards
+from fp8serve.model.storage.files import whole_directory
+from fp8serve.model.storage.shards import open_shards
 
 from .data import Batches, source_names
 from .generated import before_and_after

@@ -19,12 +19,12 @@ from torch import Tensor
 from fp8serve.errors import ModelError
 from fp8serve.fp8.ops.arithmetic import expand
 from fp8serve.fp8.recipe import to_json
-from fp8serve.model import transformer_engine
-from fp8serve.model.interop import quantizing_scale
-from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, read_scales
-from fp8serve.model.shards import DTYPES
+from fp8serve.model.config.wrappers import read_text_config
+from fp8serve.model.formats import transformer_engine
+from fp8serve.model.formats.interop import quantizing_scale
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, read_scales
+from fp8serve.model.storage.shards import DTYPES
 from fp8serve.model.stored import Checkpoint, open_checkpoint
-from fp8serve.model.wrappers import read_text_config
 
 SLICE = 1 << 22  # elements that are widened to FP32 at a time
 KINDS = {kind: "FP8" if name == "F8_E4M3" else name for name, kind in DTYPES.items()}

@@ -15,13 +15,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
-from fp8serve.model import interop, transformer_engine
 from fp8serve.model.agreement import contradictions
+from fp8serve.model.config.wrappers import left_out_notes
+from fp8serve.model.formats import interop, transformer_engine
+from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, check_belongs, problems, read_scales
 from fp8serve.model.readers import reader_notes
-from fp8serve.model.scales import FILE_NAME, FORMAT, ScalingCheckpoint, check_belongs, problems, read_scales
-from fp8serve.model.shards import Shards, read_header
+from fp8serve.model.storage.shards import Shards, read_header
 from fp8serve.model.stored import Checkpoint, open_checkpoint
-from fp8serve.model.wrappers import left_out_notes
 
 Direction = Literal["quantizes", "dequantizes", "unknown"]
 

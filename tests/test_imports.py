@@ -31,6 +31,15 @@ ALLOWED_IN_SERVER = {
     "app": {"api", "server_state", "finetuning", "serving", "http"} | FOUNDATION,
     "launch": {"app", "server_state", "serving", "http"} | FOUNDATION,
 }
+ALLOWED_IN_MODEL = {
+    "storage": {"storage"},
+    "text": {"text", "storage"},
+    "config": {"config", "storage", "transformers_backend"},  # which describes what has no family
+    "network": {"network", "config", "storage"},
+    "transformers_backend": {"transformers_backend", "network", "config", "storage"},
+    "formats": {"formats", "transformers_backend", "config", "storage"},
+}
+"""What a room of `model/` may import of it. Modules that lie in no room, `gguf` and `verify` may import any."""
 API_FAMILIES = ("native", "openai")
 NOTHING_OF_OURS = {
     "fp8serve.fp8.spec",
@@ -95,6 +104,18 @@ def test_arrows_in_the_server_point_one_way(module: str) -> None:
     allowed = ALLOWED_IN_SERVER[server_room(module)]
     wrong = {i for i in imports(module, sources()[module]) if server_room(i) and server_room(i) not in allowed}
     assert not wrong, f"{module} may import only {sorted(allowed)} of the server, not {sorted(wrong)}"
+
+
+def model_room(name: str) -> str:
+    """The part of `model/` that a name lies in."""
+    return name.removeprefix("fp8serve.model.").split(".")[0] if name.startswith("fp8serve.model.") else ""
+
+
+@pytest.mark.parametrize("module", sorted(m for m in sources() if model_room(m) in ALLOWED_IN_MODEL))
+def test_arrows_in_models_point_one_way(module: str) -> None:
+    allowed = ALLOWED_IN_MODEL[model_room(module)]
+    wrong = {i for i in imports(module, sources()[module]) if model_room(i) and model_room(i) not in allowed}
+    assert not wrong, f"{module} may import only {sorted(allowed)} of model/, not {sorted(wrong)}"
 
 
 @pytest.mark.parametrize("family", API_FAMILIES)

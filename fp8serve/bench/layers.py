@@ -15,7 +15,7 @@ from fp8serve.calibration.data import calibration_batches
 from fp8serve.calibration.observe import observe, settle
 from fp8serve.calibration.pipeline import load
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .quantization import activations
 

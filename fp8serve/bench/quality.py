@@ -25,9 +25,9 @@ from fp8serve.calibration.options import CalibrationOptions, ScalingOptions
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.errors import JobError, ModelError
 from fp8serve.model.checkpoint import load_servable
-from fp8serve.model.files import write_json
-from fp8serve.model.shards import open_shards
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.storage.files import write_json
+from fp8serve.model.storage.shards import open_shards
+from fp8serve.model.text.tokenizer import Tokenizer
 
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
 REFERENCE = "bf16"

@@ -177,7 +177,7 @@ def _tail(curve: Curve, plan: StudyPlan) -> float:
 
 
 def _parameters(model: Path) -> int:
-    from fp8serve.model.shards import open_shards
+    from fp8serve.model.storage.shards import open_shards
 
     return sum(math.prod(entry.shape) for entry in open_shards(model).entries.values())
 

@@ -6,8 +6,8 @@ import torch
 
 from fp8serve.bench.options import Shape
 from fp8serve.fp8.linear import convert
-from fp8serve.model.config import parse_config
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.config.decoder import parse_config
+from fp8serve.model.network.decoder import Decoder
 from fp8serve.train.batch import PackedBatch
 from fp8serve.train.scratch import llama_config
 

@@ -54,7 +54,7 @@ def command(
     from fp8serve.calibration.ranks import torchrun
     from fp8serve.calibration.report import summary_table
     from fp8serve.hub import find_model
-    from fp8serve.model.any_config import holds_encoder
+    from fp8serve.model.config.either import holds_encoder
 
     check_report(report_file)
     directory, recipe = find_model(model), scaling().recipe

@@ -18,9 +18,9 @@ from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import Model
-from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import Heads
-from fp8serve.model.rotary import Rotation
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.network.decoder import Heads
+from fp8serve.model.network.rotary import Rotation
 
 _sample = torch.ops.fp8serve.sample.default
 

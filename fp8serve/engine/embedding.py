@@ -1,7 +1,7 @@
 """Texts in, one vector for each out: an embedding model, without a cache and without a scheduler.
 
 Texts of one call are computed together, as many as fit a step, one behind the other and without padding; what a text
-gets does not depend on the others (invariant.py, model/encoder.py).
+gets does not depend on the others (invariant.py, model/network/encoder.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.checkpoint import load_encoder
-from fp8serve.model.encoder import Encoder
-from fp8serve.model.pooling import Pooling, read_pooling
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.network.pooling import Pooling, read_pooling
+from fp8serve.model.text.tokenizer import Tokenizer
 
 Text = str | Sequence[int]
 

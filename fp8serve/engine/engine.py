@@ -161,7 +161,7 @@ class Engine:
         """One record per FP8 layer: live amax of its input, scale, headroom and saturation.
 
         o_proj, gate_proj, up_proj and down_proj of the last decoder layer are given the tokens whose logits are wanted
-        and no others (model/decoder.py): their records are of these, not of whole prompts.
+        and no others (model/network/decoder.py): their records are of these, not of whole prompts.
         """
         return self.loaded.scales(self._totals["computed"], self._totals["generated"])
 

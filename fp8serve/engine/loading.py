@@ -32,12 +32,12 @@ from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
-from fp8serve.model.config import ModelConfig, computed_by_note, read_config
-from fp8serve.model.experts import reset_token_counts, rows_of_experts
-from fp8serve.model.files import present
-from fp8serve.model.microscaling import widened_note
-from fp8serve.model.tokenizer import Tokenizer
-from fp8serve.model.wrappers import left_out_notes
+from fp8serve.model.config.decoder import ModelConfig, computed_by_note, read_config
+from fp8serve.model.config.wrappers import left_out_notes
+from fp8serve.model.formats.microscaling import widened_note
+from fp8serve.model.network.experts import reset_token_counts, rows_of_experts
+from fp8serve.model.storage.files import present
+from fp8serve.model.text.tokenizer import Tokenizer
 
 log = logging.getLogger("fp8serve.engine")
 GPU_HEAD_DIM = 512  # csrc/cuda/attention.cu

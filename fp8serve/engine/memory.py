@@ -13,8 +13,8 @@ import torch
 
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
-from fp8serve.model.config import ModelConfig
-from fp8serve.model.memory import free_memory
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.network.memory import free_memory
 
 CPU_SHARE = 4  # the cache takes at most a quarter of free memory: weights are mapped, and need room to stay there
 GPU_SHARE = 0.9

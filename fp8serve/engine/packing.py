@@ -26,9 +26,9 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import is_packable
 from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.building import Model
-from fp8serve.model.fusing import Projections
-from fp8serve.model.mapped import release_pages
-from fp8serve.model.memory import free_memory
+from fp8serve.model.network.fusing import Projections
+from fp8serve.model.network.memory import free_memory
+from fp8serve.model.storage.mapped import release_pages
 
 ROOM = 0.6  # of free memory may become packed weights; up to a quarter is the cache's
 

@@ -1,8 +1,8 @@
 """A step's tensors (step.py) go through the model and come back as logits; decoding steps by CUDA graphs (graphs.py).
 
 The cache is one tensor of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim], in the model's
-own type or in E4M3 with one scale each per layer. Where attention is over latent vectors (model/latent_attention.py)
-both are one tensor, and have the keys' scale.
+own type or in E4M3 with one scale each per layer. Where attention is over latent vectors
+(model/network/latent_attention.py) both are one tensor, and have the keys' scale.
 """
 
 import math
@@ -23,8 +23,8 @@ from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import Model
-from fp8serve.model.decoder import Heads
-from fp8serve.model.rotary import Rotation
+from fp8serve.model.network.decoder import Heads
+from fp8serve.model.network.rotary import Rotation
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
 _rotary_write_kv = torch.ops.fp8serve.rotary_write_kv.default

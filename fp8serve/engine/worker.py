@@ -34,7 +34,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request, RequestOutput
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.model.any_config import holds_encoder
+from fp8serve.model.config.either import holds_encoder
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0

@@ -1,9 +1,9 @@
 """QuantSpec: everything that decides how one tensor becomes FP8, as data.
 
 A recipe yields one for each role of a tensor (`recipe.specs`), a checkpoint of another project one for the inputs of
-its layers (model/interop.py). Casting, linear layers, attention, loading, export and calibration read these and not
-recipes. The names of granularities here are those of `fp8serve.quantize`, and the only ones in the tree; other
-projects' words for them are translated where their files are read (model/interop.py).
+its layers. Casting, linear layers, attention, loading, export and calibration read these and not recipes. The names of
+granularities here are those of `fp8serve.quantize`, and the only ones in the tree; other projects' words for them are
+translated where their files are read (model/formats/interop.py).
 
 A new format is a name here (a granularity with its block, a scale format), an op that casts to it (casting.py says
 which) and a product that reads its scales. Nothing here touches torch.

@@ -8,7 +8,7 @@ say which of the two is meant. Another project's file may round a scale to BF16.
 from collections.abc import Iterator
 
 from fp8serve.errors import ScalesError
-from fp8serve.model.scales import ScalingCheckpoint
+from fp8serve.model.formats.scales import ScalingCheckpoint
 from fp8serve.model.stored import Checkpoint
 
 TOLERANCE = 0.01

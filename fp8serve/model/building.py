@@ -2,11 +2,11 @@
 
 import torch
 
-from fp8serve.model.any_config import AnyConfig
-from fp8serve.model.config import ModelConfig
-from fp8serve.model.decoder import Decoder
-from fp8serve.model.encoder import Encoder
-from fp8serve.model.encoder_config import EncoderConfig
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.either import AnyConfig
+from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.network.decoder import Decoder
+from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.transformers_backend.network import TransformersModel
 
 Model = Decoder | TransformersModel  # a language model

@@ -21,15 +21,13 @@ from fp8serve.fp8.casting import cast_by_content
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.spec import QuantSpec
-from fp8serve.model import interop
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.building import Model, build_on_meta
-from fp8serve.model.encoder import Encoder
-from fp8serve.model.encoder_config import EncoderConfig
+from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
-from fp8serve.model.files import present
-from fp8serve.model.mixture import keeps_fp32
-from fp8serve.model.scales import (
+from fp8serve.model.formats import interop
+from fp8serve.model.formats.scales import (
     FILE_NAME,
     ScalingCheckpoint,
     TensorScale,
@@ -38,6 +36,8 @@ from fp8serve.model.scales import (
     load_scales,
     save_scales,
 )
+from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.storage.files import present
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 from fp8serve.model.transformers_backend.check import check_against_class
 from fp8serve.model.transformers_backend.network import TransformersModel

@@ -29,11 +29,11 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.building import build_on_meta
-from fp8serve.model.config import parse_config
+from fp8serve.model.config.decoder import parse_config
+from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
-from fp8serve.model.families import FAMILIES
-from fp8serve.model.files import check_absent, regular_file, write_json
-from fp8serve.model.scales import ScalingCheckpoint, TensorScale
+from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale
+from fp8serve.model.storage.files import check_absent, regular_file, write_json
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
 

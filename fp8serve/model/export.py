@@ -23,10 +23,14 @@ from torch import Tensor
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
-from fp8serve.model.any_config import parse_any_config
 from fp8serve.model.building import skeleton
-from fp8serve.model.file_formats import FORMATS
-from fp8serve.model.files import (
+from fp8serve.model.config.either import parse_any_config
+from fp8serve.model.config.wrappers import read_text_config
+from fp8serve.model.formats.file_formats import FORMATS
+from fp8serve.model.formats.interop import dequantizing_scale
+from fp8serve.model.formats.quantization_config import quantization_files
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
+from fp8serve.model.storage.files import (
     MAX_CARRIED_BYTES,
     check_absent,
     read_file,
@@ -35,13 +39,9 @@ from fp8serve.model.files import (
     whole_directory,
     write_json,
 )
-from fp8serve.model.interop import dequantizing_scale
-from fp8serve.model.mapped import release_pages
-from fp8serve.model.quantization_config import quantization_files
-from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
-from fp8serve.model.shards import DTYPES, SINGLE, inside, write_index
+from fp8serve.model.storage.mapped import release_pages
+from fp8serve.model.storage.shards import DTYPES, SINGLE, inside, write_index
 from fp8serve.model.stored import open_checkpoint
-from fp8serve.model.wrappers import read_text_config
 
 __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]
 

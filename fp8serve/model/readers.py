@@ -12,7 +12,7 @@ Here is what a directory's owner must hear without reading that page. Three case
   refuses where a block would span two of them. Padding would change the shapes that config.json promises.
 """
 
-from fp8serve.model.interop import BLOCKED_WEIGHT
+from fp8serve.model.formats.interop import BLOCKED_WEIGHT
 from fp8serve.model.stored import Checkpoint
 
 SPELLING = (

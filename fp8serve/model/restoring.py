@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.stateful import Stateful, restored, state_key
 from fp8serve.model.converted import plain_name, unwrapped
-from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, TensorScale, check, load_scales
-from fp8serve.model.shards import open_shards
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, check, load_scales
+from fp8serve.model.storage.shards import open_shards
 
 Found = dict[str, Tensor]  # the fields of one state
 

@@ -16,10 +16,10 @@ from fp8serve.fp8.spec import UNQUANTIZED, QuantSpec
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.checkpoint import kv_scales
 from fp8serve.model.export import write_calibrated
-from fp8serve.model.files import present
-from fp8serve.model.interop import BLOCKED_INPUT, PER_TOKEN, STATIC
-from fp8serve.model.quantization_config import quantization_files
-from fp8serve.model.scales import FILE_NAME, ScalingCheckpoint, TensorScale, load_scales
+from fp8serve.model.formats.interop import BLOCKED_INPUT, PER_TOKEN, STATIC
+from fp8serve.model.formats.quantization_config import quantization_files
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, load_scales
+from fp8serve.model.storage.files import present
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 
 _CURRENT = Float8CurrentScaling()

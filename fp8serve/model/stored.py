@@ -15,18 +15,18 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import state_key
-from fp8serve.model import interop
-from fp8serve.model.any_config import AnyConfig, read_any_config
 from fp8serve.model.building import skeleton
-from fp8serve.model.config import ModelConfig
-from fp8serve.model.encoder_config import EncoderConfig
-from fp8serve.model.interop import Quantization, ScaleKey
-from fp8serve.model.microscaling import Widened, widened
-from fp8serve.model.predictors import without_predictors
-from fp8serve.model.shards import Shards
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.either import AnyConfig, read_any_config
+from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.predictors import without_predictors
+from fp8serve.model.config.wrappers import read_text_config, text_shards
+from fp8serve.model.formats import interop
+from fp8serve.model.formats.interop import Quantization, ScaleKey
+from fp8serve.model.formats.microscaling import Widened, widened
+from fp8serve.model.formats.unstacked import unstacked
+from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.names import by_module
-from fp8serve.model.unstacked import unstacked
-from fp8serve.model.wrappers import read_text_config, text_shards
 
 _LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8serve.errors import JobError
-from fp8serve.model.files import fsync, read_json, save_tensors, whole_directory, write_json
-from fp8serve.model.shards import write_index
+from fp8serve.model.storage.files import fsync, read_json, save_tensors, whole_directory, write_json
+from fp8serve.model.storage.shards import write_index
 
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")

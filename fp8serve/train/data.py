@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8serve.errors import DataError, ModelError
-from fp8serve.model.config import ModelConfig
-from fp8serve.model.examples import Example, TextExample, TokenizedExample, read_examples, tokenize
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.text.examples import Example, TextExample, TokenizedExample, read_examples, tokenize
+from fp8serve.model.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

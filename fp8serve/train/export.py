@@ -21,7 +21,7 @@ from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint
 from fp8serve.model.export import write_calibrated, write_hf_directory
-from fp8serve.model.files import read_json
+from fp8serve.model.storage.files import read_json
 from fp8serve.train.checkpoint import require_whole
 from fp8serve.train.config import TrainConfig
 

@@ -20,9 +20,9 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, unreduced
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.model.building import Model
-from fp8serve.model.decoder import rotated
-from fp8serve.model.experts import Expert, Mixture, every_expert, mixtures
-from fp8serve.model.mixture import keeps_fp32
+from fp8serve.model.config.mixture import keeps_fp32
+from fp8serve.model.network.decoder import rotated
+from fp8serve.model.network.experts import Expert, Mixture, every_expert, mixtures
 from fp8serve.train.batch import PackedBatch
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from fp8serve.errors import JobError
 from fp8serve.model.export import CARRIED
-from fp8serve.model.files import read_json, regular_file
-from fp8serve.model.scales import FILE_NAME, fingerprint
+from fp8serve.model.formats.scales import FILE_NAME, fingerprint
+from fp8serve.model.storage.files import read_json, regular_file
 from fp8serve.train.config import LENGTH, TrainConfig
 
 

@@ -24,8 +24,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fp8serve.ending import end_process
 from fp8serve.errors import Fp8ServeError, JobError
-from fp8serve.model.files import fsync
-from fp8serve.model.lock import take_lock
+from fp8serve.model.storage.files import fsync
+from fp8serve.model.storage.lock import take_lock
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import Event, message
 

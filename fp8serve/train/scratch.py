@@ -20,10 +20,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
-from fp8serve.model.config import read_config
-from fp8serve.model.decoder import Decoder
-from fp8serve.model.files import save_tensors, whole_directory, write_json
-from fp8serve.model.shards import SINGLE, write_index
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.network.decoder import Decoder
+from fp8serve.model.storage.files import save_tensors, whole_directory, write_json
+from fp8serve.model.storage.shards import SINGLE, write_index
 
 END, USER, ASSISTANT, SYSTEM = "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL = (END, USER, ASSISTANT, SYSTEM)

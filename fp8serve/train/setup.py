@@ -18,10 +18,10 @@ from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_trainable, open_checkpoint
-from fp8serve.model.config import read_config
-from fp8serve.model.files import read_json
-from fp8serve.model.quantization_config import quantization_files
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.formats.quantization_config import quantization_files
+from fp8serve.model.storage.files import read_json
+from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train import state
 from fp8serve.train.carry import carried_files
 from fp8serve.train.config import TrainConfig

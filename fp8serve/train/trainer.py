@@ -32,9 +32,9 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.files import read_json
-from fp8serve.model.lock import take_lock
 from fp8serve.model.readers import reader_notes
+from fp8serve.model.storage.files import read_json
+from fp8serve.model.storage.lock import take_lock
 from fp8serve.model.stored import open_checkpoint
 from fp8serve.train import checkpoint, events, state
 from fp8serve.train.batch import collate

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8serve.errors import DataError
-from fp8serve.model.config import ModelConfig, read_config
-from fp8serve.model.data_files import read_lines
-from fp8serve.model.examples import Example, example_of_line, read_examples
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.config.decoder import ModelConfig, read_config
+from fp8serve.model.text.data_files import read_lines
+from fp8serve.model.text.examples import Example, example_of_line, read_examples
+from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row, RowCounts, check_length, rows_of
 from fp8serve.train.order import epoch_steps, total_steps

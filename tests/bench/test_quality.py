@@ -18,7 +18,7 @@ from fp8serve.bench.quality_chart import chart
 from fp8serve.calibration.measure import TokenTally
 from fp8serve.cli import main
 from fp8serve.errors import JobError
-from fp8serve.model.config import read_config
+from fp8serve.model.config.decoder import read_config
 from tests.tiny import write_tiny_model
 
 SMALL = {"samples": 8, "measured": 12, "seq_len": 32, "new": 2}

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fp8serve.calibration.data import PASSAGES
-from fp8serve.model.examples import TextExample, read_examples
+from fp8serve.model.text.examples import TextExample, read_examples
 
 VOCAB = 512
 

@@ -19,8 +19,8 @@ from fp8serve.calibration.data import (
 )
 from fp8serve.calibration.options import CalibrationOptions, SampleOptions
 from fp8serve.errors import DataError, ModelError
-from fp8serve.model.examples import ChatExample, read_examples
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.examples import ChatExample, read_examples
+from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.oracle import CHAT_TEMPLATE
 
 from .conftest import VOCAB

@@ -12,7 +12,7 @@ from fp8serve.cli import main
 from fp8serve.engine.embedding import Embedder
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.recipe import from_name
-from fp8serve.model.pooling import read_pooling
+from fp8serve.model.network.pooling import read_pooling
 from tests.model.encoders import FAMILIES, make, pooled
 
 OPTIONS = {"samples": 12, "seq_len": 24}

@@ -12,7 +12,7 @@ from fp8serve.calibration.pipeline import calibrate
 from fp8serve.cli import main
 from fp8serve.errors import Fp8ServeError, ModelError, RecipeError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB, write_model
 

@@ -15,7 +15,7 @@ from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB
 from .test_rounding import SMALL, divergence

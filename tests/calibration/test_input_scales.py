@@ -14,8 +14,8 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import quantize
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_scales, load_servable
-from fp8serve.model.decoder import Decoder
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.network.decoder import Decoder
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB
 

@@ -12,8 +12,8 @@ from fp8serve.calibration.passes import attention_names, backward, forward, trac
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.config import read_config
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.network.decoder import Decoder
 
 from .conftest import VOCAB
 

@@ -16,7 +16,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, from_name, to_json
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
 from fp8serve.model.readers import MODELOPT, SPELLING
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB, write_model
 

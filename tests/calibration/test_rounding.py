@@ -18,7 +18,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_servable, load_trainable, open_checkpoint
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB
 

@@ -14,7 +14,7 @@ from fp8serve.calibration.pipeline import load
 from fp8serve.calibration.result import LayerReport, worst_first
 from fp8serve.calibration.sensitivity import kl_shares
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB
 

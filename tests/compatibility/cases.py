@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fp8serve.model.families import FAMILIES
-from fp8serve.model.wrappers import WRAPPERS
+from fp8serve.model.config.families import FAMILIES
+from fp8serve.model.config.wrappers import WRAPPERS
 from tests.model import test_wrappers
 from tests.model.oracle import SIZES, make_model, make_random
 from tests.model.published import CONFIGS

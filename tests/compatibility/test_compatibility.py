@@ -21,9 +21,9 @@ from fp8serve.model.checkpoint import (
     write_calibrated,
     write_hf_directory,
 )
-from fp8serve.model.experts import rows_of_experts
-from fp8serve.model.file_formats import FORMATS
-from fp8serve.model.wrappers import read_text_config
+from fp8serve.model.config.wrappers import read_text_config
+from fp8serve.model.formats.file_formats import FORMATS
+from fp8serve.model.network.experts import rows_of_experts
 from fp8serve.train.batch import PackedBatch
 from fp8serve.train.forward import Forward, summed_loss
 from tests.compatibility.cases import NAMES, NOT_READ_BY_TRANSFORMERS, make

@@ -23,8 +23,8 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.model.config import parse_config
-from fp8serve.model.decoder import Decoder, rotated
+from fp8serve.model.config.decoder import parse_config
+from fp8serve.model.network.decoder import Decoder, rotated
 from tests.cuda import emulated
 from tests.cuda.conftest import on_both
 

@@ -11,7 +11,7 @@ from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.invariant import own_products
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.experts import Mixture
+from fp8serve.model.network.experts import Mixture
 
 from .test_fused import MODES, make
 from .test_oracle import TEXT, learn
@@ -173,7 +173,7 @@ def test_experts_that_memory_cannot_hold_twice_stay_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stacked = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
-    monkeypatch.setattr("fp8serve.model.experts.free_memory", lambda: 1000)
+    monkeypatch.setattr("fp8serve.model.network.experts.free_memory", lambda: 1000)
     loose = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
     assert not any(mixture.is_stacked for mixture in mixtures(loose))
     assert all(map(torch.equal, logits_of_every_step(loose, PROMPTS, 6), logits_of_every_step(stacked, PROMPTS, 6)))

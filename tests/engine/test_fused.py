@@ -24,8 +24,8 @@ from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.decoder import Attend
-from fp8serve.model.experts import Mixture
+from fp8serve.model.network.decoder import Attend
+from fp8serve.model.network.experts import Mixture
 
 from .tiny import ARCHITECTURES, OTHERS, call_each_layer, write_model, write_scales
 

@@ -14,7 +14,7 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request, SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError, RecipeError, RequestError
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, to_json
-from fp8serve.model.config import read_config
+from fp8serve.model.config.decoder import read_config
 
 from .tiny import write_model
 

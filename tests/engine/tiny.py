@@ -12,9 +12,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.invariant import RowIndependent
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.config import read_config
-from fp8serve.model.decoder import Decoder
-from fp8serve.model.scales import ScalingCheckpoint, TensorScale, fingerprint, save_scales
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, fingerprint, save_scales
+from fp8serve.model.network.decoder import Decoder
 
 VOCAB = 260  # 256 bytes, <s>, </s>, and two that no text uses
 BOS, EOS = 256, 257

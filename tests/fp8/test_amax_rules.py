@@ -8,7 +8,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.amax_rules import RULES, AmaxRule
 from fp8serve.fp8.recipe import from_json, to_json
 from fp8serve.fp8.scaling import Entry, ScalingState, update
-from fp8serve.model.scales import ScalingCheckpoint, TensorScale, problems
+from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, problems
 
 AMAXES = (1.0, 4.0, 2.0, 3.0, 8.0)
 

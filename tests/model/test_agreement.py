@@ -122,7 +122,7 @@ def test_cache_scales_of_one_are_announced(model: Path, caplog: pytest.LogCaptur
 
 
 def test_configurations_that_quantize_the_cache_only(plain: Path, calibrated: Path, tmp_path: Path) -> None:
-    from fp8serve.model.files import read_json
+    from fp8serve.model.storage.files import read_json
 
     scheme = read_json(calibrated / "config.json")["quantization_config"]["kv_cache_scheme"]
     stored = {
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_says_it_is_dense(model: Path) -> None:
 
 
 def test_modelopts_names_in_lower_case() -> None:
-    from fp8serve.model.interop import STATIC, UNQUANTIZED, read_quantization
+    from fp8serve.model.formats.interop import STATIC, UNQUANTIZED, read_quantization
 
     for name, spec in {"fp8": STATIC, "fp8_pb_wo": UNQUANTIZED, "FP8_PB_WO": UNQUANTIZED}.items():
         found = read_quantization(Path(), {"quantization_config": {"quant_method": "modelopt", "quant_algo": name}})

@@ -5,8 +5,8 @@ from datetime import date
 import pytest
 
 from fp8serve.errors import ModelError, RequestError
-from fp8serve.model import chat
-from fp8serve.model.chat import ChatTemplate
+from fp8serve.model.text import chat
+from fp8serve.model.text.chat import ChatTemplate
 
 TURNS = [
     {"role": "user", "content": "hi"},

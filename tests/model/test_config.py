@@ -10,10 +10,10 @@ import pytest
 import transformers
 
 from fp8serve.errors import ModelError
-from fp8serve.model.config import ModelConfig, parse_config, read_config
-from fp8serve.model.config_keys import is_harmless
-from fp8serve.model.families import FAMILIES
-from fp8serve.model.latent import Latent
+from fp8serve.model.config.decoder import ModelConfig, parse_config, read_config
+from fp8serve.model.config.families import FAMILIES
+from fp8serve.model.config.keys import is_harmless
+from fp8serve.model.config.latent import Latent
 from tests.model.published import CONFIGS
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 64,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import DataError
-from fp8serve.model import data_files
-from fp8serve.model.examples import TextExample, read_examples
+from fp8serve.model.text import data_files
+from fp8serve.model.text.examples import TextExample, read_examples
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 
 from fp8serve.fp8.ops import reference
-from fp8serve.model import fusing, norms
 from fp8serve.model.checkpoint import open_checkpoint
-from fp8serve.model.config import read_config
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.network import fusing, norms
+from fp8serve.model.network.decoder import Decoder
 from tests.model.oracle import MODELS, all_logits, make_model
 
 # OLMo and Cohere turn queries and keys in FP32, Ministral 3 scales queries after that; where pairs are neighbours or

@@ -10,8 +10,8 @@ import transformers
 from fp8serve.engine.embedding import Embedder
 from fp8serve.errors import ModelError, RequestError
 from fp8serve.model.checkpoint import load_encoder, open_checkpoint
-from fp8serve.model.encoder import activated
-from fp8serve.model.pooling import Pooling, read_pooling
+from fp8serve.model.network.encoder import activated
+from fp8serve.model.network.pooling import Pooling, read_pooling
 from tests.model.encoders import BERT, FAMILIES, make, pooled, randomized
 
 

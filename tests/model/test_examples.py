@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import DataError
-from fp8serve.model.examples import (
+from fp8serve.model.text.examples import (
     PASSAGE_CHARS,
     ChatExample,
     PromptExample,
@@ -16,7 +16,7 @@ from fp8serve.model.examples import (
     tokenize,
     tokenize_whole,
 )
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.oracle import CHAT_TEMPLATE, write_tokenizer
 
 CHAT = [

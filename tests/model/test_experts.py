@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from fp8serve.errors import ModelError
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
-from fp8serve.model.config import parse_config, read_config
+from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.converted import export
-from fp8serve.model.decoder import Decoder
-from fp8serve.model.experts import Mixture, sort
+from fp8serve.model.network.decoder import Decoder
+from fp8serve.model.network.experts import Mixture, sort
 from tests.model.oracle import MODELS, all_logits, make_model
 
 MOE = [kind for kind, (_, options) in MODELS.items() if "num_experts_per_tok" in options]

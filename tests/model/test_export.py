@@ -26,7 +26,7 @@ from fp8serve.model.checkpoint import (
     write_calibrated,
     write_hf_directory,
 )
-from fp8serve.model.shards import read_header
+from fp8serve.model.storage.shards import read_header
 from tests.model.oracle import IDS, LINEAR, all_logits, state_for
 
 ModelDir = Callable[[str], Path]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fp8serve.errors import DataError, MachineError, ModelError
-from fp8serve.model.files import read_json, whole_directory, write_json
+from fp8serve.model.storage.files import read_json, whole_directory, write_json
 
 
 def test_directory_appears_complete(tmp_path: Path) -> None:

@@ -20,14 +20,14 @@ from fp8serve.cli import main
 from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
 from fp8serve.model.checkpoint import load_trainable
-from fp8serve.model.config import read_config
+from fp8serve.model.config.decoder import read_config
 from fp8serve.model.gguf import smollm2 as packaged
 from fp8serve.model.gguf import tensors as gguf_tensors
 from fp8serve.model.gguf.cache import file_hash
 from fp8serve.model.gguf.conversion import convert
 from fp8serve.model.gguf.reader import TYPES, GgufFile
 from fp8serve.model.gguf.tensors import dequantized
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.gguf_files import add, finish, write_gguf
 from tests.model.oracle import IDS, all_logits
 

@@ -17,12 +17,12 @@ import fp8serve
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.errors import DataError, Fp8ServeError, ModelError
 from fp8serve.model.checkpoint import kv_scales, open_checkpoint
-from fp8serve.model.config import parse_config, read_config
-from fp8serve.model.examples import read_examples
-from fp8serve.model.families import FAMILIES
-from fp8serve.model.files import read_json
-from fp8serve.model.interop import read_quantization
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.config.decoder import parse_config, read_config
+from fp8serve.model.config.families import FAMILIES
+from fp8serve.model.formats.interop import read_quantization
+from fp8serve.model.storage.files import read_json
+from fp8serve.model.text.examples import read_examples
+from fp8serve.model.text.tokenizer import Tokenizer
 from tests.tiny import write_tiny_model
 
 CATASTROPHE = "re:(.+)+!"

@@ -14,9 +14,9 @@ from torch import Tensor
 from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.spec import UNQUANTIZED
-from fp8serve.model import interop
 from fp8serve.model.checkpoint import kv_scales, load_servable, load_trainable, open_checkpoint
-from fp8serve.model.interop import ScaleKey, classify, read_quantization
+from fp8serve.model.formats import interop
+from fp8serve.model.formats.interop import ScaleKey, classify, read_quantization
 
 ModelDir = Callable[[str], Path]
 LINEAR = "model.layers.0.mlp.up_proj"

@@ -13,10 +13,10 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops.attention import paged_attention
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
-from fp8serve.model.config import parse_config
-from fp8serve.model.files import read_json
-from fp8serve.model.mixture import Routing
-from fp8serve.model.routing import GroupRouter
+from fp8serve.model.config.decoder import parse_config
+from fp8serve.model.config.mixture import Routing
+from fp8serve.model.network.routing import GroupRouter
+from fp8serve.model.storage.files import read_json
 from tests.model.oracle import IDS, all_logits, make_model
 from tests.model.published import CONFIGS
 

@@ -18,7 +18,7 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
-from fp8serve.model.microscaling import mxfp4, mxfp8
+from fp8serve.model.formats.microscaling import mxfp4, mxfp8
 from tests.model.oracle import make_model
 
 LINEAR = "model.layers.0.mlp.up_proj"

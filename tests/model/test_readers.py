@@ -27,7 +27,7 @@ from fp8serve.model.checkpoint import (
     write_hf_directory,
 )
 from fp8serve.model.readers import MODELOPT, SPELLING, reader_notes
-from fp8serve.model.shards import open_shards
+from fp8serve.model.storage.shards import open_shards
 from tests.model.oracle import IDS, LINEAR, all_logits, make_model, state_for
 from tests.model.readers import tensors_taken
 

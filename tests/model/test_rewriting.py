@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from fp8serve.cli import main
 from fp8serve.errors import ModelError
 from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint, write_calibrated
+from fp8serve.model.formats.scales import load_scales
 from fp8serve.model.rewriting import rewrite
-from fp8serve.model.scales import load_scales
 from fp8serve.model.verify import verify
 from tests.model import checkpoints as made
 from tests.model.checkpoints import Draft

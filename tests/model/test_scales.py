@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.recipe import DelayedScaling, to_json
-from fp8serve.model.scales import (
+from fp8serve.model.formats.scales import (
     ScalingCheckpoint,
     TensorScale,
     check_covers,

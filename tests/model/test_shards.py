@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fp8serve.errors import ModelError
-from fp8serve.model.shards import INDEX, SINGLE, open_shards, read_header
+from fp8serve.model.storage.shards import INDEX, SINGLE, open_shards, read_header
 
 
 def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:

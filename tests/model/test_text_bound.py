@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from fp8serve.model.text_bound import BYTE_TOKENS, text_bound
+from fp8serve.model.text.text_bound import BYTE_TOKENS, text_bound
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8serve.errors import ModelError, RequestError
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.oracle import CHAT_TEMPLATE, byte_fallback, byte_level, write_tokenizer
 
 KINDS = {"byte-level": byte_level, "byte-fallback": byte_fallback}
@@ -220,6 +220,6 @@ def test_flush_gives_what_was_held_and_starts_anew() -> None:
 
 
 def test_a_front_process_tokenizes_without_torch() -> None:
-    modules = "fp8serve.model.config, fp8serve.model.examples, fp8serve.model.tokenizer"
+    modules = "fp8serve.model.config.decoder, fp8serve.model.text.examples, fp8serve.model.text.tokenizer"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

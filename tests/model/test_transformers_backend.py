@@ -14,7 +14,7 @@ from fp8serve.calibration.refused import check_model
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import ModelError, RecipeError
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
-from fp8serve.model.config import parse_config, read_config
+from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.transformers_backend import check
 from tests.compatibility.cases import BY_TRANSFORMERS, make
 from tests.model.oracle import SIZES, write_tokenizer
@@ -80,7 +80,7 @@ def test_a_class_in_which_tokens_meet_elsewhere_is_refused_as_it_is_loaded(
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8serve.model.config.find_spec", lambda name: None)
+    monkeypatch.setattr("fp8serve.model.config.decoder.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"'helium' is not supported; .*pip install 'fp8serve\[transformers\]'"):
         described("helium")
 
@@ -90,7 +90,7 @@ def test_a_family_imports_no_transformers(tmp_path: Path) -> None:
     import sys
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
-    code = f"import sys; from fp8serve.model.config import read_config; read_config({str(tmp_path)!r});"
+    code = f"import sys; from fp8serve.model.config.decoder import read_config; read_config({str(tmp_path)!r});"
     code += "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import DataError, RequestError
-from fp8serve.model.chat import ChatTemplate, Message
-from fp8serve.model.examples import ChatExample, tokenize
-from fp8serve.model.tokenizer import Tokenizer
-from fp8serve.model.turns import Markers, assistant_spans
+from fp8serve.model.text.chat import ChatTemplate, Message
+from fp8serve.model.text.examples import ChatExample, tokenize
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.turns import Markers, assistant_spans
 from tests.model.families import CHATML, FAMILIES, QWEN3, R1, special_tokens, unmarked
 from tests.model.oracle import byte_level, write_tokenizer
 

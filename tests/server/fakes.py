@@ -17,8 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from fp8serve.engine.request import EngineLimits, FinishReason, Request, RequestOutput, TokenLogprob
 from fp8serve.errors import MachineError, ModelError, RequestError
-from fp8serve.model.chat import ChatTemplate
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.chat import ChatTemplate
+from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.serving.served import Source
 
 EOS = 256

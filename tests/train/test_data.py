@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fp8serve.errors import DataError, ModelError
-from fp8serve.model.config import read_config
-from fp8serve.model.examples import PromptExample, TextExample
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.text.examples import PromptExample, TextExample
+from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.batch import collate
 from fp8serve.train.data import check_length, fingerprint, load_rows, rows_of
 

@@ -16,7 +16,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_scales, load_servable, load_trainable
-from fp8serve.model.experts import Mixture, mixtures
+from fp8serve.model.network.experts import Mixture, mixtures
 from fp8serve.train.batch import collate
 from fp8serve.train.forward import Forward
 from fp8serve.train.scratch import random_weights

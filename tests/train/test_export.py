@@ -17,7 +17,7 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, Format
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
-from fp8serve.model.decoder import Decoder, rotated
+from fp8serve.model.network.decoder import Decoder, rotated
 from fp8serve.train import checkpoint, state
 from fp8serve.train.batch import PackedBatch, collate
 from fp8serve.train.export import export

@@ -13,7 +13,7 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
 from fp8serve.model.checkpoint import load_trainable
-from fp8serve.model.decoder import Decoder
+from fp8serve.model.network.decoder import Decoder
 from fp8serve.train.batch import collate
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, summed_loss

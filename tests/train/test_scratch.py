@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8serve.errors import ModelError
-from fp8serve.model.config import read_config
+from fp8serve.model.config.decoder import read_config
 from fp8serve.train.scratch import write_random_model
 from tests.model.readers import tensors_taken
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8serve.errors import JobError
 from fp8serve.model.checkpoint import TensorScale, load_scales
 from fp8serve.model.readers import SPELLING
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train import checkpoint, forward, setup, trainer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import load_rows

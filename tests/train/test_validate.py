@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from fp8serve.model.config import read_config
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import load_rows
 from fp8serve.train.order import total_steps
 from fp8serve.train.validate import memory_estimate, parameter_counts, validate

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config import parse_config
-from fp8serve.model.families import FAMILIES
+from fp8serve.model.config.decoder import parse_config
+from fp8serve.model.config.families import FAMILIES
+from fp8serve.model.config.rope import Rope
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.tensors import dequantized
-from fp8serve.model.rope import Rope
-from fp8serve.model.rotary import inverse_frequencies
+from fp8serve.model.network.rotary import inverse_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"
 # By `general.architecture`; Mistral's models are written as llama's.

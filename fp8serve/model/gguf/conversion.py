@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from fp8serve.model.export import write_hf_directory
-from fp8serve.model.files import check_absent
 from fp8serve.model.gguf.config import ROPE_FACTORS, hf_config
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.tensors import Weights
 from fp8serve.model.gguf.tokenizer import tokenizer_files
+from fp8serve.model.storage.files import check_absent
 
 
 def convert(path: Path | str, out: Path | str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8serve.errors import ModelError, one_line, shown
-from fp8serve.model.files import regular_file
+from fp8serve.model.storage.files import regular_file
 
 MAGIC = b"GGUF"
 # The header of a vocabulary of 262,144 tokens with scores, types and 514,906 merges takes two million reads.

@@ -12,12 +12,12 @@ from typing import Any
 import tokenizers
 
 from fp8serve.errors import ModelError
-from fp8serve.model.files import read_json, read_optional_json
 from fp8serve.model.gguf.pretokenizers import FAMILIES, Family
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.tokenizer import Kind, tokenizer_files
+from fp8serve.model.storage.files import read_json, read_optional_json
 from fp8serve.model.stored import Checkpoint
-from fp8serve.model.tokenizer import Tokenizer, template_source
+from fp8serve.model.text.tokenizer import Tokenizer, template_source
 
 HARD = (
     "Hello, World!  I'll say it's 3 o'clock; WE'VE 12345 (or 1,234.5e-6) things\n\n\n \t\ttab  and   spaces    end \n"

@@ -15,14 +15,14 @@ import numpy as np
 from torch import Tensor
 
 from fp8serve.errors import MachineError, ModelError, shown
-from fp8serve.model.config import ModelConfig, parse_config
-from fp8serve.model.files import fsync
+from fp8serve.model.config.decoder import ModelConfig, parse_config
+from fp8serve.model.config.rope import LongRope, Rope
 from fp8serve.model.gguf.config import KEYS, ROPE_FACTORS, hf_config
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.tensors import ENDS, LAYER, PERMUTED
 from fp8serve.model.gguf.vocabulary import check_same_tokens, vocabulary_keys
-from fp8serve.model.rope import LongRope, Rope
-from fp8serve.model.rotary import inverse_frequencies
+from fp8serve.model.network.rotary import inverse_frequencies
+from fp8serve.model.storage.files import fsync
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
 WeightType = Literal["BF16", "F16", "Q8_0"]

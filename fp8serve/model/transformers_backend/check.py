@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.attention import causal_attention
-from fp8serve.model.decoder import rotated
+from fp8serve.model.network.decoder import rotated
 from fp8serve.model.transformers_backend.attention import SERVED
 from fp8serve.model.transformers_backend.network import TransformersModel
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fp8serve.errors import ModelError
-from fp8serve.model.config import ModelConfig
-from fp8serve.model.shards import Shards
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.network import TransformersModel
 
 Rename = Callable[[str], str]

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8serve.model.config import ModelConfig, TransformersClass
-from fp8serve.model.decoder import Attend
+from fp8serve.model.config.decoder import ModelConfig, TransformersClass
+from fp8serve.model.network.decoder import Attend
 from fp8serve.model.transformers_backend.attention import SERVED, answering
 from fp8serve.model.transformers_backend.building import build
 

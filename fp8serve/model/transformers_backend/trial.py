@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config import ModelConfig, TransformersClass
-from fp8serve.model.config_reader import token_ids
+from fp8serve.model.config.decoder import ModelConfig, TransformersClass
+from fp8serve.model.config.reader import token_ids
 from fp8serve.model.transformers_backend.attention import TRIED, answering
 from fp8serve.model.transformers_backend.building import build
 

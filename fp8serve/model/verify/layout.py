@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 
 from fp8serve.errors import Fp8ServeError
-from fp8serve.model.files import present, read_json
-from fp8serve.model.scales import FILE_NAME, problems, read_scales
-from fp8serve.model.shards import INDEX, SINGLE
+from fp8serve.model.formats.scales import FILE_NAME, problems, read_scales
+from fp8serve.model.storage.files import present, read_json
+from fp8serve.model.storage.shards import INDEX, SINGLE
 from fp8serve.model.verify.finding import Finding, error, warning
 from fp8serve.model.verify.subject import AGAIN, KV, Subject
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from torch import Tensor
 
-from fp8serve.model.interop import Role
+from fp8serve.model.formats.interop import Role
 from fp8serve.model.verify.finding import Finding, error, warning
 from fp8serve.model.verify.subject import KV, Subject
 

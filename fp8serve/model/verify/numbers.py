@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fp8serve.model.interop import SCALE_DTYPES
+from fp8serve.model.formats.interop import SCALE_DTYPES
 from fp8serve.model.verify.finding import Finding, error, warning
 from fp8serve.model.verify.subject import FP8, KV, Subject
 

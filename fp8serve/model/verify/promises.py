@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from fp8serve.model.interop import BLOCKED_INPUT, Scheme
-from fp8serve.model.targets import matches
+from fp8serve.model.formats.interop import BLOCKED_INPUT, Scheme
+from fp8serve.model.formats.targets import matches
 from fp8serve.model.verify.finding import Finding, error, warning
 from fp8serve.model.verify.subject import KV, Subject
 

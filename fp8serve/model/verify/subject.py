@@ -15,11 +15,11 @@ from torch import Tensor
 from fp8serve.errors import ModelError
 from fp8serve.fp8.spec import WEIGHTS, Granularity
 from fp8serve.fp8.stateful import state_key
-from fp8serve.model import interop, microscaling
-from fp8serve.model.files import present, read_json
-from fp8serve.model.interop import Quantization, Role, ScaleKey
-from fp8serve.model.scales import FILE_NAME
-from fp8serve.model.shards import INDEX, SINGLE, Shards, StoredTensor, inside, read_header
+from fp8serve.model.formats import interop, microscaling
+from fp8serve.model.formats.interop import Quantization, Role, ScaleKey
+from fp8serve.model.formats.scales import FILE_NAME
+from fp8serve.model.storage.files import present, read_json
+from fp8serve.model.storage.shards import INDEX, SINGLE, Shards, StoredTensor, inside, read_header
 from fp8serve.model.verify.codes import Codes, codes_of
 from fp8serve.model.verify.finding import Finding, error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError
-from fp8serve.model.examples import read_examples
+from fp8serve.model.text.examples import read_examples
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.parsing.parser_pool import SHORT
 from fp8serve.server.parsing.request_parser import RequestParser

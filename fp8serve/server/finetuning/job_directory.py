@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.model.config import read_config
-from fp8serve.model.files import fsync
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.storage.files import fsync
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.parsing.rows import write_rows

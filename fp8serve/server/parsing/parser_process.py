@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fp8serve.errors import Fp8ServeError
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 
 FRAME = struct.Struct("!QQ")  # bytes of the JSON head, bytes of the body behind it
 Head = dict[str, Any]
@@ -160,7 +160,7 @@ def _dry_run(head: Head, body: bytes) -> Answer:
 
 
 def _rows(head: Head, body: bytes) -> Answer:
-    from fp8serve.model.examples import read_examples
+    from fp8serve.model.text.examples import read_examples
 
     read_examples([Path(name) for name in json.loads(body)])
     return {}, b""

@@ -1,7 +1,7 @@
 """From what a client sent to what the engine takes: bodies checked, prompts as token ids, and nobody else kept waiting.
 
-A text that cannot fit the context, whatever its tokens are, is refused by its length (`model/text_bound.py`); one that
-`truncate` will cut is not, and neither is a conversation, whose template may leave things out.
+A text that cannot fit the context, whatever its tokens are, is refused by its length (`model/text/text_bound.py`); one
+that `truncate` will cut is not, and neither is a conversation, whose template may leave things out.
 """
 
 import asyncio

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import RequestError
-from fp8serve.model.files import fsync
+from fp8serve.model.storage.files import fsync
 
 
 def write_rows(path: Path, rows: Sequence[Any], most: int, row_bytes: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 from tests.patience import PATIENCE, until
 from tests.server.conftest import Start
 from tests.server.process import Process, serving

@@ -11,7 +11,7 @@ import pytest
 
 from fp8serve.engine.worker import Heartbeat, Worker
 from fp8serve.errors import RequestError
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 from fp8serve.server.serving.models import MAX_FAILED_RESTARTS
 from fp8serve.server.serving.served import Source

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from fp8serve.model.files import fsync
+from fp8serve.model.storage.files import fsync
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.openai.pages import page
 from fp8serve.server.faults import Code, Fault

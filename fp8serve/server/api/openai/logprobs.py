@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8serve.engine.request import RequestOutput, TokenLogprob
-from fp8serve.model.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.api.wire import finite
 
 JsonObject = dict[str, Any]

@@ -1,0 +1,1 @@
+"""`config.json` becomes the hyper-parameters of a model, by the table of families. No torch here."""

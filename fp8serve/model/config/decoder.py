@@ -1,0 +1,307 @@
+"""The hyper-parameters we honour, read from `config.json`.
+
+Published architectures are one decoder with switches: what the architecture fixes is a row of `families`, the rest is
+in the file. Every key of the file is sorted into one of three: honoured (becomes a field), harmless (`config_keys`), or
+unknown. An unknown key that is set is an error, because a model that runs with one term of its maths missing looks
+healthy and answers wrongly.
+
+transformers 5 writes `dtype` where 4 wrote `torch_dtype`: both are read. Defaults of omitted keys are those of
+transformers' class for the architecture. No torch here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from fp8serve.errors import ModelError, shown
+from fp8serve.model.config.families import BEFORE, FAMILIES, SHARED, Family, HeadNorm, Norm, Norms
+from fp8serve.model.config.keys import HONOURED, is_harmless
+from fp8serve.model.config.latent import Latent, latent_attention, latent_of
+from fp8serve.model.config.mixture import Experts, experts_of
+from fp8serve.model.config.reader import Reader, token_ids
+from fp8serve.model.config.rope import QueryScaling, Rope, layer_ropes, query_scaling, rotary_dim
+from fp8serve.model.config.wrappers import read_text_config
+from fp8serve.model.storage.files import present, read_optional_json
+
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class TransformersClass:
+    """A model without a family, which transformers' own class computes (transformers_backend/)."""
+
+    config_json: str
+    softmax_scales: tuple[float, ...]  # of each layer
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer. Sizes in elements; every field that changes the maths is here.
+
+    The fields with a default are what makes a family other than Llama.
+    """
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool  # on q, k and v
+    attention_out_bias: bool  # on o
+    mlp_bias: bool
+    qk_norm: bool
+    layer_windows: tuple[int | None, ...]  # per layer: a query sees this many newest positions; None sees all
+    layer_ropes: tuple[Rope | None, ...]  # per layer: rotary position; None has none
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
+    softmax_scale: float  # multiplies the products of queries and keys
+    attention_softcap: float | None = None  # a score s becomes softcap * tanh(s / softcap)
+    activation: Activation = "silu"
+    norms: Norms = BEFORE
+    offset_norms: bool = False  # norms multiply by 1 + weight
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False  # to the weights' type, before it multiplies
+    residual_scale: float = 1.0  # multiplies what a block adds to the residual
+    logits_divisor: float = 1.0
+    logits_softcap: float | None = None
+    fused_qkv: bool = False  # one linear, q's rows first
+    fused_gate_up: bool = False
+    qk_norm_weight: HeadNorm = "shared"  # where there is a qk_norm
+    rotary_dim: int | None = None  # of a head, from its first element on, is turned; None: all of it
+    neighbours_pair: bool = False  # rotary position turns element 2i with 2i + 1
+    query_scaling: QueryScaling | None = None
+    parallel: bool = False  # the MLP reads what attention reads, and both are added to it
+    norm: Norm = "rms"
+    norm_bias: bool = False
+    experts: Experts | None = None  # what some layers have for an MLP
+    latent: Latent | None = None  # all heads read one key, whose latent part is the value, too
+    num_predictors: int = 0  # layers behind the last that may be in the file, and are left out
+    attention_sinks: bool = False  # a logit of each head joins the sum of its weights
+    computed_by: TransformersClass | None = None  # fields of rotary position, norms and biases say nothing then
+
+
+def read_config(model_dir: Path | str) -> ModelConfig:
+    """The configuration of the Hugging Face directory `model_dir`.
+
+    ModelError: the directory or its config.json is missing or damaged, nobody here computes the architecture, or a key
+    would change the maths in a way that we do not compute.
+    """
+    raw, generation, where = _read(Path(model_dir))
+    return parse_config(raw, generation, where)
+
+
+def check_config(model_dir: Path | str) -> None:
+    """ModelError as `read_config`, but a model without a family is left to the process that computes it: to know more
+    takes torch and transformers."""
+    raw, generation, where = _read(Path(model_dir))
+    if not is_without_family(raw):
+        parse_config(raw, generation, where)
+
+
+def _read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
+    if not model_dir.is_dir():
+        what = "is not a directory" if model_dir.exists() else "does not exist"
+        raise ModelError(f"{model_dir} {what}; give the path of a Hugging Face-format model directory.")
+    if not present(model_dir / "config.json"):
+        raise ModelError(f"{model_dir} is not a model directory: it holds no config.json.")
+    raw = read_text_config(model_dir)
+    generation = read_optional_json(model_dir / "generation_config.json")
+    return raw, generation, str(model_dir / "config.json")
+
+
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
+) -> ModelConfig:
+    """`raw` is the object in config.json, `generation` that in generation_config.json; `where` is named in errors."""
+    if is_without_family(raw):
+        from fp8serve.model.transformers_backend import describe  # here: it brings torch and transformers
+
+        return describe(raw, generation or {}, where)
+    family = _family(raw, where)
+    _refuse_unknown(raw, family, where)
+    get = Reader(raw, family, where)
+    layers, max_len = get.positive("num_hidden_layers"), get.positive("max_position_embeddings")
+    windows, latent = _windows(get, layers, where), latent_of(get)
+    attention = latent_attention(get, latent) if latent else _attention(get, _head_dim(get, where), where)
+    head_dim = attention["head_dim"]
+    turned = latent.turned if latent else rotary_dim(get, head_dim)
+    return ModelConfig(
+        architecture=family.architecture,
+        model_type=str(raw["model_type"]),
+        vocab_size=get.positive("vocab_size"),
+        hidden_size=get.positive("hidden_size"),
+        intermediate_size=get.positive("intermediate_size"),
+        num_layers=layers,
+        rms_norm_eps=get.number(family.eps_key),
+        max_position_embeddings=max_len,
+        tie_word_embeddings=get.boolean("tie_word_embeddings"),
+        mlp_bias=get.boolean("mlp_bias"),
+        layer_windows=windows,
+        layer_ropes=layer_ropes(get, windows, max_len, turned),
+        rotary_dim=None if turned == head_dim else turned,
+        neighbours_pair=family.neighbours_pair and (not latent or get.boolean("rope_interleave")),
+        query_scaling=query_scaling(get, max_len),
+        bos_token_id=get.token("bos_token_id"),
+        eos_token_ids=_eos(get, generation or {}, where),
+        dtype=_dtype(raw, where),
+        activation=_activation(get, where),
+        norm=family.norm,
+        norm_bias=family.norm_bias,
+        offset_norms=family.offset_norms,
+        fused_gate_up=family.fused_gate_up,
+        experts=experts_of(get, layers),
+        attention_sinks=family.sinks,
+        num_predictors=get.positive("num_nextn_predict_layers") if get("num_nextn_predict_layers") else 0,
+        **_blocks(get),
+        **attention,
+        **_multipliers(get),
+    )
+
+
+def _blocks(get: Reader) -> dict[str, Any]:
+    """How attention and MLP follow each other."""
+    family = get.family
+    parallel = get.boolean("use_parallel_residual") if family.parallel is None else family.parallel
+    return {"parallel": parallel, "norms": SHARED if parallel else family.norms}
+
+
+def _attention(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
+    heads = get.positive("num_attention_heads")
+    kv_heads = get.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+    family = get.family
+    bias = get.boolean(family.bias_key) if family.qkv_bias is None else family.qkv_bias
+    normed = family.qk_norm is not None and (get("use_qk_norm") is None or get.boolean("use_qk_norm"))
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "attention_bias": bias,
+        "attention_out_bias": bias and family.qkv_bias is None and family.out_bias,
+        "fused_qkv": family.fused_qkv,
+        "qk_norm": normed,
+        "qk_norm_weight": family.qk_norm or "shared",
+        "softmax_scale": _softmax_scale(get, head_dim),
+        "attention_softcap": get.optional_number("attn_logit_softcapping"),
+    }
+
+
+def _softmax_scale(get: Reader, head_dim: int) -> float:
+    """Granite's file names it, Gemma's names the number that stands for `head_dim` in 1 / sqrt(head_dim)."""
+    given = get.optional_number("attention_multiplier")
+    if given is not None:
+        return given
+    return float((get.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5)
+
+
+def _multipliers(get: Reader) -> dict[str, Any]:
+    """What multiplies embeddings, the residual and the logits."""
+    by_width = get.family.sqrt_embedding
+    given = get.optional_number("embedding_multiplier") or 1.0
+    return {
+        "embedding_scale": get.positive("hidden_size") ** 0.5 if by_width else given,
+        "rounds_embedding_scale": by_width,
+        "residual_scale": get.optional_number("residual_multiplier") or 1.0,
+        "logits_divisor": get.optional_number("logits_scaling") or 1 / (get.optional_number("logit_scale") or 1.0),
+        "logits_softcap": get.optional_number("final_logit_softcapping"),
+    }
+
+
+def _activation(get: Reader, where: str) -> Activation:
+    """`hidden_activation` counts where a family has it: old files of Gemma name another in `hidden_act`."""
+    key = "hidden_act" if get("hidden_activation") is None else "hidden_activation"
+    found = _ACTIVATIONS.get(get(key)) if isinstance(get(key), str) else None
+    if found is None:
+        known = " and ".join(repr(name) for name in _ACTIVATIONS)
+        raise ModelError(f"{where}: {key} is {shown(get(key))}; this decoder computes {known}.")
+    return found
+
+
+def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
+    """A sentence for the owner of a model that transformers computes; none for another's."""
+    if config.computed_by is None:
+        return ()
+    return (f"{config.architecture} has no family here: transformers' own class computes it, with the same numerics in "
+            "its linear layers and its cache, and slower.",)  # fmt: skip
+
+
+def is_without_family(raw: Mapping[str, Any]) -> bool:
+    """Whether transformers' own class is asked to compute the model."""
+    return raw.get("model_type") not in FAMILIES and find_spec("transformers") is not None
+
+
+def _family(raw: Mapping[str, Any], where: str) -> Family:
+    family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
+    if family is None or (names and names != [family.architecture]):
+        found = names[0] if isinstance(names, list) and names else raw.get("model_type")
+        known = ", ".join(f.architecture for f in FAMILIES.values())
+        more = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
+        raise ModelError(f"{where}: the architecture {shown(found)} is not supported; supported are {known}{more}.")
+    return family
+
+
+def _refuse_unknown(raw: Mapping[str, Any], family: Family, where: str) -> None:
+    for key, value in raw.items():
+        known = key in HONOURED or key in family.optional
+        fits = value in (family.fixed[key], None) if key in family.fixed else is_harmless(key, value)
+        if not known and not fits:
+            raise ModelError(
+                f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
+                "remove it if it does not change the model's maths."
+            )
+
+
+def _head_dim(get: Reader, where: str) -> int:
+    hidden, heads = get.positive("hidden_size"), get.positive("num_attention_heads")
+    if get("head_dim") is None and hidden % heads:
+        raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
+    dim = get.positive("head_dim", hidden // heads)
+    if dim % 2:
+        raise ModelError(f"{where}: head_dim {dim} is odd; rotary embedding needs pairs.")
+    return dim
+
+
+def _windows(get: Reader, layers: int, where: str) -> tuple[int | None, ...]:
+    """Per layer: `layer_types` where it is given, otherwise by the family's pattern or from `max_window_layers` on."""
+    enabled = get.boolean("use_sliding_window") and get("sliding_window") is not None
+    window = get.positive("sliding_window") if enabled else None
+    types = get("layer_types")
+    if types is None and get("sliding_window_pattern") is not None:
+        every = get.positive("sliding_window_pattern")
+        return tuple(window if (i + 1) % every else None for i in range(layers))
+    if types is None:
+        first = get.positive("max_window_layers") if get("max_window_layers") not in (0, None) else 0
+        return tuple(window if i >= first else None for i in range(layers))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
+        raise ModelError(f"{where}: layer_types is not {layers} of 'full_attention' and 'sliding_attention'.")
+    windows = tuple(window if t == "sliding_attention" else None for t in types)
+    uniform = get.family.uniform_window
+    if windows.count(None) != types.count("full_attention") or (uniform and set(windows) != {window}):
+        raise ModelError(f"{where}: layer_types contradicts sliding_window {window} of {get.family.architecture}.")
+    return windows
+
+
+def _eos(get: Reader, generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """generation_config.json rules, as in transformers: chat models list their end-of-turn tokens there."""
+    value = generation.get("eos_token_id")
+    return token_ids(get("eos_token_id") if value is None else value, "eos_token_id", where)
+
+
+def _dtype(raw: Mapping[str, Any], where: str) -> str:
+    value = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    if value not in ("bfloat16", "float16", "float32"):
+        raise ModelError(f"{where}: dtype {shown(value)} is not one of bfloat16, float16, float32.")
+    return str(value)

@@ -1,0 +1,155 @@
+"""The hyper-parameters of an encoder: BERT (MiniLM, BGE) and RoBERTa (XLM-RoBERTa: multilingual E5, BGE-M3).
+
+As for decoders (config.py), a key of config.json is honoured, harmless or refused. No torch here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fp8serve.errors import ModelError, shown
+from fp8serve.model.config.keys import is_harmless
+from fp8serve.model.config.reader import positive_number
+
+EncoderActivation = Literal["gelu", "gelu_tanh"]
+_ACTIVATIONS: dict[Any, EncoderActivation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
+
+
+@dataclass(frozen=True)
+class EncoderFamily:
+    """architecture: of the model without a head. prefix: of its tensors in files that were saved with a head.
+
+    counts_from_pad: positions start behind the id of padding, as in fairseq.
+    """
+
+    architecture: str
+    prefix: str
+    counts_from_pad: bool = False
+
+
+ENCODERS: dict[str, EncoderFamily] = {
+    "bert": EncoderFamily("BertModel", "bert."),
+    "roberta": EncoderFamily("RobertaModel", "roberta.", counts_from_pad=True),
+    "xlm-roberta": EncoderFamily("XLMRobertaModel", "roberta.", counts_from_pad=True),
+}
+_HONOURED = frozenset({
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "dtype",
+    "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """One encoder. Sizes in elements; every field changes the maths, but `dtype`."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    max_position_embeddings: int  # rows of the table of positions
+    first_position: int  # of a sequence's first token in that table
+    type_vocab_size: int
+    layer_norm_eps: float
+    activation: EncoderActivation
+    dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_position_embeddings - self.first_position
+
+    @property
+    def prefix(self) -> str:
+        """Of the tensors' names in files that were saved with a head."""
+        return ENCODERS[self.model_type].prefix
+
+
+def is_encoder(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json holds an encoder that is computed here."""
+    return str(raw.get("model_type")) in ENCODERS
+
+
+def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> EncoderConfig:
+    """`raw` is the object in config.json. ModelError: a key is missing or damaged, or changes the maths in a way that
+    we do not compute."""
+    family = ENCODERS[str(raw["model_type"])]
+    _refuse(raw, family, where)
+    hidden, heads = _whole(raw, "hidden_size", where), _whole(raw, "num_attention_heads", where)
+    if hidden % heads:
+        raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
+    rows, first = _whole(raw, "max_position_embeddings", where), _first_position(raw, family, where)
+    if rows <= first:
+        raise ModelError(
+            f"{where}: max_position_embeddings {rows} leaves no position behind the {first} that are kept."
+        )
+    return EncoderConfig(
+        architecture=family.architecture,
+        model_type=str(raw["model_type"]),
+        vocab_size=_whole(raw, "vocab_size", where),
+        hidden_size=hidden,
+        intermediate_size=_whole(raw, "intermediate_size", where),
+        num_layers=_whole(raw, "num_hidden_layers", where),
+        num_heads=heads,
+        max_position_embeddings=rows,
+        first_position=first,
+        type_vocab_size=_whole({"type_vocab_size": 2} | dict(raw), "type_vocab_size", where),
+        layer_norm_eps=positive_number(raw.get("layer_norm_eps"), "layer_norm_eps", where, 1e-12),
+        activation=_activation(raw, where),
+        dtype=_dtype(raw, where),
+    )
+
+
+def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
+    names = raw.get("architectures")
+    if names and names != [family.architecture]:
+        found = names[0] if isinstance(names, list) else names
+        raise ModelError(
+            f"{where}: the architecture {shown(found)} is not supported; of this family {family.architecture} is."
+        )
+    for key, value in raw.items():
+        plain = value in ("absolute", None) if key == "position_embedding_type" else is_harmless(key, value)
+        causal = key in ("is_decoder", "is_encoder_decoder") and bool(value)
+        if causal or not (key in _HONOURED or plain):
+            raise ModelError(
+                f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
+                "remove it if it does not change the model's maths."
+            )
+
+
+def _whole(raw: Mapping[str, Any], key: str, where: str) -> int:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST.get(key, 2**28):
+        raise ModelError(f"{where}: {key} is {shown(value)} where a positive whole number was expected.")
+    return value
+
+
+def _first_position(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> int:
+    if not family.counts_from_pad:
+        return 0
+    pad = raw.get("pad_token_id", 1)
+    if isinstance(pad, bool) or not isinstance(pad, int) or pad < 0:
+        raise ModelError(f"{where}: pad_token_id is {shown(pad)} where a token id was expected.")
+    return pad + 1
+
+
+def _activation(raw: Mapping[str, Any], where: str) -> EncoderActivation:
+    name = raw.get("hidden_act", "gelu")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise ModelError(f"{where}: hidden_act is {shown(name)}; encoders here compute {', '.join(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[name]
+
+
+def _dtype(raw: Mapping[str, Any], where: str) -> str:
+    value = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if value not in ("bfloat16", "float16", "float32"):
+        raise ModelError(f"{where}: dtype {shown(value)} is not one of bfloat16, float16, float32.")
+    return str(value)

@@ -1,0 +1,65 @@
+"""Multi-head latent attention as data: DeepSeek's sizes (arXiv 2405.04434), and what they make of a head. No torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fp8serve.model.config.reader import Reader
+from fp8serve.model.config.rope import yarn_parameters
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The sizes of latent attention, in elements.
+
+    q_rank: of the vector that queries are made of; None: they are made of the layer's input. rank: of the vector that
+    keys and values are made of. still, turned: of a head, without and with rotary position. value: of a head's value.
+    """
+
+    q_rank: int | None
+    rank: int
+    still: int
+    turned: int
+    value: int
+
+
+def latent_of(get: Reader) -> Latent | None:
+    """Of the family that `get` reads; None where its attention is another."""
+    if not get.family.latent:
+        return None
+    found = Latent(
+        None if get("q_lora_rank") is None else get.positive("q_lora_rank"),
+        get.positive("kv_lora_rank"),
+        get.positive("qk_nope_head_dim"),
+        get.positive("qk_rope_head_dim"),
+        get.positive("v_head_dim"),
+    )
+    for key, size in {"kv_lora_rank": found.rank, "qk_rope_head_dim": found.turned}.items():
+        if size % 2:
+            raise get.complain(key, size, "an even number")
+    for key, size in {"qk_head_dim": found.still + found.turned, "head_dim": found.turned}.items():
+        if get.raw.get(key) not in (None, size):
+            raise get.complain(key, get.raw[key], str(size))
+    return found
+
+
+def latent_attention(get: Reader, latent: Latent) -> dict[str, Any]:
+    """The fields of ModelConfig: all heads read one key, a token's latent vector beside its turned elements."""
+    heads, bias = get.positive("num_attention_heads"), get.boolean("attention_bias")
+    return {
+        "num_heads": heads,
+        "num_kv_heads": 1,
+        "head_dim": latent.rank + latent.turned,
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "qk_norm": False,
+        "softmax_scale": _softmax_scale(get, latent),
+        "latent": latent,
+    }
+
+
+def _softmax_scale(get: Reader, latent: Latent) -> float:
+    """1 / sqrt of a head; where the context is stretched, times the square of YaRN's factor for `mscale_all_dim`."""
+    factor, mscale = yarn_parameters(get)
+    stretched = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return float((latent.still + latent.turned) ** -0.5 * stretched * stretched)

@@ -1,0 +1,129 @@
+"""Mixtures of experts as data: how many there are, how a router chooses, and what files call the parts. No torch."""
+
+from dataclasses import dataclass
+
+from fp8serve.errors import ModelError, shown
+from fp8serve.model.config.families import MixtureNames
+from fp8serve.model.config.reader import Reader
+
+CORRECTION = "e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How DeepSeek's routers choose, from logits in FP32.
+
+    scale: multiplies the weights of the chosen. groups, kept: experts are so many groups, of which a token keeps the
+    best. sigmoid: scores are of each logit for itself, and a correction, which is in the file, joins them for the
+    choice alone; a group is as good as its best two. Else scores are a softmax, and a group is as good as its best.
+    """
+
+    scale: float
+    groups: int
+    kept: int
+    sigmoid: bool
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts that some layers have for an MLP.
+
+    count: of experts, of which a token goes through `per_token`. size: of each expert's middle. normalizes: the weights
+    of the chosen are divided by their sum. wide_weights: they stay FP32 until they multiply, where others round them.
+    layers: which have it; the others have a dense MLP. shared_size: of the middle of the expert that every token goes
+    through besides; None: there is none.
+    """
+
+    names: MixtureNames
+    count: int
+    per_token: int
+    size: int
+    normalizes: bool
+    wide_weights: bool
+    layers: tuple[int, ...]
+    shared_size: int | None = None
+    weighs_chosen: bool = False  # by the softmax of their logits alone
+    bias: bool = False
+    interleaved: bool = False  # in files, see families.Mixture
+    clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss' activation
+    routing: Routing | None = None  # DeepSeek's
+
+
+def keeps_fp32(name: str) -> bool:
+    """Whether the parameter of this name stays in FP32 whatever the type of the others."""
+    return name.endswith(f".{CORRECTION}")
+
+
+def experts_of(get: Reader, layers: int) -> Experts | None:
+    """The mixture of the family that `get` reads; None for a dense one, or where no layer has experts."""
+    mixture = get.family.mixture
+    if mixture is None:
+        return None
+    count, chosen = _count(get), get.positive("num_experts_per_tok")
+    if get("experts_per_token") not in (None, chosen):
+        raise get.complain("experts_per_token", get("experts_per_token"), f"{chosen}, as num_experts_per_tok,")
+    if chosen > count:
+        raise get.complain("num_experts_per_tok", chosen, f"at most the {count} experts")
+    found = Experts(
+        names=mixture.names,
+        count=count,
+        per_token=chosen,
+        size=get.positive(mixture.size),
+        normalizes=get.boolean("norm_topk_prob") if mixture.normalizes is None else mixture.normalizes,
+        wide_weights=mixture.wide_weights,
+        layers=_sparse(get, layers),
+        shared_size=_shared_size(get),
+        weighs_chosen=mixture.weighs_chosen,
+        bias=mixture.bias,
+        interleaved=mixture.interleaved,
+        clamp=None if get("swiglu_limit") is None else (get.number("swiglu_limit"), get.number("swiglu_alpha")),
+        routing=None if mixture.sigmoid is None else _routing(get, mixture.sigmoid, count, chosen),
+    )
+    return found if found.layers else None
+
+
+def _count(get: Reader) -> int:
+    """transformers has two names for it, and writes either."""
+    if get("n_routed_experts") is not None:
+        return get.positive("n_routed_experts")
+    one, other = (get.raw.get(key) for key in ("num_experts", "num_local_experts"))
+    if one is not None and other not in (None, one):
+        raise get.complain("num_local_experts", other, f"{shown(one)}, as many as num_experts,")
+    return get.positive("num_experts" if other is None else "num_local_experts")
+
+
+def _sparse(get: Reader, layers: int) -> tuple[int, ...]:
+    """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    if (first := get("first_k_dense_replace")) is not None:
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise get.complain("first_k_dense_replace", first, "a whole number from 0 on")
+        return tuple(range(first, layers))
+    step, dense = get.positive("decoder_sparse_step", 1), get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(not isinstance(i, int) for i in dense):
+        raise ModelError(f"{get.where}: mlp_only_layers is {shown(dense)} where a list of layers was expected.")
+    return tuple(i for i in range(layers) if (i + 1) % step == 0 and i not in dense)
+
+
+def _shared_size(get: Reader) -> int | None:
+    mixture = get.family.mixture
+    if mixture is None or mixture.names.shared is None:
+        return None
+    if get("n_shared_experts") is not None:
+        return get.positive("n_shared_experts") * get.positive(mixture.size)
+    return get.positive("shared_expert_intermediate_size")
+
+
+def _routing(get: Reader, sigmoid: bool, count: int, chosen: int) -> Routing:
+    """`topk_method` says whether V2 has groups; V3 always has them."""
+    groups = kept = 1
+    if sigmoid or get("topk_method") == "group_limited_greedy":
+        groups, kept = get.positive("n_group", 1), get.positive("topk_group", 1)
+    elif get("topk_method") != "greedy":
+        raise get.complain("topk_method", get("topk_method"), "'greedy' or 'group_limited_greedy'")
+    if count % groups:
+        raise get.complain("n_group", groups, f"a divisor of the {count} experts")
+    if sigmoid and count // groups < 2:
+        raise get.complain("n_group", groups, f"a number that leaves two of the {count} experts in a group")
+    if kept > groups or kept * (count // groups) < chosen:
+        raise get.complain("topk_group", kept, f"at most n_group {groups} and room for {chosen} experts")
+    return Routing(get.number("routed_scaling_factor"), groups, kept, sigmoid)

@@ -1,0 +1,336 @@
+"""Other projects' FP8 checkpoints -> ours, as tables. Never guessed.
+
+Two questions. How are the inputs of the layers quantized (`Scheme`)? The answer is a QuantSpec; the tables from others'
+words for granularity to ours are here, and quantization_config.py writes by the same ones. What does each scale tensor
+mean (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name:
+`weight_scale_inv` of DeepSeek is no exception. Ours in memory are `weight_scale_inv` (dequantizes) and `input_scale`
+(quantizes), so input and KV scales are inverted at this border; 1 / (1 / s) is not always s, so where it is not our
+files note s in their header (`dequantizing_scale`). FP32, BF16, FP16 and E8M0 are accepted, FP32 is kept; the ranks
+that projects use for one thing ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are brought to ours.
+
+| project                  | weight             | input            | KV cache                                  |
+|--------------------------|--------------------|------------------|-------------------------------------------|
+| compressed-tensors       | weight_scale       | input_scale      | self_attn.{k,v}_scale                     |
+| `quant_method: fp8`      | weight_scale[_inv] | input_scale      | self_attn.{k,v}_scale, .kv_scale          |
+| DeepSeek, from V4 on     | scale              |                  |                                           |
+| transformers, static     | weight_scale_inv   | activation_scale |                                           |
+| ModelOpt                 | weight_scale       | input_scale      | self_attn.k_proj.k_scale, .v_proj.v_scale |
+| older compressed-tensors |                    |                  | self_attn.{k,v}_proj.output_scale         |
+| vLLM in memory           |                    |                  | self_attn.attn.{k,v}_scale                |
+
+A key with "scale" or "zero_point" in it that the table does not know is an error: dropping a scale serves garbage.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8serve.errors import ModelError, shown
+from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, listed
+from fp8serve.model.formats.microscaling import BLOCK as MX_BLOCK
+from fp8serve.model.formats.targets import checked as checked_targets
+from fp8serve.model.formats.targets import matches
+from fp8serve.model.storage.fields import Fields
+from fp8serve.model.storage.files import present, read_json
+
+STATIC = QuantSpec(source="stored")
+PER_TOKEN = QuantSpec(granularity="row")
+BLOCKED_INPUT, BLOCKED_WEIGHT = QuantSpec(granularity="block1x128"), QuantSpec(granularity="block128x128")
+
+# compressed-tensors' strategies.
+CT_INPUTS: dict[Granularity, str] = {"tensor": "tensor", "row": "token", "block1x128": "group"}
+CT_WEIGHTS: dict[Granularity, str] = {"tensor": "tensor", "row": "channel", "block128x128": "block"}
+CT_FORMATS = (
+    "float-quantized",
+    "naive-quantized",
+    "mxfp8-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+MX = "MXFP8", "MXFP4"  # weights that are read as BF16 (microscaling.py), and so are their inputs
+# ModelOpt's algorithms: how inputs and weights are quantized.
+MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
+    "FP8": (STATIC, "tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": (PER_TOKEN, "row"),
+    "FP8_PB_WO": (UNQUANTIZED, "block128x128"),
+}
+
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+Role = Literal["weight", "input", "k", "v", "kv"]
+
+# (what follows the owner's name, whose scale it is). The owner is the linear, or `model.layers.N.self_attn` for KV.
+SPELLINGS: tuple[tuple[str, Role], ...] = (
+    (".k_proj.k_scale", "k"),
+    (".v_proj.v_scale", "v"),
+    (".k_proj.output_scale", "k"),
+    (".v_proj.output_scale", "v"),
+    (".attn.k_scale", "k"),
+    (".attn.v_scale", "v"),
+    (".k_scale", "k"),
+    (".v_scale", "v"),
+    (".kv_scale", "kv"),
+    (".weight_scale_inv", "weight"),
+    (".weight_scale", "weight"),
+    (".scale", "weight"),
+    (".input_scale", "input"),
+    (".activation_scale", "input"),
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the inputs of the linears it applies to are quantized; `producer` names the format in messages."""
+
+    producer: str
+    input_spec: QuantSpec
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a directory's configuration says: one scheme per group of layers, and what is left out."""
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]  # (targets, scheme)
+    ignore: tuple[str, ...]
+    producer: str
+
+    def scheme_of(self, linear: str) -> Scheme:
+        """ModelError when no group claims the layer, though its weight is FP8."""
+        for targets, scheme in self.groups:
+            if any(matches(target, linear) for target in targets):
+                return scheme
+        raise ModelError(f"{linear} has FP8 weights but quantization_config has no group for it.")
+
+
+@dataclass(frozen=True)
+class ScaleKey:
+    """A recognised scale tensor: the module it belongs to and what it scales there."""
+
+    owner: str
+    role: Role
+
+
+def classify(key: str) -> ScaleKey | None:
+    """What the tensor `key` scales; None for a tensor that is no scale. ModelError for a scale of unknown meaning."""
+    for suffix, role in SPELLINGS:
+        if key.endswith(suffix):
+            owner = key.removesuffix(suffix)
+            if (role in ("k", "v", "kv")) == owner.endswith(".self_attn"):
+                return ScaleKey(owner, role)
+    last = key.rpartition(".")[2]
+    if "scale" in last or "zero_point" in last or "amax" in last:
+        raise ModelError(f"The checkpoint holds the scale {key!r}, whose meaning is not known; it is not ignored.")
+    return None
+
+
+def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantization | None:
+    """From config.json's `quantization_config`, or ModelOpt's hf_quant_config.json; None for a plain checkpoint.
+
+    ModelError: a method, format or number of bits that is not read here.
+    """
+    config, side_car = raw_config.get("quantization_config"), model_dir / "hf_quant_config.json"
+    if config is None and present(side_car):
+        return _modelopt(Fields(read_json(side_car).get("quantization") or {}, f"{side_car}: quantization"))
+    if config is None:
+        return None
+    found = config.get("quant_method") if isinstance(config, dict) else config
+    reader = _READERS.get(found) if isinstance(found, str) else None
+    if reader is None or not isinstance(config, dict):
+        raise ModelError(f"{model_dir} is quantized by {shown(found)}; supported are {', '.join(_READERS)}.")
+    return reader(Fields(config, f"{model_dir / 'config.json'}: quantization_config"))
+
+
+def _compressed_tensors(config: Fields) -> Quantization:
+    name = "compressed-tensors"
+    if (form := config.text("format")) not in (*CT_FORMATS, None):  # dense: KV only
+        raise _unsupported(name, "format", form)
+    sparse, rotated = config.object("sparsity_config"), config.object("transform_config")
+    if (sparse and sparse.says_something and sparse.text("format") != "dense") or (rotated and rotated.says_something):
+        raise ModelError(f"The {name} checkpoint is sparse or rotated, which is not supported.")
+    _require_fp8(name, "kv_cache_scheme", config.object("kv_cache_scheme"))
+    groups = tuple(
+        (checked_targets(g.texts("targets"), g.where), Scheme(name, _ct_inputs(g)))
+        for g in config.objects("config_groups")
+    )
+    return Quantization(groups, checked_targets(config.texts("ignore"), config.where), name)
+
+
+def _ct_inputs(group: Fields) -> QuantSpec:
+    weights, inputs = group.object("weights"), group.object("input_activations")
+    if weights is not None and _is_mx(weights):
+        return UNQUANTIZED
+    _require_fp8("compressed-tensors", "weights", weights)
+    _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # an old KV scheme
+    kind = "tensor" if weights is None else weights.text("strategy") or "tensor"
+    if kind not in CT_WEIGHTS.values():
+        raise _unsupported("compressed-tensors", "weight strategy", kind)
+    if inputs is None:
+        return UNQUANTIZED
+    _require_fp8("compressed-tensors", "input_activations", inputs)
+    strategy = inputs.text("strategy") or "tensor"
+    if not _is_dynamic(inputs):
+        if strategy != "tensor":
+            raise _unsupported("compressed-tensors", "static activation strategy", strategy)
+        return STATIC
+    return _ct_dynamic(strategy, inputs)
+
+
+def _is_mx(weights: Fields) -> bool:
+    kind = tuple(weights.anything(key) for key in ("type", "strategy", "group_size"))
+    return kind == ("float", "group", MX_BLOCK) and weights.anything("num_bits") in (8, 4)
+
+
+def _ct_dynamic(strategy: str, inputs: Fields) -> QuantSpec:
+    granularity = next((ours for ours, theirs in CT_INPUTS.items() if theirs == strategy), None)
+    if granularity is None:
+        raise _unsupported("compressed-tensors", "activation strategy", strategy)
+    spec = QuantSpec(granularity=granularity)
+    if spec.is_blocked and inputs.whole("group_size") != spec.block[1]:
+        raise _unsupported("compressed-tensors", "activation group_size", inputs.whole("group_size"))
+    return spec
+
+
+def _is_dynamic(inputs: Fields) -> bool:
+    """ "local" (a global scale and a dynamic one) exists for FP4 only."""
+    if inputs.anything("dynamic") == "local":
+        raise _unsupported("compressed-tensors", "dynamic activations", "local")
+    return bool(inputs.boolean("dynamic"))
+
+
+def _require_fp8(producer: str, what: str, args: Fields | None) -> None:
+    if args is None:
+        return
+    kind = tuple(args.anything(key, usual) for key, usual in (("num_bits", 8), ("type", "float"), ("symmetric", True)))
+    if kind != (8, "float", True):
+        raise _unsupported(producer, what, f"{kind[0]}-bit {kind[1]}{'' if kind[2] else ' asymmetric'}")
+    block = args.anything("block_structure")
+    rows, columns = BLOCKED_WEIGHT.block
+    if block not in (None, [rows, columns], f"{rows}x{columns}"):
+        raise _unsupported(producer, "block_structure", block)
+
+
+def _fp8(config: Fields) -> Quantization:
+    """vLLM's and DeepSeek's `quant_method: fp8`. Dynamic inputs: one scale per token, so that a sequence's answer does
+    not depend on its neighbours in the batch; per 1x128 where the weight is in blocks."""
+    block, kind = config.anything("weight_block_size"), config.text("activation_scheme") or "dynamic"
+    if (form := config.text("fmt")) not in ("e4m3", "float8_e4m3fn", None):
+        raise _unsupported("fp8", "fmt", form)
+    if block == [1, MX_BLOCK]:
+        return _mx(config)
+    if block not in (None, list(BLOCKED_WEIGHT.block)):
+        raise _unsupported("fp8", "weight_block_size", block)
+    if kind not in ("static", "dynamic") or (kind == "static" and block):
+        raise _unsupported("fp8", "activation_scheme", kind)
+    inputs = STATIC if kind == "static" else BLOCKED_INPUT if block else PER_TOKEN
+    if (rounding := config.text("scale_fmt")) not in ("ue8m0", "float", None):
+        raise _unsupported("fp8", "scale_fmt", rounding)
+    if rounding == "ue8m0" and kind == "dynamic":
+        inputs = replace(inputs, scale_format="power_of_2")
+    return Quantization(((("Linear",), Scheme("fp8", inputs)),), _fp8_ignored(config), "fp8")
+
+
+def _fp8_ignored(config: Fields) -> tuple[str, ...]:
+    return config.texts("ignored_layers") or config.texts("modules_to_not_convert")
+
+
+def _mx(config: Fields) -> Quantization:
+    """`quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32: all is read as BF16, and no layer runs in FP8."""
+    return Quantization((), _fp8_ignored(config), config.text("quant_method") or "mx")
+
+
+def _modelopt(config: Fields) -> Quantization:
+    """ModelOpt's own tools write some algorithms in lower case; null is a model of which only the cache is FP8."""
+    cache, algo = config.text("kv_cache_quant_algo"), config.text("quant_algo")
+    if cache is not None and cache.upper() != "FP8":
+        raise _unsupported("modelopt", "kv_cache_quant_algo", cache)
+    _require_fp8("modelopt", "kv_cache_scheme", config.object("kv_cache_scheme"))
+    ignore = config.texts("ignore") or config.texts("exclude_modules")
+    if algo is None and (cache is not None or config.object("kv_cache_scheme") is not None):
+        return Quantization((), ignore, "modelopt")
+    known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(MX, UNQUANTIZED)
+    if algo is None or algo.upper() not in known:
+        raise _unsupported("modelopt", "quant_algo", algo)
+    return Quantization(((("Linear",), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt")
+
+
+def _fbgemm(config: Fields) -> Quantization:
+    """Meta's releases: a scale per output channel and per token, which `activation_scale_ub` only bounds."""
+    return Quantization(((("Linear",), Scheme("fbgemm_fp8", PER_TOKEN)),), _fp8_ignored(config), "fbgemm_fp8")
+
+
+_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt,
+            "mxfp8": _mx, "mxfp4": _mx}  # fmt: skip
+
+
+def _unsupported(producer: str, what: str, found: Any) -> ModelError:
+    return ModelError(f"The checkpoint is quantized by {producer} with {what} {shown(found)}, which is not supported.")
+
+
+def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
+    """FP32 [], [rows, 1] or [ceil(rows/128), ceil(cols/128)] from any project's rank. ModelError: no such shape."""
+    value = checked(name, stored)
+    if stored.numel() == 1:
+        return value.reshape(())
+    shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS]
+    for spec, shape in zip(WEIGHTS, shapes, strict=True):
+        if tuple(stored.shape) in spellings_of(spec, shape):
+            return value.reshape(shape)
+    raise ModelError(f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} takes {listed(shapes)}.")
+
+
+def spellings_of(spec: QuantSpec, shape: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """The shapes under which projects store scales that have `shape` here."""
+    if spec.is_blocked:
+        rows, columns = shape
+        return {shape, (rows, 1, columns, 1)}
+    return {shape, shape[:1]}
+
+
+def dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:
+    """(what is stored of a scale FP32 [] that quantizes, a note that restores the scale exactly where that does not).
+
+    One scale in six is the reciprocal of no FP32 number: between sqrt(2) and 2, times a power of two, reciprocals lie
+    further apart than FP32 numbers do. Elsewhere the nearest number to 1 / scale restores it.
+    """
+    stored = scale.reciprocal()
+    return stored, None if torch.equal(stored.reciprocal(), scale) else float(scale).hex()
+
+
+def quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tensor:
+    """FP32 [] multiplier that quantizes, from the stored one that dequantizes and its note, which is believed if that
+    scale is stored as this number.
+
+    ModelError: not one number, or so small or large that one of the two multipliers is not a normal number.
+    """
+    if stored.numel() != 1:
+        raise ModelError(f"{name} has the shape {list(stored.shape)} where one number was expected.")
+    value = checked(name, stored).reshape(())
+    if min(float(value), float(value.reciprocal())) < torch.finfo(torch.float32).tiny:
+        raise ModelError(f"{name} holds the scale {float(value)}, which is no amax of a model; calibrate again.")
+    exact = None if note is None else _noted(note)
+    if exact is not None and torch.equal(dequantizing_scale(exact)[0], value):
+        return exact
+    return value.reciprocal()
+
+
+def _noted(note: str) -> Tensor | None:
+    try:
+        scale = torch.tensor(float.fromhex(note), dtype=torch.float32)
+    except (ValueError, OverflowError):
+        return None
+    return scale if 0 < float(scale) < float("inf") else None
+
+
+def checked(name: str, stored: Tensor) -> Tensor:
+    """`stored` in FP32; ModelError unless every element is positive and finite."""
+    if stored.dtype not in SCALE_DTYPES:
+        raise ModelError(f"{name} is stored as {stored.dtype} where FP32, BF16 or E8M0 was expected.")
+    value = stored.to(torch.float32, copy=True)
+    if not bool((value.isfinite() & (value > 0)).all()):
+        bad = value[~(value.isfinite() & (value > 0))].flatten()[0].item()
+        raise ModelError(f"{name} holds the scale {bad}, which cannot be served; quantize or calibrate again.")
+    return value

@@ -1,0 +1,128 @@
+"""`quantization_config` and its companions as each format's own tools write them.
+
+Layouts are those of compressed-tensors (as llm-compressor writes it), of vLLM's `quant_method: fp8`, and of ModelOpt.
+Unknown keys are errors for compressed-tensors' reader, so nothing of ours is put there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fp8serve.errors import ModelError
+from fp8serve.fp8.recipe import Recipe, name_of
+from fp8serve.fp8.spec import QuantSpec
+from fp8serve.model.formats.file_formats import FORMATS
+from fp8serve.model.formats.interop import CT_INPUTS, CT_WEIGHTS, MODELOPT
+
+IGNORED = ["lm_head"]
+
+
+def quantization_files(format_: str, recipe: Recipe, kv_cache: bool, kept: Sequence[str] = ()) -> dict[str, Any]:
+    """{"quantization_config": for config.json, further file names: their JSON}. ModelError: it cannot say it.
+
+    kept: linears in high precision, beside the output layer.
+    """
+    ignored = [*IGNORED, *kept]
+    if format_ not in FORMATS:
+        raise ModelError(f"The format {format_!r} does not exist; choose one of {', '.join(FORMATS)}.")
+    if format_ == "compressed-tensors":
+        return {"quantization_config": _compressed_tensors(recipe, kv_cache, ignored)}
+    if format_ == "modelopt":
+        return _modelopt(recipe, kv_cache, ignored)
+    return {"quantization_config": _fp8(recipe, ignored)}
+
+
+def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -> dict[str, Any]:
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "group_size": sizes.get("group_size"),
+        "strategy": strategy,
+        "block_structure": sizes.get("block_structure"),
+        "dynamic": dynamic,
+        "actorder": None,
+        "scale_dtype": None,
+        "zp_dtype": None,
+        "observer": observer,
+        "observer_kwargs": {},
+    }
+
+
+def _compressed_tensors(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
+    weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
+    block = list(weight.block) if weight.is_blocked else None
+    strategy = CT_WEIGHTS[weight.granularity]
+    return {
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": _ct_args(strategy, False, "memoryless_minmax", block_structure=block),
+                "input_activations": _ct_inputs(inputs) if inputs.is_fp8 else None,
+                "output_activations": None,
+                "format": "float-quantized",
+            }
+        },
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": _ct_args("tensor", False, "memoryless_minmax") if kv_cache else None,
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": ignored,
+    }
+
+
+def _ct_inputs(spec: QuantSpec) -> dict[str, Any]:
+    if spec.source != "current":
+        return _ct_args("tensor", False, "static_minmax")
+    return _ct_args(CT_INPUTS[spec.granularity], True, None, group_size=spec.block[1])
+
+
+def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
+    weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
+    if not inputs.is_fp8:
+        raise ModelError("The format 'fp8' always quantizes inputs; write 'w8a16' as compressed-tensors.")
+    if weight.is_blocked:
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": list(weight.block),
+            "ignored_layers": ignored,
+        }
+    if weight.granularity == "row":
+        raise ModelError("The format 'fp8' has no scale per output channel; write compressed-tensors.")
+    scheme = "dynamic" if inputs.source == "current" else "static"
+    return {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ignored}
+
+
+def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
+    """ModelOpt's name for linears that are quantized so; None: it has none."""
+    asked = replace(inputs.at_rest(), scale_format="fp32"), weight.granularity
+    return next((algo for algo, known in MODELOPT.items() if known == asked), None)
+
+
+def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
+    algo = _modelopt_algo(recipe.specs.linear["input"], recipe.specs.linear["weight"])
+    if algo is None:
+        raise ModelError(
+            f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."
+        )
+    producer = {"name": "modelopt", "version": "fp8serve"}  # the name is how readers know the format
+    args = {"dynamic": False, "num_bits": 8, "type": "float"}
+    config: dict[str, Any] = {
+        "ignore": ignored,
+        "quant_algo": algo,
+        "producer": producer,
+        "quant_method": "modelopt",
+    }
+    if algo == "FP8":
+        config["config_groups"] = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}
+    if kv_cache:
+        config["kv_cache_scheme"] = args
+    quantization = {
+        "quant_algo": algo,
+        "kv_cache_quant_algo": "FP8" if kv_cache else None,
+        "exclude_modules": ignored,
+    }
+    return {"quantization_config": config, "hf_quant_config.json": {"producer": producer, "quantization": quantization}}

@@ -1,0 +1,318 @@
+"""Transformer Engine's `_extra_state` to our scaling state, and back.
+
+Each module M of a Transformer Engine model stores one uint8 tensor `M._extra_state`, empty where it has no FP8 state:
+the pickle (1.x also: the torch.save file) of
+
+    recipe                 a DelayedScaling object; absent in 1.x, which had no other recipe
+    scale_fwd              FP32 [3 g]      per GEMM: input, weight, output
+    amax_history_fwd       FP32 [N, 3 g]   row 0 is being filled, 1 is the oldest, N-1 the newest: our order
+    scale_bwd              FP32 [2 g]      per GEMM: output gradient, input gradient
+    amax_history_bwd       FP32 [N, 2 g]
+    extra_fp8_variables    {"num_gemms": g, "fp8_max_fwd": 448.0, ...}
+
+Both directions of `scale` agree: it multiplies to quantize. Reading a pickle runs what is in it, and Transformer Engine
+itself refuses to by now. Here it is read as data (`pickle_data`, `torch_pickle`): nothing is imported, nothing called.
+
+Names. A model whose nn.Linear were replaced keeps its Hugging Face names. The fused modules of TransformerLayer and of
+Megatron are mapped to the linears they stand for; the parts of a fused projection share its scales, for they shared one
+tensor. `names` says it for any other model. Output and input-gradient slots are not used by either of us.
+
+Refused rather than guessed: more than two GEMMs (grouped linears, whose slot order changed between versions), states of
+FP8 attention, recipes with functions, and anything that is not FP32, not of the right shape, or not finite.
+
+Export writes a pickle because Transformer Engine reads nothing else: the 1.x form without a recipe object, which every
+version reads, holding tensors, numbers and text only. Not tried against a real Transformer Engine, which needs CUDA.
+"""
+
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
+from fp8serve.fp8.recipe import DelayedScaling, Format, delayed
+from fp8serve.fp8.scaling import fp8_max
+from fp8serve.model.formats.pickle_data import Call, Global, read_pickle
+from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, check, fingerprint
+from fp8serve.model.formats.torch_pickle import Storages, is_zip, kind, read_torch_file, tensor
+from fp8serve.model.storage.shards import Shards, read_header
+
+KEY = "_extra_state"
+MAX_BYTES = 16 << 20  # a history of 1024 steps of a module takes 20 KiB
+Names = Mapping[str, Sequence[Sequence[str]]]  # module -> for each GEMM, the linears it stands for
+
+_RECIPES = "transformer_engine.common.recipe"
+_OF_ATTENTION = ("fp8_dpa", "fp8_mha")  # of modules that are not imported
+_FORMATS = {(448, 448): Format.E4M3, (448, 57344): Format.HYBRID}
+_SLOTS = {"input": ("fwd", 3, 0), "weight": ("fwd", 3, 1), "grad_output": ("bwd", 2, 0)}  # (pass, slots per GEMM, slot)
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """One module's delayed scaling: `tensors[gemm]` is by "input", "weight", "grad_output"."""
+
+    recipe: DelayedScaling
+    tensors: list[dict[str, TensorScale]]
+
+
+def read_module(state: Tensor, where: str = KEY) -> ModuleState | None:
+    """One `_extra_state` (uint8 [bytes]); None when it is empty or of a recipe that stores no scales.
+
+    ScalesError, naming `where`: damaged, hostile, or of a kind that is not imported.
+    """
+    if state.dtype is not torch.uint8 or state.dim() != 1 or state.numel() > MAX_BYTES:
+        raise ScalesError(
+            f"{where} is {state.dtype} {list(state.shape)} where a uint8 [at most {MAX_BYTES}] was expected."
+        )
+    try:
+        return _parse(state.detach().cpu().numpy().tobytes())
+    except Fp8ServeError as error:
+        raise ScalesError(f"{where} cannot be imported: {error}") from None
+
+
+def _parse(data: bytes) -> ModuleState | None:
+    if not data:
+        return None
+    value, storages = read_torch_file(data) if is_zip(data) else (read_pickle(data), {})
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ScalesError(f"It holds a {type(value).__name__} where Transformer Engine stores a dictionary.")
+    if "forward" in value or "backward" in value:
+        raise ScalesError("It is of Transformer Engine's operation fuser; only states of its modules are read.")
+    extra = value.get("extra_fp8_variables", {})
+    if not isinstance(extra, dict):
+        raise ScalesError("Its extra_fp8_variables are not a dictionary.")
+    recipe = _recipe(value["recipe"]) if "recipe" in value else _recipe_of_1x(extra)
+    return None if recipe is None else _state(recipe, value, storages, extra)
+
+
+def _recipe_of_1x(extra: dict[str, Any]) -> DelayedScaling:
+    return DelayedScaling(fp8_format=Format.E4M3 if extra.get("fp8_max_bwd") == 448 else Format.HYBRID)
+
+
+def _recipe(value: Any) -> DelayedScaling | None:
+    """The recipe that a record stands for; None for those that keep no state."""
+    if not isinstance(value, Call) or not isinstance(value.function, Global) or value.function.module != _RECIPES:
+        raise ScalesError("Its recipe is not one of Transformer Engine's.")
+    if value.function.name != "DelayedScaling":
+        return None
+    fields = value.state if isinstance(value.state, dict) else {}
+    known = {k: v for k, v in fields.items() if v is not None and not k.startswith("_")}
+    try:
+        return DelayedScaling(**{k: _field(k, v) for k, v in known.items() if k not in _OF_ATTENTION})
+    except (RecipeError, TypeError) as error:
+        raise ScalesError(f"Its recipe cannot be used: {error}") from None
+
+
+def _field(name: str, value: Any) -> Any:
+    """A parameter's value. Only small plain values pass, for a sentence about a wrong one will contain it."""
+    if name == "fp8_format":
+        return _format(value)
+    if name == "override_linear_precision" and isinstance(value, Call):
+        value = value.args  # a named tuple of three
+    if isinstance(value, tuple) and len(value) == 3 and all(isinstance(v, bool) for v in value):
+        return value
+    if isinstance(value, str) and len(value) < 64:
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    raise ScalesError(f"Its recipe's {name[:80]} is {kind(value)}, which is not read from files.")
+
+
+def _format(value: Any) -> Format:
+    """Enumerations are pickled by value, Format(_FormatHelper(448, 57344)), or in Python 3.11.0 to 3.11.3 by name."""
+    match value:
+        case Call(Global(module, "Format"), (Call(_, (int() | float() as forward, int() | float() as backward)),)):
+            found = _FORMATS.get((int(forward), int(backward))) if module == _RECIPES else None
+        case Call(Global("builtins", "getattr"), (Global(module, "Format"), str(name))) if module == _RECIPES:
+            found = Format.__members__.get(name)
+        case _:
+            found = None
+    if found is None:
+        raise ScalesError("Its recipe has a format that is neither E4M3 nor HYBRID.")
+    return found
+
+
+def _state(
+    recipe: DelayedScaling, value: dict[str, Any], storages: Storages, extra: dict[str, Any]
+) -> ModuleState | None:
+    found = {
+        (name, part): tensor(value[f"{name}_{part}"], storages, f"{name}_{part}")
+        for name in ("scale", "amax_history")
+        for part in ("fwd", "bwd")
+        if f"{name}_{part}" in value
+    }
+    if ("scale", "fwd") not in found or ("amax_history", "fwd") not in found:
+        raise ScalesError("It has a delayed recipe and no scale_fwd or amax_history_fwd.")
+    gemms = _check(found, extra)
+    length = found["amax_history", "fwd"].shape[0]
+    return ModuleState(replace(recipe, amax_history_len=length), [_gemm(found, i) for i in range(gemms)])
+
+
+def _check(found: dict[tuple[str, str], Tensor], extra: dict[str, Any]) -> int:
+    """The number of GEMMs, having checked that every tensor has the shape for it and holds what can be a scale."""
+    gemms, rows = found["scale", "fwd"].numel() // 3, found["amax_history", "fwd"].shape[:1]
+    if gemms not in (1, 2) or extra.get("num_gemms", gemms) != gemms:
+        raise ScalesError(f"It has states of {gemms} GEMMs or announces another number; only one or two are read.")
+    for (name, part), values in found.items():
+        width = gemms * (3 if part == "fwd" else 2)
+        expected = (width,) if name == "scale" else (*rows, width)
+        if tuple(values.shape) != expected or not rows or rows[0] == 0:
+            raise ScalesError(f"{name}_{part} has the shape {list(values.shape)} where {list(expected)} was expected.")
+        if not bool(values.isfinite().all()) or bool((values < 0).any()):
+            raise ScalesError(f"{name}_{part} holds a negative, infinite or NaN value.")
+    return gemms
+
+
+def _gemm(found: dict[tuple[str, str], Tensor], gemm: int) -> dict[str, TensorScale]:
+    """The tensors of one GEMM; a gradient that was never seen is left out."""
+    result = {}
+    for role, (part, slots, slot) in _SLOTS.items():
+        if ("scale", part) not in found or ("amax_history", part) not in found:
+            continue
+        at = gemm * slots + slot
+        history = found["amax_history", part][:, at].clone()
+        if role != "grad_output" or bool(history.any()):
+            result[role] = TensorScale(found["scale", part][at].clone(), history)
+    return result
+
+
+_HF = re.compile(r"(?:.*\.)?(model\.layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj))")
+_FUSED: list[tuple[re.Pattern[str], tuple[tuple[str, ...], ...]]] = [
+    (re.compile(rf"(?:.*\.)?layers\.(\d+)\.{module}"), gemms)
+    for module, gemms in {
+        "self_attention\\.(?:layernorm_qkv|linear_qkv)": (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ),
+        "self_attention\\.(?:proj|linear_proj)": (("self_attn.o_proj",),),
+        "mlp\\.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"),),
+        "mlp\\.linear_fc2": (("mlp.down_proj",),),
+        "layernorm_mlp": (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)),
+    }.items()
+]
+
+
+def linears_of(module: str) -> Sequence[Sequence[str]]:
+    """For each GEMM of a Transformer Engine module, our linears: "layers.0.mlp.linear_fc2" -> ((...down_proj,),).
+
+    ScalesError for a name of no kind that is known.
+    """
+    if found := _HF.fullmatch(module):
+        return ((found[1],),)
+    for pattern, gemms in _FUSED:
+        if found := pattern.fullmatch(module):
+            return tuple(tuple(f"model.layers.{found[1]}.{name}" for name in gemm) for gemm in gemms)
+    raise ScalesError(f"{module} is no module of a model that is known; say in `names` which linears it stands for.")
+
+
+def import_states(
+    tensors: Mapping[str, Tensor],
+    model_dir: Path | str | None = None,
+    *,
+    names: Names | None = None,
+    skip: Sequence[str] = (),
+    where: str = "the Transformer Engine state",
+) -> ScalingCheckpoint:
+    """All `M._extra_state` among `tensors` as one scaling checkpoint, ready for `save_scales`.
+
+    model_dir: the Hugging Face directory of the same model, whose fingerprint the scales will carry. names: which
+    linears a module stands for, where `linears_of` does not know. skip: patterns of modules that are left out.
+    ScalesError: nothing there, a state that cannot be imported, modules of different recipes, a tensor never observed.
+    """
+    found: dict[str, TensorScale] = {}
+    recipes: dict[DelayedScaling, str] = {}
+    for module in sorted(key.removesuffix(f".{KEY}") for key in tensors if key.endswith(f".{KEY}")):
+        state = None if _matches(module, skip) else read_module(tensors[f"{module}.{KEY}"], f"{module}.{KEY}")
+        if state is not None:
+            found |= _named(module, state, (names or {}).get(module) or linears_of(module))
+            recipes.setdefault(state.recipe, module)
+    if not recipes:
+        raise ScalesError(f"{where} holds no {KEY} with delayed scales.")
+    if len(recipes) > 1:
+        raise ScalesError(
+            f"{where}: the recipes of {' and '.join(list(recipes.values())[:2])} differ; import them apart."
+        )
+    model = fingerprint(model_dir) if model_dir is not None else ""
+    result = ScalingCheckpoint(next(iter(recipes)), found, model, {}, "Transformer Engine, imported by fp8serve")
+    check(result, where)
+    return result
+
+
+def _matches(module: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(module, pattern) for pattern in patterns)
+
+
+def _named(module: str, state: ModuleState, linears: Sequence[Sequence[str]]) -> dict[str, TensorScale]:
+    if len(linears) != len(state.tensors):
+        raise ScalesError(f"{module}.{KEY} has {len(state.tensors)} GEMMs where its name stands for {len(linears)}.")
+    return {
+        f"{linear}.{role}": entry
+        for owners, tensors in zip(linears, state.tensors, strict=True)
+        for linear in owners
+        for role, entry in tensors.items()
+    }
+
+
+def read_file(path: Path | str, model_dir: Path | str | None = None, **options: Any) -> ScalingCheckpoint:
+    """`import_states` of the `_extra_state` tensors in a .safetensors file. Takes `names` and `skip`."""
+    entries, _ = read_header(Path(path))
+    states = Shards({name: entry for name, entry in entries.items() if name.endswith(KEY)})
+    return import_states(states, model_dir, where=str(path), **options)
+
+
+def holds_states(path: Path) -> bool:
+    """Whether a .safetensors file has `_extra_state` tensors."""
+    return any(name.endswith(f".{KEY}") for name in read_header(path)[0])
+
+
+def export_module(checkpoint: ScalingCheckpoint, linears: Sequence[str]) -> Tensor:
+    """The `_extra_state` (uint8 [bytes]) of a Transformer Engine module whose GEMMs are `linears` (one or two).
+
+    ScalesError when a linear has no input or weight state with a history. A missing gradient state starts anew.
+    """
+    if len(linears) not in (1, 2):
+        raise ScalesError(f"A module has one or two GEMMs, found {len(linears)} linears.")
+    states = [{role: checkpoint.tensors.get(f"{linear}.{role}") for role in _SLOTS} for linear in linears]
+    for linear, roles in zip(linears, states, strict=True):
+        if any(roles[r] is None or roles[r].amax_history is None for r in ("input", "weight")):  # type: ignore[union-attr]
+            raise ScalesError(f"{linear} has no delayed state of its input and weight; only those can be exported.")
+    recipe = delayed(checkpoint.recipe) or DelayedScaling()
+    value: dict[str, Any] = {}
+    for part, slots in (("fwd", 3), ("bwd", 2)):
+        scale, history = _columns(states, part, slots)
+        value |= {f"scale_{part}": scale, f"scale_inv_{part}": scale.reciprocal(), f"amax_history_{part}": history}
+    value["extra_fp8_variables"] = {
+        "fp8_checkpoint": True,
+        "num_gemms": len(linears),
+        "fp8_max_fwd": fp8_max(recipe, "input"),
+        "fp8_max_bwd": fp8_max(recipe, "grad_output"),
+    }
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _columns(states: list[dict[str, TensorScale | None]], part: str, slots: int) -> tuple[Tensor, Tensor]:
+    """(scale [slots * g], amax_history [N, slots * g]); slots that nothing fills have scale 1 and zeros."""
+    lengths = {len(e.amax_history) for roles in states for e in roles.values() if e and e.amax_history is not None}
+    if len(lengths) > 1:
+        raise ScalesError(f"A module's histories have one length, these have {sorted(lengths)}; export them apart.")
+    scale, history = torch.ones(slots * len(states)), torch.zeros(lengths.pop(), slots * len(states))
+    for gemm, roles in enumerate(states):
+        for role, (where, _, slot) in _SLOTS.items():
+            entry = roles[role]
+            if where == part and entry is not None and entry.amax_history is not None:
+                scale[gemm * slots + slot] = entry.scale
+                history[:, gemm * slots + slot] = entry.amax_history
+    return scale, history
+
+
+def export_states(checkpoint: ScalingCheckpoint) -> dict[str, Tensor]:
+    """`P._extra_state` for every linear P, as a model has them whose nn.Linear became Transformer Engine's."""
+    linears = sorted({key.rpartition(".")[0] for key in checkpoint.tensors if key.endswith((".input", ".weight"))})
+    return {f"{linear}.{KEY}": export_module(checkpoint, [linear]) for linear in linears}

@@ -1,0 +1,93 @@
+"""The norms of decoders, each over the last dimension, rounded where transformers rounds.
+
+Serving casts with an `RMSNorm` in front in one op (fusing.py); the others are called as modules.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
+from torch import Tensor, nn
+
+from fp8serve.fp8.elementwise import rms_norm
+from fp8serve.model.config.decoder import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight; the mean square in FP32, the product with `weight` in x's dtype."""
+
+    weight: nn.Parameter
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._parameters["weight"], self.eps)  # type: ignore[arg-type]  # it is there
+
+    def fused_weight(self, x: Tensor) -> Tensor | None:
+        """The weight, where an op may norm x with it; None where the module wants to be called."""
+        weight = self._parameters["weight"]
+        is_plain = not (self._forward_hooks or self._forward_pre_hooks) and weight.dtype == x.dtype  # type: ignore[union-attr]
+        return weight if is_plain else None
+
+
+class WideRMSNorm(nn.Module):
+    """x / rms(x) * weight, in FP32 up to one rounding: OLMo's."""
+
+    weight: nn.Parameter
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float(), self.weight.float(), self.eps).to(x.dtype)
+
+
+class OffsetRMSNorm(nn.Module):
+    """x / rms(x) * (1 + weight), in FP32 up to one rounding: Gemma's."""
+
+    weight: nn.Parameter
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight (+ bias), in FP32 up to one rounding; the weight [..., K] may differ by head."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, shape: int | tuple[int, int], eps: float, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(shape)) if bias else None)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * self.weight.float()
+        return (normed if self.bias is None else normed + self.bias.float()).to(x.dtype)
+
+
+def make_norm(config: ModelConfig, size: int) -> nn.Module:
+    """The norm of this model over `size` elements."""
+    if config.norm == "layer":
+        return LayerNorm(size, config.rms_norm_eps, config.norm_bias)
+    kind = OffsetRMSNorm if config.offset_norms else WideRMSNorm if config.norm == "wide_rms" else RMSNorm
+    return kind(size, config.rms_norm_eps)
+
+
+def make_head_norm(config: ModelConfig, heads: int) -> nn.Module | None:
+    """What normalises queries or keys of so many heads: each head, all of them by one weight, or all as one vector."""
+    if not config.qk_norm:
+        return None
+    if config.qk_norm_weight == "by_head":
+        return LayerNorm((heads, config.head_dim), config.rms_norm_eps, bias=False)
+    return make_norm(config, config.head_dim * (heads if config.qk_norm_weight == "whole" else 1))

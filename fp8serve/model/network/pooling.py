@@ -1,0 +1,145 @@
+"""How the vectors of a text's tokens become one, as the files that sentence-transformers writes say.
+
+`modules.json` lists what follows the transformer (a `Pooling`, and a `Normalize` or none), `1_Pooling/config.json` says
+which vectors count, `sentence_bert_config.json` how many tokens are read, `config_sentence_transformers.json` which
+texts are put in front. A directory that does not say how it pools is refused: a guess gives vectors that look healthy.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fp8serve.errors import ModelError, RequestError, shown
+from fp8serve.model.storage.files import (
+    MAX_CARRIED_BYTES,
+    no_duplicates,
+    present,
+    read_json,
+    read_optional_json,
+    read_text,
+)
+
+Mode = Literal["mean", "cls", "lasttoken"]
+MODES: dict[str, Mode] = {
+    "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"
+}  # fmt: skip
+_FOLDER = re.compile(r"[0-9]{1,2}_Pooling")
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """mode: the mean of the tokens' vectors, or the first's or the last's. max_length: tokens that are read of a text;
+    None: as many as the model can. prompts: texts to put in front, by name."""
+
+    mode: Mode
+    normalized: bool
+    max_length: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None  # its name
+
+    def __call__(self, hidden: Tensor, lengths: Sequence[int], dimensions: int | None = None) -> Tensor:
+        """hidden [tokens, H] of some texts -> FP32 [texts, H], or the first `dimensions`, normalised anew."""
+        parts = torch.split(hidden, list(lengths))
+        vectors = torch.stack([self._one(part) for part in parts])[:, :dimensions]
+        return normalize(vectors, dim=1) if self.normalized else vectors
+
+    def _one(self, part: Tensor) -> Tensor:
+        """[tokens, H] -> FP32 [H]."""
+        if self.mode == "mean":
+            return part.float().mean(0)
+        return part[0 if self.mode == "cls" else -1].float()
+
+    def prompt(self, name: str | None) -> str:
+        """The text to put in front; of no name, the default one's. RequestError: there is no such prompt."""
+        name = self.default_prompt if name is None else name
+        if name is not None and name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise RequestError(f"This model has no prompt of the name {shown(name)}; it has {known}.")
+        return "" if name is None else self.prompts[name]
+
+
+def has_pooling(model_dir: Path | str) -> bool:
+    """Whether the directory is that of an embedding model."""
+    return present(Path(model_dir) / "modules.json")
+
+
+def read_pooling(model_dir: Path | str) -> Pooling:
+    """ModelError: the directory does not say how it pools, or in a way that is not computed here."""
+    model_dir = Path(model_dir)
+    if not has_pooling(model_dir):
+        raise ModelError(
+            f"{model_dir} does not say how the vectors of a text's tokens become one: it holds no modules.json, as "
+            "sentence-transformers writes it."
+        )
+    modules = _modules(model_dir / "modules.json")
+    path = model_dir / pooling_file(modules, model_dir)
+    raw = read_json(path)
+    said = read_optional_json(model_dir / "config_sentence_transformers.json")
+    return Pooling(_mode(raw, path), "Normalize" in modules, _max_length(model_dir), *_prompts(said, model_dir))
+
+
+def pooling_file(modules: Mapping[str, str], model_dir: Path) -> str:
+    """Where the configuration of the pooling lies, in the directory."""
+    folder = modules["Pooling"]
+    if not _FOLDER.fullmatch(folder):
+        raise ModelError(f"{model_dir / 'modules.json'} names the folder {shown(folder)} for Pooling, not N_Pooling.")
+    return f"{folder}/config.json"
+
+
+def _modules(path: Path) -> dict[str, str]:
+    """The folder of each module, by the last word of its type, in their order."""
+    try:
+        rows = json.loads(read_text(path, MAX_CARRIED_BYTES), object_pairs_hook=no_duplicates)
+        found = {str(row["type"]).rpartition(".")[2]: str(row["path"]) for row in rows}
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise ModelError(f"{path} is not a list of modules with a type and a path.") from None
+    if (
+        list(found)[:2] != ["Transformer", "Pooling"]
+        or list(found)[2:] not in ([], ["Normalize"])
+        or len(found) < len(rows)
+    ):
+        raise ModelError(
+            f"{path} lists {', '.join(found)}; computed here are Transformer and Pooling, and Normalize behind them."
+        )
+    return found
+
+
+def _mode(raw: Mapping[str, Any], path: Path) -> Mode:
+    named = raw.get("pooling_mode")
+    modes = [named] if named is not None else [
+        MODES.get(key, key) for key, on in raw.items() if key.startswith("pooling_mode_") and on
+    ]  # fmt: skip
+    if len(modes) != 1 or modes[0] not in MODES.values():
+        raise ModelError(f"{path} pools by {shown(modes)}; computed here is one of {', '.join(MODES.values())}.")
+    if raw.get("include_prompt", True) is not True:
+        raise ModelError(f"{path} leaves the prompt out of the pooling, which is not computed here.")
+    return cast(Mode, modes[0])
+
+
+def _max_length(model_dir: Path) -> int | None:
+    path = model_dir / "sentence_bert_config.json"
+    raw = read_optional_json(path)
+    if raw.get("do_lower_case"):
+        raise ModelError(f"{path} asks for lower case before the tokenizer, which is not done here.")
+    found = raw.get("max_seq_length")
+    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 2):
+        raise ModelError(f"{path}: max_seq_length is {shown(found)} where a number of tokens was expected.")
+    return found
+
+
+def _prompts(said: Mapping[str, Any], model_dir: Path) -> tuple[dict[str, str], str | None]:
+    prompts, default = said.get("prompts") or {}, said.get("default_prompt_name")
+    good = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
+    if not good or not (default is None or (isinstance(default, str) and default in prompts)):
+        raise ModelError(
+            f"{model_dir / 'config_sentence_transformers.json'} has prompts that are not texts by name, or a default "
+            "that is none of them."
+        )
+    return prompts, default

@@ -1,0 +1,209 @@
+"""The tensors of a model directory: safetensors files, one or many, memory-mapped and read only when asked for.
+
+`safetensors` refuses a malformed layout by itself; what it lets through is checked here: duplicate keys, names that are
+paths, headers larger than any model's, shard names in the index that leave the directory, links to elsewhere, and
+tensors that the index promises but the shards do not hold. A tensor is a view of the mapped file: nothing is copied
+until it is used, so a model larger than memory can be walked through layer by layer. All tensors of a file are views of
+one mapping, so that neighbours can be seen as one matrix (fp8/joined.py); one that lies at an address its type does
+not allow is copied.
+
+A directory that we write has an index even when all its weights lie in one file, because vLLM and SGLang take every
+`*.safetensors` of a directory without one, and `scales.safetensors` is no file of weights.
+
+We chose not to read pickle (`pytorch_model.bin`): loading one runs what is in it.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fp8serve.errors import ModelError, one_line, shown
+from fp8serve.model.storage.files import no_duplicates, present, read_json, regular_file, write_json
+from fp8serve.model.storage.mapped import map_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
+          "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F64": torch.float64, "I64": torch.int64,
+          "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as its file's header describes it."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int = 0  # of its bytes, from the beginning of the file
+    note: str | None = None  # what the file's metadata say under the tensor's name
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """(tensors by name, metadata) of one safetensors file, without touching its data. ModelError when malformed."""
+    if not regular_file(path):
+        raise ModelError(f"{path} does not exist or is not a regular file; the model's download is incomplete.")
+    raw, begin = _header_json(path)
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ModelError(f"{path} has metadata that is not text.")
+    entries = {name: _entry(path, name, value, begin) for name, value in raw.items()}
+    return {name: replace(entry, note=metadata.get(name)) for name, entry in entries.items()}, metadata
+
+
+def _header_json(path: Path) -> tuple[dict[str, Any], int]:
+    """(the header, where the tensors' bytes begin)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ModelError(f"{path} is not a whole safetensors file ({size} bytes); download it again.")
+        text = file.read(length)
+    try:
+        raw = json.loads(text, object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as e:
+        raise ModelError(f"{path} has a header that is not valid JSON: {one_line(e)}.") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} has a header that is not a JSON object.")
+    return raw, 8 + length
+
+
+def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:
+    if not _NAME.fullmatch(name):
+        raise ModelError(f"{path} holds a tensor of the name {name[:80]!r}, which is not a parameter's name.")
+    found = value.get("dtype") if isinstance(value, dict) else value
+    dtype = DTYPES.get(found) if isinstance(value, dict) and isinstance(found, str) else None
+    if dtype is None:
+        raise ModelError(f"{path}: tensor {name} has the type {shown(found)}, which is not supported.")
+    shape = value.get("shape")
+    if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
+        raise ModelError(f"{path}: tensor {name} has no shape.")
+    offsets = value.get("data_offsets")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(o, int) and o >= 0 for o in offsets):
+        raise ModelError(f"{path}: tensor {name} has no place in the file.")
+    return StoredTensor(path, dtype, tuple(shape), begin + offsets[0])
+
+
+class Shards(Mapping[str, Tensor]):
+    """All tensors of a directory by name. `shards[name]` maps; `shards.entries[name]` only describes."""
+
+    def __init__(
+        self,
+        entries: dict[str, StoredTensor],
+        metadata: dict[str, str] | None = None,
+        keys: Mapping[str, str] | None = None,
+    ) -> None:
+        """keys: of the file, by name, where these are not the same."""
+        self.entries, self.metadata, self._keys = entries, metadata or {}, keys or {}
+        self._open: dict[Path, Any] = {}
+        self._mapped: dict[Path, Tensor] = {}
+        for path in {entry.file for entry in entries.values()}:
+            self._handle(path)  # the library checks each file's layout against its length here, before anything is used
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A view of the mapped file; writing to it changes this process's memory only. KeyError when absent."""
+        entry = self.entries[name]
+        num_bytes = math.prod(entry.shape) * entry.dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        raw = self._bytes(entry.file)[entry.start : entry.start + num_bytes]
+        return (raw.clone() if entry.start % entry.dtype.itemsize else raw).view(entry.dtype).view(entry.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def same(self, a: str, b: str) -> bool:
+        """Whether two tensors are alike in shape, type and every bit."""
+        first, second = self.entries[a], self.entries[b]
+        alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+        return alike and torch.equal(*(self[name].flatten().view(torch.uint8) for name in (a, b)))
+
+    def renamed(self, names: Mapping[str, str]) -> "Shards":
+        """Those of the tensors that `names` has, by the names that it gives. ModelError: two get the same name."""
+        keys = {new: old for old, new in names.items()}
+        if len(keys) < len(names):
+            twice = next(new for old, new in names.items() if keys[new] != old)
+            raise ModelError(f"{self.entries[keys[twice]].file.parent} holds the tensor {twice} under two names.")
+        return Shards({new: self.entries[old] for new, old in keys.items()}, self.metadata, keys)
+
+    def _bytes(self, path: Path) -> Tensor:
+        """The whole file, mapped once; `_handle` has checked that every tensor lies within it."""
+        if path not in self._mapped:
+            self._mapped[path] = map_file(path)
+        return self._mapped[path]
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as e:
+                raise ModelError(f"{path} is truncated or damaged ({e}); download or write it again.") from None
+        return self._open[path]
+
+
+def write_index(model_dir: Path, files: Iterable[str] = (SINGLE,)) -> None:
+    """Write the index of the weights in `files`, which lie in `model_dir`, from their headers."""
+    found = {name: entry for file in files for name, entry in read_header(model_dir / file)[0].items()}
+    total_size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in found.values())
+    weight_map = {name: entry.file.name for name, entry in found.items()}
+    write_json(model_dir / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def open_shards(model_dir: Path) -> Shards:
+    """The weights of `model_dir`: `model.safetensors`, else the shards that the index lists.
+
+    ModelError: no weights, a damaged file, an index that points outside the directory or promises what is not there.
+    """
+    if present(model_dir / SINGLE):
+        return Shards(*read_header(_inside(model_dir, SINGLE)))
+    if not present(model_dir / INDEX):
+        pickled = next(iter(sorted(model_dir.glob("*.bin"))), None)
+        hint = f" ({pickled.name} is a pickle, which is never read; convert it to safetensors)" if pickled else ""
+        raise ModelError(f"{model_dir} holds no model.safetensors and no {INDEX}{hint}.")
+    return _indexed(model_dir)
+
+
+def _indexed(model_dir: Path) -> Shards:
+    index = model_dir / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelError(f"{index} has no weight_map from tensor names to files.")
+    headers = {name: read_header(_inside(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
+    for tensor, file in weight_map.items():
+        if tensor not in headers[file]:
+            raise ModelError(f"{index} places {shown(tensor)} in {file}, which does not hold it.")
+    return Shards({tensor: headers[file][tensor] for tensor, file in weight_map.items()})
+
+
+def _inside(model_dir: Path, name: str) -> Path:
+    if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+        raise ModelError(f"{model_dir / INDEX} names the shard {shown(name)}, not a plain .safetensors file name.")
+    return inside(model_dir, name)
+
+
+def inside(model_dir: Path, name: str) -> Path:
+    """`model_dir / name`, having checked that it is not a link to elsewhere. ModelError when it is."""
+    folder = Path(os.path.realpath(model_dir))
+    target = Path(os.path.realpath(folder / name))  # where a chain of links is endless: somewhere on it
+    # the hub's cache keeps snapshots/<revision>/<file> as a link to ../../blobs/<hash>
+    hub_blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if not (target.is_relative_to(folder) or target.is_relative_to(hub_blobs)):
+        raise ModelError(f"{model_dir / name} is a link to outside the model's directory; copy the file instead.")
+    return folder / name

@@ -1,0 +1,217 @@
+"""User data: files become examples, examples become token ids with a mask of what to learn.
+
+Shared by calibration (which reads the ids) and fine-tuning (which also reads the mask), so that both see the same
+tokens as serving does: a prompt is tokenized exactly as a request would be, a conversation goes through the same chat
+template. Only completions and the assistant's turns are learnt; the rest is context. No torch here.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from fp8serve.errors import DataError, Fp8ServeError, one_line, shown
+from fp8serve.model.text.data_files import read_lines, source_name
+from fp8serve.model.text.tokenizer import Tokenizer
+
+PASSAGE_CHARS = 2000  # paragraphs of a text file are joined up to about this: some 500 tokens
+
+
+@dataclass(frozen=True)
+class TextExample:
+    """Plain text; every token is learnt, the end-of-sequence token too."""
+
+    text: str
+    source: str = ""  # "file:line", for error messages
+
+
+@dataclass(frozen=True)
+class PromptExample:
+    """A prompt and what should follow; only the completion is learnt."""
+
+    prompt: str
+    completion: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class ChatExample:
+    """A conversation; only the assistant's turns are learnt (not those with `"weight": 0`)."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    source: str = ""
+
+
+Example = TextExample | PromptExample | ChatExample
+
+
+@dataclass(frozen=True)
+class TokenizedExample:
+    """`loss_mask[i]` says whether token i is one to be predicted; both lists have the same length."""
+
+    ids: list[int]
+    loss_mask: list[bool]
+
+
+def read_examples(sources: Iterable[Path | str]) -> list[Example]:
+    """All examples of all sources (data_files.py), in order: of text passages of whole paragraphs, of JSON lines an
+    object a line.
+
+    DataError: a source is missing, empty, of another kind, or has a broken line, which is named by its number.
+    """
+    return [example for given in sources for example in _read(given)]
+
+
+def _read(given: Path | str) -> list[Example]:
+    name = source_name(given)
+    is_json, lines = read_lines(given)
+    found = list(_rows(lines, name) if is_json else _passages(lines, name))
+    if not found:
+        raise DataError(f"{name} holds no examples; it is empty.")
+    return found
+
+
+def _rows(lines: Iterator[str], name: str) -> Iterator[Example]:
+    return (example_of_line(line, f"{name}:{n}") for n, line in enumerate(lines, 1) if line.strip())
+
+
+def _passages(lines: Iterator[str], name: str) -> Iterator[TextExample]:
+    """Consecutive paragraphs together while they are short; a paragraph is never split."""
+    passage: list[str] = []
+    for paragraph in _paragraphs(lines):
+        if passage and sum(map(len, passage)) + len(paragraph) > PASSAGE_CHARS:
+            yield TextExample("\n\n".join(passage), name)
+            passage = []
+        passage.append(paragraph)
+    if passage:
+        yield TextExample("\n\n".join(passage), name)
+
+
+def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
+    """What empty lines divide."""
+    for is_text, group in groupby(lines, key=bool):
+        paragraph = "\n".join(group)
+        if is_text and paragraph.strip():
+            yield paragraph
+
+
+def example_of_line(line: str, where: str) -> Example:
+    """The example on a line of JSON; DataError names `where` and what is wrong."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"{where} is not valid JSON: {one_line(e)}.") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is a JSON {type(row).__name__} where an object was expected.")
+    return example_from(row, where)
+
+
+def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
+    """One row: exactly one of `text`, `prompt` + `completion`, `messages`; further columns are notes, except `tools`,
+    which would have to be in the prompt and are refused.
+
+    DataError names `where` and what is wrong.
+    """
+    kinds = [k for k, columns in _COLUMNS.items() if any(c in row for c in columns)]
+    if len(kinds) != 1:
+        found = f"both {' and '.join(kinds)}" if kinds else f"only {shown(sorted(row))}"
+        raise DataError(f"{where} has {found}; give one of `text`, `prompt` and `completion`, or `messages`.")
+    if row.get("tools") or row.get("functions"):
+        raise DataError(f"{where} has `tools`, which prompts here do not describe; write them into a system message.")
+    if kinds[0] == "messages":
+        return ChatExample(_messages(row["messages"], where), where)
+    values = [_text(row, column, where) for column in _COLUMNS[kinds[0]]]
+    return TextExample(values[0], where) if kinds[0] == "text" else PromptExample(values[0], values[1], where)
+
+
+_COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "messages": ("messages",)}
+
+
+def _text(row: Mapping[str, Any], column: str, where: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        found = "is missing" if column not in row else f"is a {type(value).__name__}, not text"
+        raise DataError(f"{where}: `{column}` {found}.")
+    if not value and column != "prompt":
+        raise DataError(f"{where}: `{column}` is empty.")
+    return _valid_unicode(value, f"{where}: `{column}`")
+
+
+def _valid_unicode(value: str, what: str) -> str:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{what} holds half of a surrogate pair, which is not valid Unicode.") from None
+    return value
+
+
+def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: `messages` is not a list of messages.")
+    for i, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where}: message {i} has no `role`.")
+        if message.get("tool_calls") or message.get("function_call"):
+            raise DataError(f"{where}: message {i} has tool calls, which prompts here cannot hold; make them text.")
+        if isinstance(message.get("content"), list):
+            raise DataError(f"{where}: message {i} has `content` in parts; join their text into one string.")
+        if not isinstance(message.get("content"), str):
+            raise DataError(f"{where}: message {i} has no text in `content`.")
+        if message.get("weight", 1) not in (0, 1):
+            raise DataError(f"{where}: message {i} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
+        _valid_unicode(message["role"] + message["content"], f"{where}: message {i}")
+    if not any(m["role"] == "assistant" and m.get("weight", 1) for m in value):
+        raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
+    return tuple(value)
+
+
+def tokenize(example: Example, tokenizer: Tokenizer, max_len: int | None = None) -> TokenizedExample:
+    """Ids and mask of one example, cut to its first `max_len` tokens. DataError when it cannot be tokenized."""
+    try:
+        ids, mask = _tokenize(example, tokenizer)
+    except Fp8ServeError as e:
+        raise DataError(f"{example.source or 'The example'} cannot be tokenized: {e}") from None
+    return TokenizedExample(ids[:max_len], mask[:max_len])
+
+
+def tokenize_whole(example: Example, tokenizer: Tokenizer, max_len: int) -> list[TokenizedExample]:
+    """As `tokenize`, but a text longer than `max_len` becomes several consecutive pieces and nothing is lost."""
+    if not isinstance(example, TextExample):
+        return [tokenize(example, tokenizer, max_len)]
+    whole = tokenize(example, tokenizer)
+    starts = range(0, len(whole.ids), max_len)
+    return [TokenizedExample(whole.ids[i : i + max_len], whole.loss_mask[i : i + max_len]) for i in starts]
+
+
+def _tokenize(example: Example, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    if isinstance(example, TextExample):
+        ids = tokenizer.encode(example.text) + _eos(tokenizer)
+        return ids, [True] * len(ids)
+    if isinstance(example, PromptExample):
+        return _tokenize_prompt(example, tokenizer)
+    return _tokenize_chat(example, tokenizer)
+
+
+def _eos(tokenizer: Tokenizer) -> list[int]:
+    return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+
+
+def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """The prompt's ids are those a request would have. Where prompt and completion would fuse into one token if
+    tokenized together, they are tokenized apart."""
+    prompt = tokenizer.encode(example.prompt)
+    joined = tokenizer.encode(example.prompt + example.completion)
+    if joined[: len(prompt)] != prompt:
+        joined = prompt + tokenizer.encode(example.completion, add_special_tokens=False)
+    ids = joined + _eos(tokenizer)
+    return ids, [i >= len(prompt) for i in range(len(ids))]
+
+
+def _tokenize_chat(example: ChatExample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    messages = [{k: v for k, v in m.items() if k != "weight"} for m in example.messages]
+    skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not m.get("weight", 1)]
+    text, spans = tokenizer.assistant_spans(messages, skip)
+    ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
+    return ids, [any(start < b and a < end for a, b in spans) for start, end in offsets]

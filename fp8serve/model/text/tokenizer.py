@@ -1,0 +1,255 @@
+"""Text to token ids and back: `tokenizer.json` through the `tokenizers` library, and the model's chat template.
+
+Incremental decoding. Token texts do not simply concatenate: one character may span several tokens, and SentencePiece
+vocabularies drop a leading space only at the very start. So a stream decodes a small window that starts at the last
+token whose text was given out, and gives out what is new. What is not settled is held back:
+  * byte-level BPE: a last U+FFFD may be the start of a character; everything before it is settled;
+  * byte fallback (`<0xE4>` tokens): a run of byte tokens is decoded as a whole, all or nothing, so all of it is held
+    until a token of another kind comes.
+The pieces then concatenate to exactly what `decode` gives for the whole, on any sequence of ids. No torch here.
+"""
+
+import re
+from collections.abc import Collection
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from fp8serve.errors import ModelError, RequestError, one_line, shown
+from fp8serve.model.storage.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
+from fp8serve.model.text.chat import ChatTemplate, Message
+from fp8serve.model.text.text_bound import TextBound, text_bound
+from fp8serve.model.text.turns import Markers, Span, assistant_spans
+
+MAX_TEMPLATE_BYTES = 4 * 1024 * 1024  # the longest published template has 20 KB
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """One model's tokenizer. Thread-safe; building it reads three small files."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        template: ChatTemplate | None,
+        eos_ids: tuple[int, ...] = (),
+    ) -> None:
+        self._backend, self._template = backend, template
+        self.bos_id: int | None = _id_of(backend, special_tokens.get("bos_token"))
+        own_eos = _id_of(backend, special_tokens.get("eos_token"))
+        self.eos_id: int | None = own_eos if own_eos is not None else next(iter(eos_ids), None)
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*eos_ids, self.eos_id) if i is not None))
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._bound: TextBound | None = text_bound(backend)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
+        ends = (backend.id_to_token(i) for i in self.eos_ids)
+        named = {t for t in special_tokens.values() if t in backend.get_vocab(with_added_tokens=True)}
+        self._markers = Markers(
+            end=frozenset(t for t in ends if t),
+            special=frozenset(t.content for t in added.values() if t.special) | named,
+        )
+        self._byte_ids = frozenset(i for t, i in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(t))
+
+    @classmethod
+    def from_dir(cls, model_dir: Path | str, today: date | None = None) -> "Tokenizer":
+        """`today` is the date that the chat template is told; None: the machine's.
+
+        ModelError: the directory has no tokenizer.json, or one of its tokenizer files is damaged.
+        """
+        model_dir = Path(model_dir)
+        path = model_dir / "tokenizer.json"
+        if not present(path):
+            raise ModelError(f"{model_dir} holds no tokenizer.json; save the model's fast tokenizer there.")
+        text = read_text(path, MAX_CARRIED_BYTES)
+        try:
+            backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as e:  # the library raises plain Exception
+            raise ModelError(f"{path} is not a tokenizer that can be read: {one_line(e)}.") from None
+        backend.no_truncation()
+        backend.no_padding()
+        config = read_optional_json(model_dir / "tokenizer_config.json")
+        special = _special_tokens(read_optional_json(model_dir / "special_tokens_map.json") | config)
+        # As transformers does: a named special token counts as one even where tokenizer.json lists it as a plain word.
+        backend.add_special_tokens([t for t in special.values() if backend.token_to_id(t) is not None])
+        source = template_source(model_dir, config)
+        template = ChatTemplate(source, special, today) if source else None
+        return cls(backend, special, template, _eos_ids(model_dir))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, from its length alone; 0 where that says nothing."""
+        return 0 if self._bound is None else self._bound.fewest_tokens(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the model's own BOS (or whatever its post-processor adds) unless told otherwise."""
+        return self.encode_with_offsets(text, add_special_tokens)[0]
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[Span]]:
+        """Ids and, for each, the characters [start, end) of `text` that it stands for; (0, 0) for added ones."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RequestError("The text holds half of a surrogate pair, which is not valid Unicode.") from None
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; ids outside the vocabulary have none."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_known(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """As `decode`; RequestError names the first id that the tokenizer does not have."""
+        for token_id in ids:
+            if self._backend.id_to_token(token_id) is None:
+                raise RequestError(f"The tokenizer has no token with the id {token_id}.")
+        return self.decode(ids, skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own, specials included, as shown beside log-probabilities."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int, first: bool = False) -> bytes:
+        """The UTF-8 bytes that one token adds to a text, often part of a character. `first`: no text is before it.
+
+        The bytes of all tokens of a text, joined, are the text's.
+        """
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            return _byte_level_bytes(piece)
+        alone = self.token_text(token_id)
+        if token_id in self._byte_ids:
+            return b"" if first and not alone else bytes([int(piece[3:5], 16)])
+        # a leading space is lost at the start of a text and nowhere else: what a second one adds is the whole token
+        return (alone if first else self.decode([token_id] * 2, skip_special_tokens=False)[len(alone) :]).encode()
+
+    def stream(self, skip_special_tokens: bool = True) -> "IncrementalDecoder":
+        """A new incremental decoder for one answer."""
+        return IncrementalDecoder(self, skip_special_tokens)
+
+    def chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        """The conversation as the model's template writes it. ModelError when the model has none."""
+        return self._require_template().render(messages, add_generation_prompt)
+
+    def encode_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Ids of the rendered conversation. The template writes BOS itself where the model wants one: none is added."""
+        return self.encode(self.chat(messages, add_generation_prompt), add_special_tokens=False)
+
+    def assistant_spans(self, messages: list[Message], skip: Collection[int] = ()) -> tuple[str, list[Span]]:
+        """See `turns.assistant_spans`. ModelError when the model has no chat template."""
+        return assistant_spans(self._require_template(), messages, self._markers, skip)
+
+    def holds_back(self, token_id: int) -> bool:
+        """Whether the text of this token depends on the token after it (a byte of a longer run)."""
+        return token_id in self._byte_ids
+
+    def _require_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise ModelError("The model has no chat template; send a plain prompt, or add a chat_template.jinja to it.")
+        return self._template
+
+
+class IncrementalDecoder:
+    """Ids in one by one, settled text out; see the module's first page for what is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._window: list[int] = []  # starts with the tokens of the last settled text, for their context
+        self._context = 0  # how many tokens of the window are context
+        self._sent = 0  # characters of the window's text that were given out
+
+    def push(self, token_id: int) -> str:
+        """The text that this token settles, often its own, sometimes empty. Costs one decode of a few tokens."""
+        if self._skip and token_id in self._tokenizer.special_ids:
+            return ""
+        self._window.append(token_id)
+        if self._tokenizer.holds_back(token_id):
+            return ""
+        text = self._text()
+        unsettled = text.endswith(_REPLACEMENT)
+        new = text[self._sent : len(text) - 1] if unsettled else text[self._sent :]
+        self._sent += len(new)
+        if new and not unsettled:
+            self._slide()
+        return new
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer; the decoder is then as new."""
+        rest = self._text()[self._sent :] if self._window else ""
+        self._window, self._context, self._sent = [], 0, 0
+        return rest
+
+    def _slide(self) -> None:
+        """Drop the old context; the tokens just settled are the next one."""
+        del self._window[: self._context]
+        self._context = len(self._window)
+        self._sent = len(self._text())
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip)
+
+
+def _byte_symbols() -> dict[str, int]:
+    """The printable character by which byte-level BPE writes each byte in its vocabulary -> the byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_SYMBOLS = _byte_symbols()
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    """As the decoder reads a piece: a word with a character that stands for no byte was added, and is plain text."""
+    if all(symbol in _BYTE_SYMBOLS for symbol in piece):
+        return bytes(_BYTE_SYMBOLS[symbol] for symbol in piece)
+    return piece.encode()
+
+
+def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
+    return None if token is None else backend.token_to_id(token)
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Written as "<s>" or as {"content": "<s>", ...}."""
+    found = {name: config.get(name) for name in _NAMED}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else tokenizer_config.json's `chat_template`: a string, or a list of named ones."""
+    path = model_dir / "chat_template.jinja"
+    if present(path):
+        return read_text(path, MAX_TEMPLATE_BYTES)
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {str(t.get("name")): t.get("template") for t in value if isinstance(t, dict)}
+        if "default" not in named:
+            raise ModelError(f"{model_dir} has several chat templates ({shown(sorted(named))}) and no default.")
+        value = named["default"]
+    if value is not None and not isinstance(value, str):
+        raise ModelError(
+            f"{model_dir}: chat_template in tokenizer_config.json is neither text nor a list of templates."
+        )
+    return value
+
+
+def _eos_ids(model_dir: Path) -> tuple[int, ...]:
+    """End-of-sequence ids that generation_config.json or else config.json names."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_optional_json(model_dir / name).get("eos_token_id")
+        if value is not None:
+            return tuple(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
+    return ()

@@ -1,0 +1,282 @@
+"""Which characters of a rendered conversation the assistant wrote. No torch here.
+
+Words are never searched for: a user may say the same ones. Where the template has `{% generation %}` blocks, they say
+it. Otherwise the conversation is rendered twice, as it is and with a *stand-in* for every text in its messages: private
+characters around a number drawn at random, so that no message can hold one and each tells which message it came from.
+When putting the texts back in the place of their stand-ins gives the first rendering, character by character, then
+their places in it are known. Where the template trims texts that does not pass, and white space around them stays as
+it is; where it treats some words specially (drops what stands before `</think>`), texts are cut at the constants of the
+template's own source, which stay. What passes in no way is refused.
+
+A turn begins where the generation prompt ends (so it holds what the template lets an assistant say before its words,
+such as Qwen3's empty reasoning), or at its first word in a template without one. It ends with what the template writes
+after it whatever follows, up to the first end-of-sequence token and without white space behind it: a server stops
+there, so nothing further is learnt. Cost: three to seven renderings of a conversation.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fp8serve.errors import RequestError
+from fp8serve.model.text.chat import ChatTemplate, Message
+
+Span = tuple[int, int]  # character positions [start, end)
+
+_KEPT = ("role", "type")  # keys of a message whose values a template compares and does not quote
+_DIGITS = "".join(
+    chr(0xE100 + i) for i in range(16)
+)  # private use: no template's upper(), strip() or title() changes it
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Texts of the tokenizer that end or structure turns. end: those that end a sequence. special: all, `end` too."""
+
+    end: frozenset[str] = frozenset()
+    special: frozenset[str] = frozenset()
+
+
+def assistant_spans(
+    template: ChatTemplate, messages: list[Message], markers: Markers, skip: Collection[int] = ()
+) -> tuple[str, list[Span]]:
+    """The rendered conversation and the spans of it that the assistant wrote, in order and without overlap.
+
+    `skip`: numbers of messages whose spans are left out. RequestError when the template refuses the messages, or when
+    it changes them so that the assistant's words cannot be told from the rest.
+    """
+    if template.marks_generation:
+        return _marked(template, messages, skip)
+    view = _stand_in(template, messages)
+    if view is None:
+        raise RequestError(
+            "The model's chat template changes what messages say, so what the assistant wrote cannot be told from the "
+            "rest; put {% generation %} blocks into the template, or use rows of `prompt` and `completion`."
+        )
+    return view.text, list(_Turns(template, messages, markers, view).spans(skip))
+
+
+# -- templates with generation blocks ----------------------------------------------------------------------------------
+
+
+def _marked(template: ChatTemplate, messages: list[Message], skip: Collection[int]) -> tuple[str, list[Span]]:
+    text = template.render(messages, add_generation_prompt=False)
+    mark = f"\ue000{secrets.token_hex(16)}\ue001"
+    pieces = template.render(messages, add_generation_prompt=False, mark=mark).split(mark)
+    if "".join(pieces) != text or len(pieces) % 2 == 0:
+        raise RequestError("The model's chat template changes what its {% generation %} blocks wrote; mend it.")
+    ends = [0]
+    for piece in pieces:
+        ends.append(ends[-1] + len(piece))
+    spans = [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
+    return text, spans if not skip else _without(template, messages, skip, text, spans)
+
+
+def _without(
+    template: ChatTemplate, messages: list[Message], skip: Collection[int], text: str, spans: list[Span]
+) -> list[Span]:
+    """The spans but those of skipped messages, which stand-ins tell apart."""
+    view = _stand_in(template, messages)
+    owners = [{p.owner for p in view.pieces if a <= p.start and p.end <= b} for a, b in spans] if view else []
+    if view is None or view.text != text or any(len(o) != 1 for o in owners):
+        raise RequestError(
+            "It cannot be told which {% generation %} block of the chat template belongs to which message, so weight 0 "
+            "cannot be honoured; leave the weights out, or split the conversation."
+        )
+    return [span for span, owner in zip(spans, owners, strict=True) if not owner <= set(skip)]
+
+
+# -- stand-ins ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Text of message `owner`, at [start, end) of the rendering. lead: what the template's own constants had before."""
+
+    owner: int
+    start: int
+    end: int
+    lead: str
+
+
+@dataclass
+class _View:
+    """A rendering whose pieces are known. tail: what stands behind the last stand-in, dummies: the messages with
+    stand-ins, pattern: what a stand-in looks like."""
+
+    text: str
+    pieces: list[_Piece]
+    tail: str
+    dummies: list[Message]
+    pattern: re.Pattern[str]
+
+
+@dataclass
+class _Writer:
+    """Makes stand-ins; remembers the message, the text and what was before it for each."""
+
+    nonce: str = field(default_factory=lambda: _private(secrets.token_hex(8)))
+    known: list[tuple[int, str, str]] = field(default_factory=list)
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(f"\ue000{self.nonce}([{_DIGITS}]{{8}})\ue001")
+
+    def stand_in(self, owner: int, text: str, lead: str) -> str:
+        self.known.append((owner, text, lead))
+        return f"\ue000{self.nonce}{_private(f'{len(self.known) - 1:08x}')}\ue001"
+
+    def whole(self, owner: int, text: str) -> str:
+        return self.stand_in(owner, text, "")
+
+    def trimmed(self, owner: int, text: str) -> str:
+        """A stand-in for the text without the white space around it, which stays."""
+        core = text.strip()
+        before, after = text.split(core, 1) if core else (text, "")
+        return before + self.stand_in(owner, core, before) + after
+
+    def cut(self, owner: int, text: str, constants: re.Pattern[str], trim: bool) -> str:
+        """Stand-ins for what lies between the constants; blank parts stay."""
+        parts, lead = [], ""
+        for part in constants.split(text):
+            kept = not part.strip() or constants.fullmatch(part)
+            core = "" if kept else part.strip() if trim else part
+            before, after = part.split(core, 1) if core else (part, "")
+            parts += [before, self.stand_in(owner, core, lead + before) if core else "", after]
+            lead += part
+        return "".join(parts)
+
+
+def _private(digits: str) -> str:
+    return "".join(_DIGITS[int(d, 16)] for d in digits)
+
+
+def _stand_in(template: ChatTemplate, messages: list[Message]) -> _View | None:
+    """Where the texts of `messages` stand; None when that cannot be made certain."""
+    text = template.render(messages, add_generation_prompt=False)
+    constants = _constants(template)
+    cuts = [partial(_Writer.cut, constants=constants, trim=trim) for trim in (False, True)]
+    ways: list[Callable[[_Writer, int, str], str]] = [_Writer.whole, _Writer.trimmed, *cuts]
+    for way in ways:
+        writer = _Writer()
+        if (view := _view(template, messages, text, writer, partial(way, writer))) is not None:
+            return view
+    return None
+
+
+def _constants(template: ChatTemplate) -> re.Pattern[str]:
+    """What the template may look for in a message: its constants that are more than words, the longest first."""
+    marks = {c.strip() for c in template.constants}
+    found = sorted((m for m in marks if len(m) > 1 and not m.replace("_", "").isalnum()), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, found)) or '(?!)'})")
+
+
+def _view(
+    template: ChatTemplate, messages: list[Message], text: str, writer: _Writer, write: Callable[[int, str], str]
+) -> _View | None:
+    dummies = [{k: v if k in _KEPT else _mapped(v, i, write) for k, v in m.items()} for i, m in enumerate(messages)]
+    try:
+        parts = writer.pattern.split(template.render(dummies, add_generation_prompt=False))
+    except RequestError:
+        return None
+    pieces, position = [], len(parts[0])
+    rebuilt = [parts[0]]
+    for number, literal in zip(parts[1::2], parts[2::2], strict=True):
+        owner, core, lead = writer.known[_number(number)]
+        pieces.append(_Piece(owner, position, position + len(core), lead))
+        position += len(core) + len(literal)
+        rebuilt += [core, literal]
+    return _View(text, pieces, parts[-1], dummies, writer.pattern) if "".join(rebuilt) == text else None
+
+
+def _number(digits: str) -> int:
+    return int("".join(f"{_DIGITS.index(d):x}" for d in digits), 16)
+
+
+def _mapped(value: Any, owner: int, write: Callable[[int, str], str]) -> Any:
+    """`value` with every text in it replaced, except where `_KEPT` says."""
+    if isinstance(value, str):
+        return write(owner, value)
+    if isinstance(value, dict):
+        return {k: v if k in _KEPT else _mapped(v, owner, write) for k, v in value.items()}
+    return [_mapped(v, owner, write) for v in value] if isinstance(value, list | tuple) else value
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+class _Turns:
+    """The assistant's turns in a view: from the generation prompt to the end-of-turn mark."""
+
+    def __init__(self, template: ChatTemplate, messages: list[Message], markers: Markers, view: _View) -> None:
+        self._template, self._markers, self._view = template, markers, view
+        self._special = _any_of(markers.special | markers.end)
+        self._end = _any_of(markers.end)
+        self._assistants = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+        self._prompt = self._generation_prompt()
+        self._closing = view.tail if self._assistants[-1:] == [len(messages) - 1] else self._closing_tail()
+
+    def spans(self, skip: Collection[int]) -> Iterator[Span]:
+        for number in self._assistants:
+            own = [k for k, piece in enumerate(self._view.pieces) if piece.owner == number]
+            if number in skip:
+                continue
+            if not own or own != list(range(own[0], own[-1] + 1)):
+                raise RequestError(
+                    f"The model's chat template leaves message {number}, the assistant's, out or takes it apart; leave "
+                    "the message out, give it weight 0, or put {% generation %} blocks into the template."
+                )
+            yield self._start(own[0]), self._stop(own[-1])
+
+    def _start(self, index: int) -> int:
+        piece = self._view.pieces[index]
+        begin = self._view.pieces[index - 1].end if index else 0
+        literal = self._view.text[begin : piece.start]
+        if self._prompt and self._prompt in literal:
+            return begin + literal.rfind(self._prompt) + len(self._prompt)
+        return piece.start - (len(piece.lead) if piece.lead.strip() and literal.endswith(piece.lead) else 0)
+
+    def _stop(self, index: int) -> int:
+        """Behind what stands after this turn and after the last one alike, or behind an end-of-sequence token."""
+        pieces, text = self._view.pieces, self._view.text
+        after = text[pieces[index].end : pieces[index + 1].start if index + 1 < len(pieces) else len(text)]
+        literal = after.lstrip()  # white space may be the message's own
+        begin = pieces[index].end + len(after) - len(literal)
+        alike = self._alike(literal, self._closing.lstrip()).rstrip()
+        if alike:
+            end = self._end.search(alike)
+            return begin + (end.end() if end else len(alike))
+        first = self._special.search(literal)  # a turn that closes otherwise than the last one, as after tool calls
+        return begin + first.end() if first and self._end.fullmatch(first[0]) else pieces[index].end
+
+    def _alike(self, one: str, two: str) -> str:
+        """What both begin with, special tokens whole."""
+        pairs = enumerate(zip(one, two, strict=False))
+        size = next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
+        for text in (one, two):
+            size = min([size, *(m.start() for m in self._special.finditer(text) if m.start() < size < m.end())])
+        return one[:size]
+
+    def _generation_prompt(self) -> str:
+        """What asking for an answer adds behind the last text of the conversation."""
+        try:
+            asked = self._tail(self._view.dummies, add_generation_prompt=True)
+        except RequestError:  # some do not answer an assistant
+            return ""
+        return asked[len(self._alike(asked, self._view.tail)) :]
+
+    def _closing_tail(self) -> str:
+        """What ends the assistant's last turn in a conversation that another ends."""
+        return self._tail(self._view.dummies[: self._assistants[-1] + 1]) if self._assistants else ""
+
+    def _tail(self, dummies: list[Message], add_generation_prompt: bool = False) -> str:
+        """What the template writes behind the last text."""
+        return self._view.pattern.split(self._template.render(dummies, add_generation_prompt))[-1]
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """Matches the longest of `texts`, nothing when there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
