@@ -239,7 +239,8 @@ def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
 
 def is_without_family(raw: Mapping[str, Any]) -> bool:
     """Whether transformers' own class is asked to compute the model."""
-    return raw.get("model_type") not in FAMILIES and find_spec("transformers") is not None
+    kind = raw.get("model_type")
+    return isinstance(kind, str) and kind not in FAMILIES and find_spec("transformers") is not None
 
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:

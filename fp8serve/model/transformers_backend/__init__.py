@@ -6,13 +6,10 @@ nothing is computed, and writes down what its attention layers ask for: that and
 caller's, over a paged cache or the other tokens of a call. What a model of a class says is compared with the class's
 own eager attention when it is loaded (`check.py`).
 
-transformers is imported here and nowhere else in the package.
+transformers is imported here and nowhere else in the package, and only where a class is built: it takes seconds.
 """
 
-from fp8serve.model.transformers_backend.attention import register
 from fp8serve.model.transformers_backend.network import TransformersModel
-from fp8serve.model.transformers_backend.trial import describe, mask
-
-register(mask)
+from fp8serve.model.transformers_backend.trial import describe
 
 __all__ = ["TransformersModel", "describe"]

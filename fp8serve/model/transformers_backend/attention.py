@@ -8,15 +8,18 @@ the same order.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 SERVED = "fp8serve"  # no mask is made for it
-TRIED = "fp8serve_trial"  # the mask is a number: see `masks`
+TRIED = "fp8serve_trial"  # the mask is a `Mask`
 # answer(number of the call, module, query, key, value, mask, options), [1, heads, T, head_dim] -> [T, heads, head_dim]
 Answer = Callable[[int, nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
+Seen = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> bool
 _pass: ContextVar[tuple[Iterator[int], Answer]] = ContextVar("pass")
 
 
@@ -38,8 +41,22 @@ def attention(
     return answer(next(numbers), module, query, key, value, attention_mask, options)[None], None
 
 
-def register(mask: Callable[..., Tensor]) -> None:
-    """Tell transformers both names; `mask` makes the masks of a trial."""
+class Mask(Tensor):
+    """What a class hands from where it makes masks to attention: `sees`, the mask as a function of two positions."""
+
+    sees: Seen
+
+
+def mask(*args: Any, mask_function: Callable[..., Tensor], **options: Any) -> Tensor:
+    """As transformers calls it to make the mask of some layers."""
+    made = torch.zeros(1, 1, 1, 1).as_subclass(Mask)
+    made.sees = lambda q, k: mask_function(torch.zeros_like(q), torch.zeros_like(q), q, k)
+    return made
+
+
+@cache
+def register() -> None:
+    """Tell transformers both names, before a class is built with one of them."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

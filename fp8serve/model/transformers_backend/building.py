@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fp8serve.errors import ModelError, shown
+from fp8serve.model.transformers_backend.attention import register
 
 _MATRICES = (nn.Linear, nn.Embedding)
 
@@ -17,6 +18,7 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
     """The causal language model of this config.json, in evaluation mode. ModelError: it cannot be served."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+    register()
     raw = json.loads(config_json)
     if raw.get("model_type") not in CONFIG_MAPPING:
         remote = "; code that comes with a model is never run" if "auto_map" in raw else ""

@@ -6,7 +6,7 @@ transformers' interface, is refused: its answers would be wrong.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.decoder import ModelConfig, TransformersClass
 from fp8serve.model.config.reader import token_ids
-from fp8serve.model.transformers_backend.attention import TRIED, answering
+from fp8serve.model.transformers_backend.attention import TRIED, Mask, Seen, answering
 from fp8serve.model.transformers_backend.building import build
 
 TOKENS = 4
@@ -25,7 +25,6 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _COMPUTED = {"scaling", "softcap", "sliding_window"}
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position",
              "is_causal", "layer_idx", "return_dict"}  # fmt: skip
-Seen = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> bool
 
 
 @dataclass(frozen=True)
@@ -121,19 +120,6 @@ def trial(model: Any) -> list[Call]:
         text = " ".join(str(problem).split())[:300].removesuffix(".")
         raise ModelError(f"{name} does not run by transformers' attention interface: {text}.") from problem
     return calls
-
-
-class Mask(Tensor):
-    """What a class hands from where it makes masks to attention: `sees`, the mask as a function of two positions."""
-
-    sees: Seen
-
-
-def mask(*args: Any, mask_function: Callable[..., Tensor], **options: Any) -> Tensor:
-    """As transformers calls it to make the mask of some layers."""
-    made = torch.zeros(1, 1, 1, 1).as_subclass(Mask)
-    made.sees = lambda q, k: mask_function(torch.zeros_like(q), torch.zeros_like(q), q, k)
-    return made
 
 
 def _check_call(
