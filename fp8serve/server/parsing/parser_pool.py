@@ -86,15 +86,18 @@ class ParserProcess:
         return False
 
     async def _start(self) -> None:
+        """All or nothing, also when whoever waits for it goes away in the middle."""
         ours, theirs = socket.socketpair()
         with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:
                 self._process = await asyncio.create_subprocess_exec(*COMMAND, stdin=theirs.fileno())
             except OSError as error:
-                ours.close()
                 raise MachineError(f"No process can be started to read the request: {error.strerror}.") from None
-        self._socket = ours
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            finally:
+                if self._process is None:
+                    writer.close()
+        self._socket, self._reader, self._writer = ours, reader, writer
 
     async def close(self) -> int | None:
         """Ends the process; its exit status if it had ended before."""

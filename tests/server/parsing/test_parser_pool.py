@@ -1,10 +1,12 @@
-"""ParserProcess alone: what an end of its process means."""
+"""ParserProcess alone: what an end of its process means, and what is left of one that is given up as it starts."""
 
 import asyncio
 import json
 import os
 import signal
+from asyncio.subprocess import Process
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +41,29 @@ def test_the_end_of_an_idle_process_is_not_the_next_jobs_fault(number: int, tmp_
         await process.close()
 
     asyncio.run(killed_between_two_jobs())
+
+
+def test_a_process_that_is_given_up_at_any_moment_of_its_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Process] = []
+    create = asyncio.create_subprocess_exec
+
+    async def noted(*args: Any, **kwargs: Any) -> Process:
+        started.append(await create(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+
+    async def given_up_after(turns: int) -> None:
+        process = ParserProcess()
+        job = asyncio.create_task(process.perform({"op": "rows"}, b"[]", ALLOWED))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        assert process._process is None
+        assert all(other.returncode is not None for other in started)
+
+    for turns in range(12):
+        asyncio.run(given_up_after(turns))
+    assert started
