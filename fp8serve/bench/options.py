@@ -77,15 +77,24 @@ class Shape(Checked):
         return cls(hidden_size, layers, heads, 2 if heads % 2 == 0 else 1, wide)
 
 
+TWIN = "twin"  # a second run in BF16 whose rate differs so little that what separates the two is chance
+TWIN_RATE = 1.0001
+
+
 @dataclass(frozen=True)
 class StudyPlan(Checked):
     """What is trained, and for how long. A step reads `batch_size` rows of at most `seq_len` tokens, packed.
 
+    model: directory of the weights to go on from; None: random ones of `shape`.
     lr: the peak, reached after `warmup_steps` (None: 3 % of all) and falling along a cosine to `final_lr` of it. Steps
     of so few tokens are no better with more than the default: at 1e-3 BF16 itself ends 7 % higher (docs/studies.md).
     """
 
-    recipes: Annotated[tuple[str, ...], Len(1), About("Recipe; the first one is compared with.", flag="--recipe")] = (
+    recipes: Annotated[
+        tuple[str, ...],
+        Len(1),
+        About("Recipe, or twin: BF16 at a rate 0.01 % higher; the first one is compared with.", flag="--recipe"),
+    ] = (
         "bf16",
         "delayed",
         "current",
@@ -99,13 +108,14 @@ class StudyPlan(Checked):
     lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 3e-4
     warmup_steps: Annotated[int | None, Ge(0), About("Steps in which it rises to that.", unset="3 % of all")] = None
     final_lr: Annotated[float, Ge(0), Le(1), About("Where it ends, as a part of the peak.")] = 0.1
-    seed: Annotated[int, Ge(0), About("Of the weights and of the order of rows.")] = 0
+    seed: Annotated[int, Ge(0), About("Of random weights and of the order of rows.")] = 0
     shape: Shape = field(default_factory=Shape)
+    model: str | None = None
 
     def __post_init__(self) -> None:
         check(self, JobError)
-        if unknown := [r for r in self.recipes if r not in NAMES]:
-            raise JobError(f"There is no recipe {unknown[0]!r}; choose from {', '.join(NAMES)}.")
+        if unknown := [r for r in self.recipes if r not in (*NAMES, TWIN)]:
+            raise JobError(f"There is no recipe {unknown[0]!r}; choose from {', '.join((*NAMES, TWIN))}.")
         if self.steps % 2:
             raise JobError(f"steps must be an even number, found {self.steps}.")
 

@@ -1,4 +1,4 @@
-"""One model trained from the same random weights, on the same text in the same order, under every recipe.
+"""One model trained from the same weights, on the same text in the same order, under every recipe.
 
 The question is whether FP8 training ends where BF16 training ends. Everything but the recipe is equal: initial weights,
 rows, order, learning rates, FP32 master weights and moments. The product's own `Trainer` runs, as a user would run it.
@@ -8,7 +8,8 @@ checkpoint must have the bytes of the uninterrupted run.
 Compared are three losses. The *final loss* is that of the final weights on 1,024 of the training rows, the same ones
 for every recipe. The *running loss* is the mean over the last steps of each step's own batch, taken while the weights
 still move: a twentieth of the steps sees few rows. The *held-out loss* is that of the final weights on other text.
-A study that was stopped goes on where it was: finished runs are read from their curve file.
+A study that was stopped goes on where it was: finished runs are read from their curve file. How far apart two runs end
+that do the same but for a trifle, says the twin of the BF16 run.
 """
 
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.bench.corpus import corpus, digest
-from fp8serve.bench.options import StudyPlan
+from fp8serve.bench.options import TWIN, TWIN_RATE, StudyPlan
 from fp8serve.errors import JobError
 from fp8serve.train import checkpoint, state
 from fp8serve.train.config import TrainConfig
@@ -58,7 +59,7 @@ def study(out: Path, plan: StudyPlan, tell: Tell) -> dict[str, Any]:
     return {
         "plan": asdict(plan),
         "text": text,
-        "parameters": _parameters(out / "model"),
+        "parameters": _parameters(_model(out, plan)),
         "runs": {recipe: _figures(curve, curves[plan.recipes[0]], plan) for recipe, curve in curves.items()},
         "resumed": _resume(out, plan, tell) if plan.resumed in plan.recipes else None,
         "curves": {recipe: asdict(curve) for recipe, curve in curves.items()},
@@ -80,9 +81,9 @@ def _shared(plan: dict[str, Any]) -> dict[str, Any]:
 def _write_text(out: Path, plan: StudyPlan) -> dict[str, Any]:
     """The model directory and the text files, once; and what the text is."""
     train, held_out = corpus()
-    if not (out / "model").exists():
-        write_texts(out / "train.jsonl", train)
-        write_texts(out / "held-out.jsonl", held_out)
+    write_texts(out / "train.jsonl", train)
+    write_texts(out / "held-out.jsonl", held_out)
+    if not _model(out, plan).exists():
         write_random_model(out / "model", train, context=max(256, plan.seq_len), seed=plan.seed, **asdict(plan.shape))
     return {
         "source": "pydoc_data.topics and the docstrings of the standard library",
@@ -92,20 +93,24 @@ def _write_text(out: Path, plan: StudyPlan) -> dict[str, Any]:
     }
 
 
+def _model(out: Path, plan: StudyPlan) -> Path:
+    return out / "model" if plan.model is None else Path(plan.model)
+
+
 def _config(out: Path, plan: StudyPlan, recipe: str, run: str) -> TrainConfig:
     return TrainConfig(
-        model=str(out / "model"),
+        model=str(_model(out, plan)),
         data=(str(out / "train.jsonl"),),
         eval_data=(str(out / "held-out.jsonl"),),
-        eval_every=max(1, plan.steps // 5),
+        eval_every=max(1, plan.steps // 10),
         out=str(out / run),
-        recipe=recipe,
+        recipe="bf16" if recipe == TWIN else recipe,
         on_divergence="keep",
         max_steps=plan.steps,
         batch_size=plan.batch_size,
         seq_len=plan.seq_len,
         packing="tokens",
-        lr=plan.lr,
+        lr=plan.lr * (TWIN_RATE if recipe == TWIN else 1),
         warmup_steps=plan.warmup_steps,
         min_lr_ratio=plan.final_lr,
         weight_decay=0.1,

@@ -6,6 +6,7 @@ On text that every Python installation carries. One run is also resumed half-way
 Examples:
   fp8serve bench training --out study
   fp8serve bench training --out study --recipe bf16 --recipe delayed --steps 200
+  fp8serve bench training smollm2 --out study --recipe bf16 --recipe twin --recipe delayed --steps 300
 """
 
 from collections.abc import Mapping
@@ -29,9 +30,19 @@ def command(
     ],
     options: Chosen[StudyPlan],
     shape: Chosen[Shape],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Hugging Face-format directory in high precision, GGUF file, smollm2, or a name on the hub.",
+            show_default="random weights",
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    plan = options(shape=Shape.of(**shape.values))
+    from fp8serve.hub import find_model
+
+    plan = options(shape=Shape.of(**shape.values), model=str(find_model(model)) if model else None)
     from fp8serve.bench import training as bench
 
     figures = measured("Training", lambda tell: bench.study(out, plan, tell))
