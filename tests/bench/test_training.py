@@ -1,7 +1,7 @@
 """The training study in small: every recipe, a resumed run with the same bytes, and going on where it stopped."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from fp8serve.bench.options import Shape, StudyPlan
 from fp8serve.bench.provenance import commit
 from fp8serve.cli import main
 from fp8serve.errors import JobError
+from fp8serve.train.scratch import write_random_model
 
 TEXTS = [f"The number {i} is followed by the number {i + 1}, and that by {i + 2}." for i in range(60)]
 SHAPE = Shape(hidden_size=64, layers=1, heads=1, kv_heads=1, intermediate_size=128, vocab_size=300)
@@ -103,6 +104,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "current" in capsys.readouterr().out
     assert json.loads((tmp_path / "training.json").read_text())["resumed"] is None
     assert (tmp_path / "training-curves.svg").read_text().startswith("<svg")
+
+
+def test_a_study_of_trained_weights_and_what_chance_is_worth(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "given", TEXTS, context=32, seed=5, **asdict(SHAPE))
+    plan = replace(PLAN, recipes=("bf16", "twin"), lr=1e-2, model=str(tmp_path / "given"))
+    figures = training.study(tmp_path / "study", plan, quiet)
+    assert not (tmp_path / "study" / "model").exists()
+    assert figures["curves"]["bf16"]["train"][0] == figures["curves"]["twin"]["train"][0]
+    assert 0 < abs(figures["runs"]["twin"]["final_difference_percent"]) < 1
+    other = training.study(tmp_path / "other", replace(PLAN, recipes=("bf16",)), quiet)
+    assert other["curves"]["bf16"]["train"] != figures["curves"]["bf16"]["train"]
+
+
+def test_a_model_has_a_shape_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "training", str(tmp_path), "--out", str(tmp_path / "out"), "--layers", "2"]) == 1
+    assert "MODEL has its own width and layers" in capsys.readouterr().err
 
 
 def test_a_width_that_makes_no_heads_is_refused() -> None:

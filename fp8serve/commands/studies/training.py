@@ -18,6 +18,7 @@ import typer
 from fp8serve.bench.options import Shape, StudyPlan
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.commands.studies.publishing import measured, publish, show
+from fp8serve.errors import JobError
 from fp8serve.terminal import AsJson, print_table
 
 LOSSES = {"final": "final loss", "running": "running loss", "valid": "held-out loss"}
@@ -42,7 +43,10 @@ def command(
 ) -> None:
     from fp8serve.hub import find_model
 
-    plan = options(shape=Shape.of(**shape.values), model=str(find_model(model)) if model else None)
+    random = Shape.of(**shape.values)
+    if model and random != Shape():
+        raise JobError("MODEL has its own width and layers; leave out --hidden-size and --layers.")
+    plan = options(shape=random, model=str(find_model(model)) if model else None)
     from fp8serve.bench import training as bench
 
     figures = measured("Training", lambda tell: bench.study(out, plan, tell))
