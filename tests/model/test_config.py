@@ -326,3 +326,9 @@ def test_generation_config_is_read_from_the_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5]}))
     assert read_config(tmp_path).eos_token_ids == (4, 5)
+
+
+def test_mistrals_own_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text('{"dim": 64, "n_layers": 2}')
+    with pytest.raises(ModelError, match=r"no config\.json; params\.json .* are Mistral's own layout, so download"):
+        read_config(tmp_path)

@@ -223,3 +223,9 @@ def test_a_front_process_tokenizes_without_torch() -> None:
     modules = "fp8serve.model.config.decoder, fp8serve.model.text.examples, fp8serve.model.text.tokenizer"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_tokenizer_in_another_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, and tekken\.json is not read; save the model's fast"):
+        Tokenizer.from_dir(tmp_path)

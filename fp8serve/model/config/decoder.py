@@ -114,10 +114,20 @@ def _read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
         what = "is not a directory" if model_dir.exists() else "does not exist"
         raise ModelError(f"{model_dir} {what}; give the path of a Hugging Face-format model directory.")
     if not present(model_dir / "config.json"):
-        raise ModelError(f"{model_dir} is not a model directory: it holds no config.json.")
+        raise ModelError(f"{model_dir} is not a model directory: it holds no config.json{_mistrals(model_dir)}.")
     raw = read_text_config(model_dir)
     generation = read_optional_json(model_dir / "generation_config.json")
     return raw, generation, str(model_dir / "config.json")
+
+
+def _mistrals(model_dir: Path) -> str:
+    """What to do about the files that Mistral's own programs read."""
+    if not present(model_dir / "params.json"):
+        return ""
+    return (
+        "; params.json and consolidated.safetensors are Mistral's own layout, so download the model's config.json and "
+        "model*.safetensors, or convert it by transformers"
+    )
 
 
 def parse_config(

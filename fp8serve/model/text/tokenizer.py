@@ -67,7 +67,11 @@ class Tokenizer:
         model_dir = Path(model_dir)
         path = model_dir / "tokenizer.json"
         if not present(path):
-            raise ModelError(f"{model_dir} holds no tokenizer.json; save the model's fast tokenizer there.")
+            others = [name for name in ("tekken.json", "tokenizer.model") if present(model_dir / name)]
+            raise ModelError(
+                f"{model_dir} holds no tokenizer.json{', and ' + others[0] + ' is not read' if others else ''}; "
+                "save the model's fast tokenizer there."
+            )
         text = read_text(path, MAX_CARRIED_BYTES)
         try:
             backend = tokenizers.Tokenizer.from_str(text)
