@@ -155,15 +155,23 @@ class Engine:
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
             "prefix_hit_tokens_total": scheduler.num_prefix_hits,
             "finished_total": {reason: self._finished[reason] for reason in ("stop", "length", "abort", "error")},
+            **self.loaded.traffic.stats(),
         }
 
     def scales(self) -> list[dict[str, Any]]:
-        """One record per FP8 layer: live amax of its input, scale, headroom and saturation.
+        """One record per FP8 layer, about its input; None where its scale follows every input.
+
+        Since the start: amax, saturated (elements cut off), saturation (their share), and by the present `scale`
+        headroom = 448 / (amax * scale): 2 means that inputs twice as large would still fit. Of the last window:
+        window_amax, window_saturation, drift = window_amax / calibrated_amax, and whether that is beyond the alarm.
 
         o_proj, gate_proj, up_proj and down_proj of the last decoder layer are given the tokens whose logits are wanted
         and no others (model/network/decoder.py): their records are of these, not of whole prompts.
         """
-        return self.loaded.scales(self._totals["computed"], self._totals["generated"])
+        return self.loaded.traffic.records(self._rows())
+
+    def _rows(self) -> dict[str, int]:
+        return self.loaded.rows(self._totals["computed"], self._totals["generated"])
 
     def info(self) -> dict[str, Any]:
         """What runs, and with which limits."""
@@ -189,6 +197,8 @@ class Engine:
         self._totals["computed"] += sum(item.count for item in work)
         self._totals["prompt"] += sum(seq.num_prompt for seq in seqs if seq.num_generated == 0)
         self._totals["generated"] += len(tokens)
+        if self.loaded.traffic.is_over(sum(item.count for item in work)):
+            self.loaded.traffic.close_window(self._rows())
         return [self._accept(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
 
     def _accept(self, seq: Sequence, sampled: Sampled) -> RequestOutput:

@@ -140,7 +140,9 @@ class FakeEngine:
         return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
 
     async def scales(self) -> list[dict[str, Any]]:
-        return [{"name": "model.layers.0.mlp.up_proj", "input": {"scale": 2.0, "amax": 3.0}}]
+        numbers = {"amax": 3.0, "scale": 2.0, "headroom": 448 / 6, "saturated": 0, "saturation": 0.0}
+        window = {"calibrated_amax": 4.0, "window_amax": 3.0, "window_saturation": 0.0, "drift": 0.75, "drifts": False}
+        return [{"name": "model.layers.0.mlp.up_proj", "input": "stored", **numbers, **window}]
 
     async def drain(self, deadline: float) -> None:
         await self.close()
