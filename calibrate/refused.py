@@ -66,5 +66,7 @@ def _check_weights(recipe: Recipe, asked: CalibrationOptions) -> None:
         raise RecipeError("scales_only writes no weights, and smoothing changes them; leave out one of the two.")
     if asked.heal and (asked.scales_only or asked.input_scales != "history"):
         raise RecipeError("Healing changes weights and lets scales follow them; leave out scales_only, input_scales.")
+    if asked.heal_rate is not None and not asked.heal:
+        raise RecipeError("heal_rate is the learning rate of healing, which is off; give heal, or leave out heal_rate.")
     if asked.heal and not trains(recipe):
         raise RecipeError(f"Nothing trains under the recipe {name_of(recipe)!r}, so it cannot heal.")
