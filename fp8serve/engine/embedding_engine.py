@@ -63,6 +63,7 @@ class EmbeddingEngine:
         none = dict.fromkeys((
             "running", "waiting", "kv_blocks", "kv_blocks_used", "kv_usage", "generated_tokens_total",
             "preemptions_total", "prefix_queried_tokens_total", "prefix_hit_tokens_total",
+            "drafts_total", "draft_tokens_total", "accepted_draft_tokens_total",
         ), 0)  # fmt: skip
         computed = self._totals["computed"]
         done = dict.fromkeys(("stop", "length", "abort", "error"), 0)

@@ -3,22 +3,23 @@
     step():  schedule -> run -> sample -> postprocess
 
 It is single-threaded and owns no process and no socket (`worker.py` does); `generate` drives it in-process. An answer
-depends on the request alone: scheduling, neighbours, cached prefixes and preemption do not change a bit of it on a CPU
-(`invariant.py`, `sampler.py` and the attention op each keep their part of that promise). On a GPU the sampler and the
-attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
+depends on the request alone: scheduling, neighbours, cached prefixes, preemption and drafts do not change a bit of it
+on a CPU (`invariant.py`, `sampler.py` and the attention op each keep their part of that promise). On a GPU the sampler
+and the attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
 """
 
-import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Sequence as Items
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fp8serve.engine import loading
+from fp8serve.engine.drafting import Drafter, rows_of
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
@@ -29,6 +30,7 @@ from fp8serve.engine.request import (
     RequestOutput,
     SamplingParams,
     Sequence,
+    Status,
     TokenLogprob,
 )
 from fp8serve.engine.sampler import Sampled, sample
@@ -57,7 +59,7 @@ class Engine:
         self._live: dict[str, tuple[Sequence, TextStream]] = {}
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
-        self._ids = itertools.count()
+        self._ids = count()
         self._step_seconds = 0.0  # that the last step took
         self._load_seconds = time.monotonic() - started
 
@@ -69,6 +71,8 @@ class Engine:
         decoding = self.tokenizer.stream() if self.tokenizer else None
         seq = Sequence.of(request)
         seq.constraint = self.loaded.grammars.matcher(request.params)
+        if self.options.speculative_tokens and seq.constraint is None:
+            seq.drafter = Drafter(self.options.speculative_tokens)
         self._live[request.request_id] = seq, TextStream(decoding, request.params.stop, request.params.min_tokens)
         self.scheduler.add(seq)
 
@@ -104,12 +108,12 @@ class Engine:
         return self.loaded.packer.pending
 
     def _compute(self, work: list[Work]) -> list[RequestOutput]:
-        seqs = [item.seq for item in work if item.samples]
+        rows = [row for item in work if item.samples for row in rows_of(item.seq, item.draft)]
         try:
-            tokens = sample(self._logits(work), seqs, self.eos_ids)
+            drawn = sample(self._logits(work), rows, self.eos_ids)
         except (RuntimeError, MemoryError) as problem:  # of the device; the engine itself is sound
             return [self._fail(item.seq, f"The model failed on this batch: {_sentence(problem)}") for item in work]
-        return self._postprocess(work, seqs, tokens)
+        return self._postprocess(work, drawn)
 
     def _logits(self, work: list[Work]) -> Tensor:
         """FP32 [samples, vocab]; sequences that want it learn how probable their prompts are."""
@@ -148,9 +152,12 @@ class Engine:
             "kv_blocks_used": pool.num_used,
             "kv_usage": pool.num_used / pool.num_blocks,
             "steps_total": self._totals["steps"],
-            "computed_tokens_total": self._totals["computed"],  # prompts without cached parts, and what was generated
+            "computed_tokens_total": self._totals["computed"],  # prompts but cached parts, answers, drafts
             "prompt_tokens_total": self._totals["prompt"],  # of requests that got their first token
             "generated_tokens_total": self._totals["generated"],
+            "drafts_total": self._totals["drafts"],
+            "draft_tokens_total": self._totals["drafted"],
+            "accepted_draft_tokens_total": self._totals["accepted"],  # that were part of the answer
             "preemptions_total": scheduler.num_preemptions,
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
             "prefix_hit_tokens_total": scheduler.num_prefix_hits,
@@ -171,7 +178,7 @@ class Engine:
         return self.loaded.traffic.records(self._rows())
 
     def _rows(self) -> dict[str, int]:
-        return self.loaded.rows(self._totals["computed"], self._totals["generated"])
+        return self.loaded.rows(self._totals["computed"], self._totals["sampled"])
 
     def info(self) -> dict[str, Any]:
         """What runs, and with which limits."""
@@ -191,15 +198,37 @@ class Engine:
             f"generate-{next(self._ids)}", tuple(prompt), SamplingParams(**known_fields(SamplingParams, sampling))
         )
 
-    def _postprocess(self, work: list[Work], seqs: list[Sequence], tokens: list[Sampled]) -> list[RequestOutput]:
-        self.scheduler.advance(work)
+    def _postprocess(self, work: list[Work], drawn: list[Sampled]) -> list[RequestOutput]:
+        sampling = [item for item in work if item.samples]
         self._totals["steps"] += 1
         self._totals["computed"] += sum(item.count for item in work)
-        self._totals["prompt"] += sum(seq.num_prompt for seq in seqs if seq.num_generated == 0)
-        self._totals["generated"] += len(tokens)
+        self._totals["sampled"] += len(drawn)
+        self._totals["prompt"] += sum(item.seq.num_prompt for item in sampling if item.seq.num_generated == 0)
         if self.loaded.traffic.is_over(sum(item.count for item in work)):
             self.loaded.traffic.close_window(self._rows())
-        return [self._accept(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
+        self.scheduler.advance(work)
+        left = iter(drawn)
+        outputs = [output for item in sampling for output in self._accept_drawn(item, list(islice(left, item.drawn)))]
+        self._totals["generated"] += len(outputs)
+        return outputs
+
+    def _accept_drawn(self, item: Work, drawn: list[Sampled]) -> list[RequestOutput]:
+        """The token that follows; as long as it is the draft's, the next one as well."""
+        seq, outputs = item.seq, [self._accept(item.seq, drawn[0])]
+        for drafted, sampled in zip(item.draft, drawn[1:], strict=True):
+            if seq.status is Status.FINISHED or seq.token_ids[-1] != drafted:
+                break
+            self.scheduler.confirm(seq)
+            outputs.append(self._accept(seq, sampled))
+        if item.draft and seq.drafter:
+            self._count_draft(len(item.draft), len(outputs) - 1)
+            seq.drafter.learn(len(item.draft), len(outputs) - 1)
+        return outputs
+
+    def _count_draft(self, drafted: int, accepted: int) -> None:
+        self._totals["drafts"] += 1
+        self._totals["drafted"] += drafted
+        self._totals["accepted"] += accepted
 
     def _accept(self, seq: Sequence, sampled: Sampled) -> RequestOutput:
         """Appends a token, and ends the request where that token, its text or its number ends it."""

@@ -79,6 +79,7 @@ class Loaded:
             "max_model_len": self.plan.max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "max_batch_tokens": options.step_tokens,
+            "speculative_tokens": options.speculative_tokens,
             "block_size": options.block_size,
             "num_blocks": self.plan.num_blocks,
             "kv_cache_bytes": self.plan.num_blocks * self.plan.block_bytes,

@@ -51,6 +51,12 @@ class EngineOptions:
     max_prefill_tokens: Annotated[
         int, Ge(1), About("Of these, tokens of prompts while other requests are decoding.")
     ] = 128
+    speculative_tokens: Annotated[
+        int,
+        Ge(0),
+        Le(64),
+        About("Tokens guessed at a time from the text so far, checked in one step; 0: none. Answers stay the same."),
+    ] = 0
     gpu_memory: Annotated[
         float | None, Gt(0), Le(1), About("Share of a GPU's memory that may be used.", unset="0.9")
     ] = None

@@ -11,6 +11,7 @@ Not here: `n` completions of one prompt are `n` requests, made by the caller; th
 import json
 import secrets
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Annotated, Any, Literal, Protocol
@@ -297,6 +298,14 @@ class Constraint(Protocol):
     def complete(self) -> bool: ...
 
 
+class Guesser(Protocol):
+    """What `drafting.Drafter` is to the rest of the engine."""
+
+    def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]: ...
+
+    def learn(self, drafted: int, accepted: int) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The engine's record of one request in flight. Compared by identity."""
@@ -312,6 +321,7 @@ class Sequence:
     finish_reason: FinishReason | None = None  # whoever ends it
     constraint: Constraint | None = None  # the engine, when the answer has a given form
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
+    drafter: Guesser | None = None  # the engine, where tokens are drafted
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":

@@ -79,6 +79,11 @@ VLLM_NAMES = {
     "fp8serve_requests_waiting": "vllm:num_requests_waiting",
     "fp8serve_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
     "fp8serve_preemptions": "vllm:num_preemptions",
+    "fp8serve_prefix_cache_queried_tokens": "vllm:prefix_cache_queries",
+    "fp8serve_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
+    "fp8serve_drafts": "vllm:spec_decode_num_drafts",
+    "fp8serve_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "fp8serve_accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens",
 }
 
 
@@ -185,6 +190,9 @@ ENGINE_COUNTERS = {
         "Prompt tokens looked up in the prefix cache",
     ),
     "prefix_hit_tokens_total": ("fp8serve_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
+    "drafts_total": ("fp8serve_drafts", "Drafts that were checked"),
+    "draft_tokens_total": ("fp8serve_draft_tokens", "Tokens of these drafts"),
+    "accepted_draft_tokens_total": ("fp8serve_accepted_draft_tokens", "Tokens of these that became part of an answer"),
 }
 """Key of the engine's statistics -> metric name and meaning."""
 
