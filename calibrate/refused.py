@@ -13,7 +13,9 @@ from .options import CalibrationOptions
 from .precision import Target
 
 
-def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions, processes: int = 1) -> Recipe:
+def check_settings(
+    out: Path, recipe: Recipe | None, asked: CalibrationOptions, processes: int = 1, *, is_encoder: bool = False
+) -> Recipe:
     """The recipe. ModelError, DataError, RecipeError, MachineError: an option cannot be used, or not with another."""
     check_absent(out)
     _ = asked.max_shard_bytes  # DataError when it is no size
@@ -27,6 +29,8 @@ def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions, 
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
     if processes > 1 and asked.reads_stdin:
         raise DataError("Standard input ('-') cannot be read by several processes; give them a file.")
+    if asked.target_cosine is not None and not is_encoder:
+        raise RecipeError("target_cosine is of encoders, and this is a language model; use target_kl.")
     _check_scales(recipe, asked)
     _check_weights(recipe, asked)
     check_device(asked.device)
