@@ -22,17 +22,12 @@ from fp8serve.engine import loading
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import (
-    Completion,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-    TokenLogprob,
-)
+from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
+from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import Sampled, sample
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, Work
+from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.text import TextStream
 from fp8serve.errors import RequestError
 from fp8serve.options import known_fields

@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8serve.engine.request import MAX_LOGPROBS, SamplingParams, Sequence, TokenLogprob
+from fp8serve.engine.output import TokenLogprob
+from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.transfer import to_device
 from fp8serve.fp8 import ops as ops  # registers the op called below
 

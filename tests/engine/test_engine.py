@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import Completion, Request, RequestOutput, SamplingParams
+from fp8serve.engine.output import Completion, RequestOutput
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Work
 from fp8serve.errors import RequestError, ScalesError
 from fp8serve.fp8.recipe import DelayedScaling

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import Request, RequestOutput, SamplingParams
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.fp8.recipe import DelayedScaling
 
 from .tiny import write_model, write_scales

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from fp8serve.engine.request import EngineLimits, Request, RequestOutput, SamplingParams, TokenLogprob
+from fp8serve.engine.output import RequestOutput, TokenLogprob
+from fp8serve.engine.request import EngineLimits, Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 
 LIMITS = EngineLimits(max_model_len=32, num_blocks=4, block_size=4, vocab_size=100)

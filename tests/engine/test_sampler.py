@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from fp8serve.engine import sampler
-from fp8serve.engine.request import Request, SamplingParams, Sequence
+from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import sample, uniform
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.engine.sequence import Sequence
 
 
 def sequence(prompt: list[int] | None = None, generated: tuple[int, ...] = (), **params: Any) -> Sequence:

@@ -15,7 +15,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from fp8serve.engine.request import EngineLimits, FinishReason, Request, RequestOutput, TokenLogprob
+from fp8serve.engine.output import FinishReason, RequestOutput, TokenLogprob
+from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import MachineError, ModelError, RequestError
 from fp8serve.model.text.chat import ChatTemplate
 from fp8serve.model.text.tokenizer import Tokenizer

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from fp8serve.engine.request import RequestOutput, SamplingParams
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fp8serve.engine.request import SamplingParams, TokenId, Tokens
+from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import Grammar
 from fp8serve.server.schemas.bodies import Body, Message, Strict
 from fp8serve.server.schemas.derived import fields_of

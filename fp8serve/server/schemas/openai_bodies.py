@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fp8serve.engine.request import INT32, MAX_LOGPROBS, SamplingParams, StopString, TokenId, Tokens
+from fp8serve.engine.sampling_params import INT32, MAX_LOGPROBS, SamplingParams, StopString, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import ResponseFormat
 from fp8serve.server.schemas.bodies import Body, Message, Strict
 from fp8serve.server.schemas.derived import fields_of, given

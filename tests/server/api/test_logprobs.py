@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.engine.request import RequestOutput, TokenLogprob
+from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.api.openai.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
 from tests.model.oracle import byte_fallback

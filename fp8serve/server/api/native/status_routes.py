@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 import fp8serve
-from fp8serve.engine.request import MAX_STOP_STRINGS
+from fp8serve.engine.sampling_params import MAX_STOP_STRINGS
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.activation_routes import served_view

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fp8serve.engine.request import RequestOutput
+from fp8serve.engine.output import RequestOutput
 from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
 from fp8serve.server.api.openai.logprobs import (
     LogprobStream,

@@ -1,6 +1,6 @@
 """What the bodies of `/v1/completions` and `/v1/chat/completions` ask for."""
 
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8serve.engine.request import RequestOutput, TokenLogprob
+from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.api.wire import finite
 
