@@ -7,8 +7,9 @@ client too, so a server can answer 4xx before it sends a header).
 Not here: `n` completions of one prompt are `n` requests, made by the caller; they share their prompt's blocks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Annotated, Any
 
 from annotated_types import Len
@@ -36,6 +37,12 @@ class Request:
         check(self, RequestError)
         if not self.prompt_token_ids:
             raise RequestError("The prompt is empty: give at least one token.")
+
+    @property
+    def token_ids(self) -> Iterator[int]:
+        """All that it names."""
+        biased = (token_id for token_id, _ in self.params.logit_bias)
+        return chain(self.prompt_token_ids, self.params.stop_token_ids, biased)
 
     def to_json(self) -> dict[str, Any]:
         """The prompt is not copied: `asdict` would, token by token."""
@@ -75,7 +82,8 @@ class EngineLimits:
                 f"The request needs {blocks} cache blocks of {self.block_size} tokens and the engine has "
                 f"{self.num_blocks}: shorten it or start the engine with more blocks."
             )
-        if (largest := max((*request.prompt_token_ids, *request.params.stop_token_ids))) >= self.vocab_size:
+        if (largest := max(request.token_ids)) >= self.vocab_size:
             raise RequestError(f"Token id {largest} is outside the vocabulary of {self.vocab_size} tokens.")
-        if (request.params.stop or request.params.has_form) and not self.has_tokenizer:
-            raise RequestError("Stop strings and grammars need a tokenizer and the model directory has none.")
+        params = request.params
+        if (params.stop or params.bad_words or params.has_form) and not self.has_tokenizer:
+            raise RequestError("Stop strings, bad words and grammars need a tokenizer; the model directory has none.")

@@ -4,8 +4,9 @@ Command line, bodies of HTTP and docs/options.md are made from its fields (fp8se
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Len
 
@@ -20,11 +21,14 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_FORM_LENGTH = 65536
+MAX_BAD_WORDS = 64
+MAX_BIASED = 1024
 
 INT32 = 2**31 - 1
 TokenId = Annotated[int, Ge(0), Le(INT32)]
 Tokens = Annotated[int, Ge(1), Le(INT32)]
 StopString = Annotated[str, Len(1, MAX_STOP_LENGTH)]
+Bias = Annotated[float, Ge(-100), Le(100)]
 Form = Annotated[str | None, Len(1, MAX_FORM_LENGTH)]
 
 
@@ -35,8 +39,9 @@ class SamplingParams:
     Penalties follow OpenAI (presence, frequency: over generated tokens) and Hugging Face (repetition: over prompt and
     generated tokens). Filters apply after the temperature, in the order top_k, top_p, min_p; top_k 0 means all tokens.
     `logprobs` is the number of alternatives wanted beside the chosen token (0: the chosen token alone; None: nothing);
-    they are the model's own log-probabilities, before penalties and temperature. `prompt_logprobs` wants the same of
-    the prompt's tokens but the first; such a prompt is computed whole, and no cached prefix is taken.
+    they are the model's own log-probabilities, before penalties, biases and temperature. `prompt_logprobs` wants the
+    same of the prompt's tokens but the first; such a prompt is computed whole, and no cached prefix is taken.
+    `logit_bias` may be given as a mapping.
     """
 
     max_new_tokens: Annotated[Tokens, About("Longest answer, in tokens.")] = 16
@@ -78,6 +83,22 @@ class SamplingParams:
         Le(INT32),
         About("Until then neither end-of-text, stop tokens nor stop strings end the text."),
     ] = 0
+    logit_bias: Annotated[
+        tuple[tuple[TokenId, Bias], ...],
+        Len(0, MAX_BIASED),
+        About("Added to the logits of these tokens, by token id; -100 as good as forbids one.", "nothing", flag=""),
+    ] = ()
+    bad_words: Annotated[
+        tuple[StopString, ...],
+        Len(0, MAX_BAD_WORDS),
+        About("Never write this text.", unset="none", flag="--bad-word"),
+    ] = ()
+    skip_special_tokens: Annotated[
+        bool, About("Leave special tokens out of the text.", flag="--skip-special-tokens/--keep-special-tokens")
+    ] = True
+    include_stop_str_in_output: Annotated[
+        bool, About("The text ends with the stop string or stop token that ended it, not before.")
+    ] = False
     logprobs: Annotated[
         int | None,
         Ge(0),
@@ -98,6 +119,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         check(self, RequestError)
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(
@@ -115,6 +137,8 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens and ignore_eos cannot be used with json_schema or regex, which say when to end."
             )
+        if self.has_form and self.bad_words:
+            raise RequestError("bad_words cannot be used with json_schema or regex: leave them out of the form itself.")
 
     @property
     def greedy(self) -> bool:
@@ -124,6 +148,20 @@ class SamplingParams:
     @property
     def has_form(self) -> bool:
         return self.json_schema is not None or self.regex is not None
+
+
+def _pairs(given: Any) -> Any:
+    """Pairs of a token id and a bias, from those or from a mapping; what is neither is left to `check`."""
+    if isinstance(given, Mapping):
+        given = {_token_id(key): value for key, value in given.items()}.items()
+    elif not isinstance(given, list | tuple):
+        return given
+    return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in given)
+
+
+def _token_id(key: Any) -> Any:
+    """JSON's keys are texts."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
 
 
 def _check_json_object(text: str) -> None:

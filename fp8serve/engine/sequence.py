@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from fp8serve.engine.bad_words import Ban
 from fp8serve.engine.output import FinishReason, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # the cache manager: chained, of full blocks
     finish_reason: FinishReason | None = None  # whoever ends it
     constraint: Constraint | None = None  # the engine, when the answer has a given form
+    ban: Ban | None = None  # the engine, when there are texts that must not come
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
 
     @classmethod

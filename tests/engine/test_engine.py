@@ -239,7 +239,7 @@ def test_without_a_tokenizer_token_ids_still_work(model_dir: Path, tmp_path: Pat
     assert (done.text, len(done.token_ids)) == ("", 24)
     with pytest.raises(RequestError, match="no tokenizer"):
         engine.generate(["text"])
-    with pytest.raises(RequestError, match="Stop strings and grammars need a tokenizer"):
+    with pytest.raises(RequestError, match="Stop strings, bad words and grammars need a tokenizer"):
         greedy(engine, stop="x")
 
 

@@ -65,6 +65,8 @@ def request(rng: random.Random, name: str) -> Request:
         seed=rng.randint(0, 3),
         ignore_eos=True,
         logprobs=2,
+        logit_bias=rng.choice(((), ((7, 2.5), (8, -100.0)))),
+        bad_words=rng.choice(((), ("a", "xy"))),
     )
     return Request(name, tuple(prompt), params, tenant=rng.choice("ab"))
 

@@ -96,7 +96,8 @@ class FakeEngine:
             count, stop_reason = i + 1, None
             reason: FinishReason | None = "length" if i + 1 == params.max_new_tokens else None
             if hits := [s for s in params.stop if s in text]:
-                text, reason, stop_reason = text[: text.index(hits[0])], "stop", hits[0]
+                end = text.index(hits[0]) + (len(hits[0]) if params.include_stop_str_in_output else 0)
+                text, reason, stop_reason = text[:end], "stop", hits[0]
             logprobs = (
                 None
                 if params.logprobs is None
