@@ -13,11 +13,12 @@ training run keeps the date of its first day, so that it renders the same text w
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import date, datetime, time
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -30,6 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from fp8serve.errors import ModelError, RequestError, one_line
 
 Message = dict[str, Any]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 MAX_STEPS = 50_000_000
 MAX_CHARS = 16 * 1024 * 1024
@@ -176,22 +178,25 @@ class ChatTemplate:
             except (jinja2.TemplateError, RecursionError) as e:
                 raise ModelError(f"The model's chat template does not compile: {one_line(e)}.") from None
 
-    def render(self, messages: list[Message], add_generation_prompt: bool = True, mark: str = "") -> str:
-        """The text of the conversation, with `mark` before and after what a generation block wrote.
+    def render(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        mark: str = "",
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> str:
+        """The text of the conversation, with `mark` before and after what a generation block wrote. `variables` are
+        further ones, such as `enable_thinking`.
 
         RequestError: the template refuses the messages. ModelError: it runs away.
         """
         plain = [{k: _plain(v) for k, v in m.items() if v is not None} for m in messages]
-        variables = {
-            "messages": plain,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        given = {"tools": None, "documents": None} | _plain(dict(variables))
+        given |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
         token = _mark.set(mark)
         try:
             with _budget():
-                return _bounded(self._template.generate(self._special_tokens | variables))
+                return _bounded(self._template.generate(self._special_tokens | given))
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
             raise RequestError(f"The model's chat template refuses these messages: {one_line(e)}.") from None
         finally:

@@ -10,7 +10,7 @@ The pieces then concatenate to exactly what `decode` gives for the whole, on any
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import tokenizers
 
 from fp8serve.errors import ModelError, RequestError, one_line, shown
 from fp8serve.model.storage.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
-from fp8serve.model.text.chat import ChatTemplate, Message
+from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
 from fp8serve.model.text.text_bound import TextBound, text_bound
 from fp8serve.model.text.turns import Markers, Span, assistant_spans
 
@@ -155,9 +155,11 @@ class Tokenizer:
         """A new incremental decoder for one answer."""
         return IncrementalDecoder(self, skip_special_tokens)
 
-    def chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
-        """The conversation as the model's template writes it. ModelError when the model has none."""
-        return self._require_template().render(messages, add_generation_prompt)
+    def chat(
+        self, messages: list[Message], add_generation_prompt: bool = True, variables: Mapping[str, Any] = NOTHING
+    ) -> str:
+        """The conversation as the model's template writes it, with further variables. ModelError: it has none."""
+        return self._require_template().render(messages, add_generation_prompt, variables=variables)
 
     def encode_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered conversation. The template writes BOS itself where the model wants one: none is added."""

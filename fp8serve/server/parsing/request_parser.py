@@ -52,9 +52,9 @@ class RequestParser:
         head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": cut}
         return await self._ids(served, head, b"".join(pieces))
 
-    async def conversation(self, served: Served, messages: list[Message]) -> Ids:
+    async def conversation(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> Ids:
         """The conversation through the model's own template. Fault when it has none, or refuses the messages."""
-        head = {"op": "chat", "prompted": True, "keep": None}
+        head = {"op": "chat", "prompted": True, "variables": variables, "keep": None}
         return tuple((await self._ids(served, head, plain(messages)))[0])
 
     async def _ids(self, served: Served, head: dict[str, Any], body: bytes) -> list[list[int]]:

@@ -1,14 +1,14 @@
 """What the bodies of `/v1/completions` and `/v1/chat/completions` ask for."""
 
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 
 
 def parse_completion(body: CompletionBody) -> ParsedRequest:
-    """Some prompts, `n` choices for each. Raises RequestError for parameters that contradict each other."""
+    """Some prompts, `best_of` answers to each. Raises RequestError for parameters that contradict each other."""
     params = body.params(SamplingParams().max_new_tokens if body.max_tokens is None else body.max_tokens)
-    return ParsedRequest(lambda _: params, body.prompts(), choices=body.choices)
+    return ParsedRequest(lambda _: params, body.prompts(), choices=body.generated)
 
 
 def parse_chat(body: ChatBody) -> ParsedRequest:
@@ -17,4 +17,6 @@ def parse_chat(body: ChatBody) -> ParsedRequest:
     def sampling(room: int) -> SamplingParams:
         return body.params(body.token_limit or max(1, room))
 
-    return ParsedRequest(sampling, conversation=body.messages, choices=body.choices)
+    return ParsedRequest(
+        sampling, conversation=body.messages, variables=body.chat_template_kwargs or {}, choices=body.returned
+    )
