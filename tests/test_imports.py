@@ -22,12 +22,13 @@ FOUNDATION = {"faults", "settings", "metrics", "tasks"}
 ALLOWED_IN_SERVER = {
     **dict.fromkeys(FOUNDATION, FOUNDATION),
     "schemas": {"schemas"},
+    "answers": {"answers"},
     "http": {"http"} | FOUNDATION,
     "serving": {"serving"} | FOUNDATION,
     "parsing": {"parsing", "serving", "schemas"} | FOUNDATION,
     "finetuning": {"finetuning", "parsing", "serving", "schemas"} | FOUNDATION,
-    "server_state": {"finetuning", "parsing", "serving"} | FOUNDATION,
-    "api": {"api", "server_state", "finetuning", "parsing", "serving", "schemas", "http"} | FOUNDATION,
+    "server_state": {"finetuning", "parsing", "serving", "answers"} | FOUNDATION,
+    "api": {"api", "server_state", "finetuning", "parsing", "serving", "schemas", "http", "answers"} | FOUNDATION,
     "app": {"api", "server_state", "finetuning", "serving", "http"} | FOUNDATION,
     "launch": {"app", "server_state", "serving", "http"} | FOUNDATION,
 }
