@@ -15,8 +15,8 @@ from fp8serve.server.answers.feed import Content, Incremental, Part, Reader
 from fp8serve.server.answers.formats import Tools
 from fp8serve.server.answers.harmony import harmony
 
-ToolFormat = Literal["hermes", "llama3", "mistral", "granite", "deepseek", "qwen3-coder", "gpt-oss", "none"]
-ReasoningFormat = Literal["think", "mistral", "granite", "gpt-oss", "none"]
+ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "granite", "deepseek", "qwen3-coder", "gpt-oss", "none"]
+ReasoningFormat = Literal["auto", "think", "mistral", "granite", "gpt-oss", "none"]
 
 CALLS: Mapping[str, Any] = {
     "hermes": formats.hermes,
@@ -119,12 +119,12 @@ class AnswerReader:
         return found
 
 
-def choose(template: str | None, takes_tools: bool, tools: str = "auto", reasoning: str = "auto") -> AnswerFormat:
-    """The format for a model with this chat template. `tools` and `reasoning`: what the operator said."""
+def choose(template: str | None, takes_tools: bool, told: AnswerFormat) -> AnswerFormat:
+    """`told`, with "auto" decided for a model with this chat template."""
     text = template or ""
     by_mark = next((name for mark, name in TOOLS_BY_MARK if mark in text), "none") if takes_tools else "hermes"
     thought = next((name for mark, name in REASONING_BY_MARK if mark in text), "none")
     return AnswerFormat(
-        cast(ToolFormat, by_mark if tools == "auto" else tools),
-        cast(ReasoningFormat, thought if reasoning == "auto" else reasoning),
+        cast(ToolFormat, by_mark) if told.tools == "auto" else told.tools,
+        cast(ReasoningFormat, thought) if told.reasoning == "auto" else told.reasoning,
     )

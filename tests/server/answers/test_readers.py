@@ -186,43 +186,33 @@ def test_streamed_is_whole_at_every_split(form: ToolFormat, text: str) -> None:
 
 
 FORMS = ("hermes", "llama3", "mistral", "granite", "deepseek", "qwen3-coder", "gpt-oss")
-PIECES = st.sampled_from(
-    [
-        *'{}[]"\\,: \na<',
-        '{"name": "weather", "arguments": ',
-        PARIS,
-        *[
-            "<tool_call>",
-            "</tool_call>",
-            "<|python_tag|>",
-            "now()",
-            "[TOOL_CALLS]",
-            "[ARGS]",
-            "<|tool_call|>",
-            "<｜tool▁calls▁begin｜>",
-        ],
-        *[
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-            "<function=",
-            "<parameter=",
-            "</parameter>",
-            "</function>",
-        ],
-        *[
-            "<|channel|>",
-            "<|message|>",
-            "analysis",
-            "to=functions.f",
-            "<|end|>",
-            "<|start|>",
-            "<think>",
-            "</think>",
-            "```json",
-        ],
-    ]
+MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "now()",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|tool_call|>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<function=",
+    "<parameter=",
+    "</parameter>",
+    "</function>",
+    "<|channel|>",
+    "<|message|>",
+    "analysis",
+    " to=functions.f",
+    "<|end|>",
+    "<|start|>",
+    "<think>",
+    "</think>",
+    "```json",
 )
+PIECES = st.sampled_from((*'{}[]"\\,: \na<', '{"name": "weather", "arguments": ', PARIS, *MARKS))
 
 
 @given(st.sampled_from(FORMS), st.lists(PIECES, max_size=12), st.data())

@@ -22,7 +22,11 @@ async def tokenize(body: TokenizeBody, request: Request, state: StateDep) -> Res
     """The ids that generation would see for the same text."""
     served = state.models.resolve(body.model)
     text = plain(body.messages) if body.messages is not None else (body.prompt or "").encode()
-    asked = {"special": body.add_special_tokens, "prompted": body.add_generation_prompt}
+    asked = {
+        "special": body.add_special_tokens,
+        "prompted": body.add_generation_prompt,
+        "variables": {"tools": [tool.plain() for tool in body.tools]} if body.tools else {},
+    }
     head = {"op": "tokenize", "messages": body.messages is not None, "strings": body.return_token_strs, **asked}
     return await _rendered(state, request, served, head, text)
 

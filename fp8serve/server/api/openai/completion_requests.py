@@ -2,7 +2,9 @@
 
 from fp8serve.engine.request import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
+from fp8serve.server.api.openai.tool_requests import fit
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
+from fp8serve.server.serving.served import Served
 
 
 def parse_completion(body: CompletionBody) -> ParsedRequest:
@@ -17,4 +19,8 @@ def parse_chat(body: ChatBody) -> ParsedRequest:
     def sampling(room: int) -> SamplingParams:
         return body.params(body.token_limit or max(1, room))
 
-    return ParsedRequest(sampling, conversation=body.messages, choices=body.choices)
+    def fitted(served: Served, params: SamplingParams) -> SamplingParams:
+        return fit(served, body, params)
+
+    variables = {"tools": [tool.plain() for tool in body.offered]} if body.offered else {}
+    return ParsedRequest(sampling, conversation=body.messages, variables=variables, choices=body.choices, fitted=fitted)
