@@ -46,7 +46,8 @@ NOTHING_OF_OURS = {
     "fp8serve.fp8.spec",
     "fp8serve.fp8.amax_rules",
     "fp8serve.fp8.ops.arithmetic",
-    "fp8serve.engine.request",
+    "fp8serve.engine.sampling_params",
+    "fp8serve.engine.output",
     "fp8serve.errors",
     "fp8serve.ending",
     "fp8serve.options",
@@ -56,7 +57,8 @@ MADE_OF = ("fp8serve.fp8.spec", "fp8serve.fp8.amax_rules")  # what a recipe is m
 NO_TORCH = {
     "fp8serve.fp8.spec",
     "fp8serve.fp8.recipe",
-    "fp8serve.engine.request",
+    "fp8serve.engine.sampling_params",
+    "fp8serve.engine.output",
     "fp8serve.engine.kv_cache",
     "fp8serve.engine.scheduler",
 }

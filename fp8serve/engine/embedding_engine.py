@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fp8serve.engine.embedding import Embedder
-from fp8serve.engine.request import EngineLimits, Request, RequestOutput
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.fp8 import ops
 
 

@@ -22,17 +22,12 @@ from fp8serve.engine import loading
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import (
-    Completion,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-    TokenLogprob,
-)
+from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
+from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import Sampled, sample
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, Work
+from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.text import TextStream
 from fp8serve.errors import RequestError
 from fp8serve.options import known_fields
@@ -66,10 +61,12 @@ class Engine:
         if request.request_id in self._live:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
-        decoding = self.tokenizer.stream() if self.tokenizer else None
+        params = request.params
+        decoding = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
         seq = Sequence.of(request)
-        seq.constraint = self.loaded.grammars.matcher(request.params)
-        self._live[request.request_id] = seq, TextStream(decoding, request.params.stop, request.params.min_tokens)
+        seq.constraint = self.loaded.grammars.matcher(params)
+        seq.ban = self.loaded.bans.ban(params.bad_words)
+        self._live[request.request_id] = seq, TextStream(decoding, params)
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -202,9 +199,11 @@ class Engine:
         seq.token_ids.append(token)
         text = self._live[seq.request_id][1]
         if token in seq.params.stop_token_ids:
-            return self._end(seq, "stop", text.flush(), sampled, stop_reason=token)
+            return self._end(seq, "stop", text.end(token), sampled, stop_reason=token)
         if token in self.eos_ids and not seq.params.ignore_eos:
-            return self._end(seq, "stop", text.flush(), sampled)
+            return self._end(seq, "stop", text.end(token), sampled)
+        if seq.ban is not None:
+            seq.ban.accept(token)
         if seq.constraint is not None and not seq.constraint.accept(token):
             return self._fail(seq, "The grammar became too complex to go on.")
         delta = text.push(token)

@@ -20,6 +20,7 @@ from fp8serve.engine.accelerator import (
     forget_trial_runs,
     plan_on_gpu,
 )
+from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
 from fp8serve.engine.memory import CachePlan, check_length, plan
@@ -53,6 +54,7 @@ class Loaded:
     config: ModelConfig
     tokenizer: Tokenizer | None
     grammars: Grammars
+    bans: Bans
     plan: CachePlan
     runner: Runner
     frozen: dict[str, FrozenLinear]  # FP8 layers, by their names in the checkpoint
@@ -126,11 +128,12 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     reset_token_counts(model)
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model)
+    bans = Bans(tokenizer, config.vocab_size, config.eos_token_ids)
     checkpoint = open_checkpoint(model_dir)
     found = left_out_notes(model_dir, checkpoint.left_out), widened_note(checkpoint.shards), computed_by_note(config)
     for note in chain.from_iterable(found):
         log.warning(note)
-    return Loaded(model_dir, options, config, tokenizer, grammars, sizes, runner, frozen, tiles, graphs, packer)
+    return Loaded(model_dir, options, config, tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer)
 
 
 def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:

@@ -23,7 +23,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from fp8serve.engine.kv_cache import BlockPool
-from fp8serve.engine.request import FinishReason, Sequence, Status
+from fp8serve.engine.output import FinishReason
+from fp8serve.engine.sequence import Sequence, Status
 
 
 @dataclass(frozen=True, slots=True)

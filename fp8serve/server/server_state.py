@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner

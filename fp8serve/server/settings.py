@@ -50,7 +50,7 @@ class ServerLimits:
     send_seconds: Annotated[Seconds, About("For a client to take a piece of its answer.")] = 60.0
     queue: Annotated[Count, About("Answers that wait for a place among those that run.")] = 256
     queue_tokens: Annotated[Count, About("Tokens of the prompts that wait.")] = 1 << 20
-    n: Annotated[Count, About("Answers to one prompt.")] = 16
+    n: Annotated[Count, About("Answers to one prompt.")] = 128
     prompts: Annotated[Count, About("Prompts of one request.")] = 64
     chat_messages: Annotated[Count, About("Messages of one conversation.")] = 1024
     streams: Annotated[Count, About("Streams that are open.")] = 512

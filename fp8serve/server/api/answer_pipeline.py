@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from fp8serve.engine.request import RequestOutput, SamplingParams
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
@@ -139,7 +140,7 @@ async def _admit(body: Body, parse: Parse[Body], request: Request, state: Server
 def _reserve(asked: ParsedRequest, state: ServerState) -> Places:
     limit = state.settings.limits.n
     if asked.choices > limit:
-        message = f"n is {asked.choices}, more than this server's limit of {limit}."
+        message = f"{asked.choices} answers to a prompt are more than this server's limit of {limit}."
         raise Fault(Code.INVALID_PARAMETER, message, param="n")
     return state.admission.reserve(asked.sequences)
 

@@ -7,11 +7,34 @@ depend on the server (context length, number of prompts) are checked in `parsing
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from fp8serve.engine.sampling_params import MAX_BIASED
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Bias],
+    Field(max_length=MAX_BIASED, description="Added to the logits of these tokens, by token id."),
+]
+
+
+def _free(variables: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(OUR_VARIABLES & variables.keys()):
+        raise PydanticCustomError("template_variable", "{name} is not for clients to set", {"name": taken[0]})
+    return variables
+
+
+OUR_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Field(max_length=64, description="Further variables of the model's chat template."),
+    AfterValidator(_free),
 ]
 
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fp8serve.engine.request import SamplingParams, TokenId, Tokens
+from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import Grammar
-from fp8serve.server.schemas.bodies import Body, Strict
+from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of
 from fp8serve.server.schemas.messages import Message
 from fp8serve.server.schemas.tools import Tools
@@ -40,6 +40,7 @@ class GenerateParameters(Strict):
     best_of: int | None = None
     decoder_input_details: bool | None = None
     grammar: Grammar | None = None
+    logit_bias: LogitBias | None = None
     typical_p: float | None = None
     watermark: bool | None = None
 
@@ -69,6 +70,7 @@ class TokenizeBody(Body):
     tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -77,6 +79,8 @@ class TokenizeBody(Body):
             raise PydanticCustomError("one_source", "give either prompt or messages")
         if self.tools and self.messages is None:
             raise PydanticCustomError("tools", "tools needs messages")
+        if self.messages is None and self.chat_template_kwargs is not None:
+            raise PydanticCustomError("chat_template_kwargs", "chat_template_kwargs needs messages")
         return self
 
 

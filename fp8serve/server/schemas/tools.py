@@ -1,5 +1,6 @@
 """Tools that a model may call, and which of them it may, as OpenAI's clients say it."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -28,6 +29,11 @@ class Tool(Strict):
         """What chat templates understand."""
         said = {"name": self.function.name, "description": self.function.description or ""}
         return {"type": "function", "function": said | {"parameters": self.function.parameters or NO_ARGUMENTS}}
+
+
+def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """For the variable `tools` of a template, which asks whether there are any."""
+    return [tool.plain() for tool in tools] if tools else None
 
 
 class FunctionName(Strict):

@@ -15,7 +15,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fp8serve.engine.request import Request, SamplingParams
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.answers.choice import AnswerFormat, choose

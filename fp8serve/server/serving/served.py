@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import EngineLimits, Request, RequestOutput
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.model.config.either import check_any_config
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.answers.choice import AnswerFormat

@@ -118,7 +118,7 @@ async def test_a_failure_in_a_stream_is_an_error_and_then_done(start: Start) -> 
     ("change", "status", "code", "param"),
     [
         ({"model": "other"}, 404, "model_not_found", "model"),
-        ({"n": 17}, 400, "invalid_parameter", "n"),
+        ({"n": 129}, 400, "invalid_parameter", "n"),
         ({"max_tokens": 600}, 400, "context_length_exceeded", None),
         ({"max_tokens": 3, "max_completion_tokens": 4}, 400, "invalid_parameter", None),
         ({"top_logprobs": 2}, 400, "invalid_parameter", None),

@@ -2,7 +2,7 @@
 
 import secrets
 
-from fp8serve.engine.request import RequestOutput
+from fp8serve.engine.output import RequestOutput
 from fp8serve.server.answers.choice import AnswerReader
 from fp8serve.server.answers.feed import Arguments, Call, Content, Part, Reasoning
 from fp8serve.server.api.answer_pipeline import JsonObject

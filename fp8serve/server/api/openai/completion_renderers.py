@@ -7,11 +7,11 @@ arrive as `data: {"error": ...}` and then `data: [DONE]`, which OpenAI's own cli
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fp8serve.engine.request import RequestOutput
+from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
 from fp8serve.server.api.openai.logprobs import (
     LogprobStream,
@@ -38,11 +38,17 @@ class Choice:
     finish: str | None = None
     stop_reason: str | int | None = None
     tokens: int = 0
+    total: float = 0.0  # of its tokens' log-probabilities, where these are known
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.tokens, 1)
 
     def take(self, output: RequestOutput) -> list[Placed]:
         """Adds an output; returns its log-probabilities."""
         self.text += output.text_delta
         self.tokens = output.num_generated
+        self.total += sum(item.logprob for item in output.logprobs or ())
         self.finish, self.stop_reason = output.finish_reason, output.stop_reason
         new = self.stream.take(output)
         if output.logprobs is not None or new:
@@ -63,17 +69,22 @@ class CompletionRenderer(Renderer[list[Placed]]):
         self.asked = body
         self.created = int(time.time())
         self.tokenizer = generation.served.tokenizer
-        self.choices = [Choice(LogprobStream(self.tokenizer)) for _ in generation.requests]
+        self.params = generation.requests[0].params
+        self.choices = [Choice(LogprobStream(self.tokenizer, self.params)) for _ in generation.requests]
 
     @abstractmethod
     def choice(self, index: int, choice: Choice) -> JsonObject:
         """A choice that is complete."""
 
+    def kept(self) -> Iterable[Choice]:
+        """The choices to return, in their order."""
+        return self.choices
+
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
         return self.choices[index].take(output)
 
     def whole(self) -> JsonObject:
-        choices = [self.choice(i, choice) for i, choice in enumerate(self.choices)]
+        choices = [self.choice(i, choice) for i, choice in enumerate(self.kept())]
         return self._frame(self.OBJECT, choices) | {"usage": self._usage()}
 
     def closing(self) -> Iterator[JsonObject]:
@@ -111,15 +122,16 @@ class TextRenderer(CompletionRenderer):
     def __init__(self, body: CompletionBody, generation: Generation, request_id: str) -> None:
         super().__init__(body, generation, request_id)
         self._hides_answer = body.max_tokens == 0
+        self._shows_logprobs = body.logprobs is not None
         self._echoes = [request.prompt_token_ids for request in generation.requests] if body.echo else []
         self._unsaid = set(range(len(self._echoes)))  # prompts that are still to be streamed
         for ids, choice in zip(self._echoes, self.choices, strict=False):
-            choice.text = prompt_text(ids, self.tokenizer)
-            choice.stream = LogprobStream(self.tokenizer, len(choice.text))
+            choice.text = prompt_text(ids, self.tokenizer, self.params)
+            choice.stream = LogprobStream(self.tokenizer, self.params, len(choice.text))
 
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
         if output.prompt_logprobs is not None:
-            self.choices[index].logprobs = placed_prompt(self._echoes[index], output.prompt_logprobs, self.tokenizer)
+            self.choices[index].logprobs = self._placed(index, output.prompt_logprobs)
         return super().add(index, self._shown(output))
 
     def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
@@ -142,15 +154,26 @@ class TextRenderer(CompletionRenderer):
         ids = self._echoes[index]
         placed = None
         if output.prompt_logprobs is not None:
-            placed = placed_prompt(ids, output.prompt_logprobs, self.tokenizer)
-        text, rest = prompt_text(ids, self.tokenizer), {"finish_reason": None, "stop_reason": None}
+            placed = self._placed(index, output.prompt_logprobs)
+        text, rest = prompt_text(ids, self.tokenizer, self.params), {"finish_reason": None, "stop_reason": None}
         return {"index": index, "text": text, "logprobs": self._logprobs(placed), **rest}
 
+    def _placed(self, index: int, found: Sequence[TokenLogprob]) -> list[Placed]:
+        return placed_prompt(self._echoes[index], found, self.tokenizer, self.params)
+
+    def kept(self) -> Iterator[Choice]:
+        """Of each prompt's answers the most probable, by the mean over their tokens; equal ones in their order."""
+        each, wanted = self.generation.n, self.asked.returned
+        for start in range(0, len(self.choices), each):
+            group = self.choices[start : start + each]
+            yield from (sorted(group, key=lambda choice: -choice.mean) if each > wanted else group)[:wanted]
+
     def choice(self, index: int, choice: Choice) -> JsonObject:
+        shown = choice.logprobs if self._shows_logprobs else None
         return {
             "index": index,
             "text": choice.text,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(shown),
             "finish_reason": choice.finish,
             "stop_reason": choice.stop_reason,
         }

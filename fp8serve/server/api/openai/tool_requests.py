@@ -1,6 +1,9 @@
 """What the tools of a chat request ask of the engine, and of whoever reads the answer."""
 
-from fp8serve.engine.request import Request, SamplingParams
+from dataclasses import replace
+
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.openai.chat_answer import ChatAnswer
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.schemas.openai_bodies import ChatBody
@@ -17,7 +20,8 @@ def fit(served: Served, body: ChatBody, params: SamplingParams) -> SamplingParam
     if body.offered and served.answers.tools == "none":
         message = "How this model writes tool calls is not known."
         raise Fault(Code.INVALID_PARAMETER, message, param="tools", hint="Start the server with --tool-parser.")
-    return params
+    shown = served.answers.marks(with_tools=bool(body.offered))
+    return replace(params, skip_special_tokens=False) if shown & served.tokenizer.special_texts else params
 
 
 def chat_answer(body: ChatBody, generation: Generation, request: Request) -> ChatAnswer:
