@@ -87,6 +87,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def template_text(self) -> str | None:
+        """The chat template as it is written."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._template is not None and self._template.takes_tools
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """Tokens that are left out of text unless it is asked for them."""
+        return self._markers.special
+
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least, from its length alone; 0 where that says nothing."""
         return 0 if self._bound is None else self._bound.fewest_tokens(text)

@@ -188,17 +188,31 @@ class ChatLogprobs(ResponseShape):
     refusal: None
 
 
+class CalledFunction(ResponseShape):
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseShape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(ResponseShape):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(ResponseShape):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(ResponseShape):
