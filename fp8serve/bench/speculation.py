@@ -3,7 +3,7 @@
 Two repeat what they were given (a summary, an edit), one repeats itself (code), one has nothing to repeat (a story).
 The two engines take turns, answer by answer, and the time is that of decoding, from the first token on. A rate is that
 of the fastest round; how many times one is the other is the median over pairs, since both of a pair had the same
-minute. Answers are as long as asked for, whatever ends them.
+minute. Answers end where the model ends them, or at the length asked for.
 """
 
 import time
@@ -21,22 +21,18 @@ The lighthouse on the rock of Arran was built in 1872 by two brothers, Thomas an
 above the sea, and its light can be seen from a distance of thirty kilometres. During the war the light was put out, \
 and the family of the keeper moved to the village. Since 1987 the light works without a keeper. The house is now a \
 museum, in which visitors can see the old lamp, the diaries of the keepers and a model of the first boat."""
-CODE = '''\
+CODE = """\
 class Vector:
-    """A vector in three dimensions."""
-
     def __init__(self, x, y, z):
         self.x = x
         self.y = y
         self.z = z
 
     def add(self, other):
-        """Return the sum of two vectors."""
         return Vector(self.x + other.x, self.y + other.y, self.z + other.z)
 
     def subtract(self, other):
-        """Return the difference of two vectors."""
-'''
+        return"""
 ASKED = {
     "summary": f"Summarize this text in a few sentences:\n\n{PASSAGE}",
     "edit": f'Repeat this text, and replace "the keeper" by "the guardian":\n\n{PASSAGE}',
@@ -58,7 +54,7 @@ def measure(
     engines = [
         Engine(model, max_num_seqs=1, speculative_tokens=tokens, **options) for tokens in (0, speculative_tokens)
     ]
-    params = SamplingParams(max_new_tokens=new, temperature=temperature, seed=0, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=new, temperature=temperature, seed=0)
     for engine in engines:
         engine.pack_weights()
     texts = []
@@ -92,7 +88,8 @@ def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
         "times_plain": percentile([a["seconds"] / b["seconds"] for a, b in zip(plain, speculative, strict=True)], 0.5),
         "drafted": last["drafted"],
         "accepted": last["accepted"],
-        "steps": last["steps"],
+        "steps": last["steps"],  # after the first token
+        "tokens": len(last["tokens"]),
         "same_answer": all(a["tokens"] == b["tokens"] for a, b in zip(plain, speculative, strict=True)),
     }
 
