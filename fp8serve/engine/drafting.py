@@ -22,8 +22,8 @@ from dataclasses import replace
 
 from fp8serve.engine.sequence import Sequence
 
-SHORTEST, LONGEST = 2, 8  # tokens that are looked for
-FIRST = 4  # tokens of the first draft
+SHORTEST, LONGEST = 1, 8  # tokens that are looked for
+FIRST, LEAST = 4, 3  # tokens of the first draft, and of one after a draft that was wrong
 ROW = 0.08
 ALLOWANCE = 0.03
 START, MOST = 1.0, 4.0  # steps on the balance at first, and at most
@@ -53,7 +53,7 @@ class Drafter:
     def learn(self, drafted: int, accepted: int) -> None:
         """Of the tokens drafted last the first `accepted` were right. All of them: the next may be twice as many."""
         self._balance = min(MOST, self._balance + accepted - drafted * self._price)
-        self._length = min(self._most, 2 * drafted if accepted == drafted else accepted + 1)
+        self._length = min(self._most, 2 * drafted if accepted == drafted else max(LEAST, accepted + 1))
 
     def _last_time(self) -> int | None:
         """Where the longest known ending of the text ended the last time; None where there is none."""
