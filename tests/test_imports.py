@@ -20,14 +20,15 @@ ALLOWED = {
 }
 FOUNDATION = {"faults", "settings", "metrics", "tasks"}
 ALLOWED_IN_SERVER = {
-    **dict.fromkeys(FOUNDATION, FOUNDATION),
+    "answers": {"answers"},
+    **dict.fromkeys(FOUNDATION, {"answers"} | FOUNDATION),
     "schemas": {"schemas"},
     "http": {"http"} | FOUNDATION,
-    "serving": {"serving"} | FOUNDATION,
+    "serving": {"serving", "answers"} | FOUNDATION,
     "parsing": {"parsing", "serving", "schemas"} | FOUNDATION,
     "finetuning": {"finetuning", "parsing", "serving", "schemas"} | FOUNDATION,
     "server_state": {"finetuning", "parsing", "serving"} | FOUNDATION,
-    "api": {"api", "server_state", "finetuning", "parsing", "serving", "schemas", "http"} | FOUNDATION,
+    "api": {"api", "server_state", "finetuning", "parsing", "serving", "schemas", "http", "answers"} | FOUNDATION,
     "app": {"api", "server_state", "finetuning", "serving", "http"} | FOUNDATION,
     "launch": {"app", "server_state", "serving", "http"} | FOUNDATION,
 }

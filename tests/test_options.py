@@ -100,7 +100,10 @@ def test_help_comes_from_the_field() -> None:
     assert "secret" not in text
 
 
-@pytest.mark.parametrize("args", [["--heat", "301"], ["--trays", "0"], ["--mode", "wave"], ["--secret", "1"]])
+VALUES = [["--heat", "301"], ["--heat", "nan"], ["--trays", "0"], ["--mode", "wave"], ["--secret", "1"]]
+
+
+@pytest.mark.parametrize("args", VALUES)
 def test_a_value_out_of_bounds_is_wrong_usage(args: list[str]) -> None:
     assert run("home", *args)[0] == 2
 

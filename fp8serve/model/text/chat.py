@@ -29,6 +29,7 @@ from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fp8serve.errors import ModelError, RequestError, one_line
+from fp8serve.model.text.tool_prompt import with_tools
 
 Message = dict[str, Any]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -162,10 +163,11 @@ class ChatTemplate:
 
     today: what `strftime_now` takes for the date; None for the machine's clock. ModelError when `source` is not a
     template. `marks_generation`: whether it has `{% generation %}` blocks. `constants`: the texts written in it, which
-    are what it can look for in a message.
+    are what it can look for in a message. `takes_tools`: whether it reads the variable `tools`.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], today: date | None = None) -> None:
+        self.source = source
         self._special_tokens = special_tokens
         environment = _Environment(today)
         with _budget():  # jinja computes constant expressions while it compiles
@@ -173,6 +175,7 @@ class ChatTemplate:
                 parsed = environment.parse(source)
                 blocks = parsed.find_all(nodes.ExtensionAttribute)
                 self.marks_generation = any(b.identifier == _Generation.identifier for b in blocks)
+                self.takes_tools = any(name.name == "tools" for name in parsed.find_all(nodes.Name))
                 self.constants = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
                 self._template = environment.from_string(parsed)
             except (jinja2.TemplateError, RecursionError) as e:
@@ -186,12 +189,15 @@ class ChatTemplate:
         variables: Mapping[str, Any] = NOTHING,
     ) -> str:
         """The text of the conversation, with `mark` before and after what a generation block wrote. `variables` are
-        further ones, such as `enable_thinking`.
+        further ones, such as `enable_thinking`, or `tools`, as OpenAI's API describes them: a template that does not
+        take these gets them in the system message.
 
         RequestError: the template refuses the messages. ModelError: it runs away.
         """
-        plain = [{k: _plain(v) for k, v in m.items() if v is not None} for m in messages]
         given = {"tools": None, "documents": None} | _plain(dict(variables))
+        if not self.takes_tools:
+            messages, given["tools"] = with_tools(messages, given["tools"]), None
+        plain = [_plain_message(message) for message in messages]
         given |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
         token = _mark.set(mark)
         try:
@@ -223,6 +229,12 @@ def _bounded(pieces: Iterator[str]) -> str:
         if length > MAX_CHARS:
             raise _TooMuchError
     return "".join(parts)
+
+
+def _plain_message(message: Message) -> Message:
+    """Without what is null, but for the content of calls: some templates ask whether it is."""
+    kept = {k: v for k, v in message.items() if v is not None or (k == "content" and message.get("tool_calls"))}
+    return {k: _plain(v) for k, v in kept.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
-from fp8serve.server.schemas.bodies import Message
+from fp8serve.server.schemas.messages import Message
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Places
 from fp8serve.server.serving.generation import Generation
@@ -43,6 +43,7 @@ class ParsedRequest:
 
     `sampling` makes the parameters from the number of tokens for which the longest prompt leaves room. `variables`: for
     the chat template. `truncate`: of each prompt, only the last so many tokens. `choices`: answers for each prompt.
+    `fitted` makes of these parameters those that the served weights need, or refuses with a Fault.
     """
 
     sampling: Callable[[int], SamplingParams]
@@ -51,6 +52,7 @@ class ParsedRequest:
     variables: JsonObject = field(default_factory=dict)
     truncate: int | None = None
     choices: int = 1
+    fitted: Callable[[Served, SamplingParams], SamplingParams] = lambda _, params: params
 
     @property
     def sequences(self) -> int:
@@ -131,7 +133,7 @@ async def _admit(body: Body, parse: Parse[Body], request: Request, state: Server
     asked = parse(body)
     with served.lease(), _reserve(asked, state) as places:
         prompts = await until_disconnect(request, _read(asked, served, state.parser))
-        params = asked.sampling(context - max(map(len, prompts)))
+        params = asked.fitted(served, asked.sampling(context - max(map(len, prompts))))
         await until_disconnect(request, state.parser.form(params.form))
         return state.generation(served, prompts, params, places, asked.choices, request.scope["tenant"])
 

@@ -16,7 +16,7 @@ from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
-from fp8serve.server.schemas.bodies import Message
+from fp8serve.server.schemas.messages import Message, plain_messages
 from fp8serve.server.serving.served import Served
 from fp8serve.server.settings import ServerLimits
 
@@ -129,7 +129,7 @@ def check_fit(served: Served, tokens: int, least: str = "") -> None:
 
 def plain(messages: list[Message]) -> bytes:
     """Messages as a template wants them, as JSON."""
-    return json.dumps([message.plain() for message in messages], ensure_ascii=False).encode()
+    return json.dumps(plain_messages(messages), ensure_ascii=False).encode()
 
 
 def _encode_all(served: Served, texts: list[str]) -> list[list[int]]:

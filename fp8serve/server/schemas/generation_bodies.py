@@ -10,8 +10,10 @@ from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import Formed, Grammar, Text
-from fp8serve.server.schemas.bodies import Body, LogitBias, Message, TemplateVariables
+from fp8serve.server.schemas.bodies import Body, LogitBias, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of
+from fp8serve.server.schemas.messages import Message
+from fp8serve.server.schemas.tools import Tools
 
 SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
 """Of SamplingParams: `top_n_tokens` or `details`, and the fields of `Formed` here."""
@@ -65,6 +67,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables | None = None
@@ -74,6 +77,8 @@ class TokenizeBody(Body):
     def _one_source(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("one_source", "give either prompt or messages")
+        if self.tools and self.messages is None:
+            raise PydanticCustomError("tools", "tools needs messages")
         if self.messages is None and self.chat_template_kwargs is not None:
             raise PydanticCustomError("chat_template_kwargs", "chat_template_kwargs needs messages")
         return self

@@ -15,8 +15,10 @@ from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import INT32, MAX_LOGPROBS, SamplingParams, StopString, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import Formed, Text
-from fp8serve.server.schemas.bodies import Body, LogitBias, Message, Strict, TemplateVariables
+from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of, given
+from fp8serve.server.schemas.messages import Message
+from fp8serve.server.schemas.tools import NamedTool, Tool, ToolChoice, Tools
 
 MAX_STOPS = 4  # as OpenAI documents it; /generate takes as many as the engine
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
@@ -129,8 +131,6 @@ class ChatBody(SampledBody):
     """`POST /v1/chat/completions`. Without `max_tokens` or `max_completion_tokens` the answer may fill the context."""
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
         "modalities": (None, ["text"]),
@@ -147,8 +147,8 @@ class ChatBody(SampledBody):
     chat_template_kwargs: TemplateVariables | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -172,6 +172,23 @@ class ChatBody(SampledBody):
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         return self
+
+    @model_validator(mode="after")
+    def _tools_are_there(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise PydanticCustomError("tools", "tools holds {name} more than once", {"name": twice})
+        chosen = self.tool_choice
+        if isinstance(chosen, NamedTool) and chosen.function.name not in names:
+            raise PydanticCustomError("tool_choice", "tool_choice names a tool that is not in tools")
+        if chosen == "required" and not names:
+            raise PydanticCustomError("tool_choice", "tool_choice: required needs tools")
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def token_limit(self) -> int | None:

@@ -124,7 +124,7 @@ async def test_a_failure_in_a_stream_is_an_error_and_then_done(start: Start) -> 
         ({"top_logprobs": 2}, 400, "invalid_parameter", None),
         ({"stream_options": {"include_usage": True}}, 400, "invalid_parameter", None),
         ({"messages": []}, 400, "invalid_parameter", "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_parameter", "messages.0.role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, 400, "invalid_parameter", "messages.0.role"),
         ({"messages": [{"role": "user", "content": "x"}] * 1025}, 400, "invalid_parameter", "messages"),
         ({"stop": ["a"] * 5}, 400, "invalid_parameter", "stop"),
     ],

@@ -21,9 +21,10 @@ from fp8serve.server.api.openai.logprobs import (
     prompt_text,
     text_logprobs,
 )
+from fp8serve.server.api.openai.tool_requests import chat_answer
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import DONE
-from fp8serve.server.schemas.openai_bodies import CompletionBody, SampledBody
+from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody, SampledBody
 from fp8serve.server.serving.generation import Generation
 
 
@@ -75,10 +76,6 @@ class CompletionRenderer(Renderer[list[Placed]]):
     def choice(self, index: int, choice: Choice) -> JsonObject:
         """A choice that is complete."""
 
-    @abstractmethod
-    def delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
-        """What `output` adds to a choice."""
-
     def kept(self) -> Iterable[Choice]:
         """The choices to return, in their order."""
         return self.choices
@@ -89,10 +86,6 @@ class CompletionRenderer(Renderer[list[Placed]]):
     def whole(self) -> JsonObject:
         choices = [self.choice(i, choice) for i, choice in enumerate(self.kept())]
         return self._frame(self.OBJECT, choices) | {"usage": self._usage()}
-
-    def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
-        if output.text_delta or new or output.finish_reason is not None:
-            yield self._chunk(self.delta(index, output, new))
 
     def closing(self) -> Iterator[JsonObject]:
         """The usage, if it was asked for."""
@@ -145,7 +138,9 @@ class TextRenderer(CompletionRenderer):
         if index in self._unsaid:
             self._unsaid.remove(index)
             yield self._chunk(self._echo(index, output))
-        yield from super().events(index, self._shown(output), new)
+        shown = self._shown(output)
+        if shown.text_delta or new or shown.finish_reason is not None:
+            yield self._chunk(self._delta(index, shown, new))
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
         """The output, without the token of an answer that nobody wants."""
@@ -183,7 +178,8 @@ class TextRenderer(CompletionRenderer):
             "stop_reason": choice.stop_reason,
         }
 
-    def delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
+    def _delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
+        """What `output` adds to a choice."""
         return {
             "index": index,
             "text": output.text_delta,
@@ -201,12 +197,21 @@ class ChatRenderer(CompletionRenderer):
 
     PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, body: ChatBody, generation: Generation, request_id: str) -> None:
+        super().__init__(body, generation, request_id)
+        self._answers = [chat_answer(body, generation, request) for request in generation.requests]
+
+    def add(self, index: int, output: RequestOutput) -> list[Placed]:
+        self._answers[index].take(output)
+        return super().add(index, output)
+
     def choice(self, index: int, choice: Choice) -> JsonObject:
+        answer = self._answers[index]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": answer.message(),
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish,
+            "finish_reason": answer.finish(choice.finish),
         }
 
     def opening(self) -> Iterator[JsonObject]:
@@ -215,13 +220,23 @@ class ChatRenderer(CompletionRenderer):
             delta = {"role": "assistant", "content": ""}
             yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
-    def delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
-        return {
-            "index": index,
-            "delta": {"content": output.text_delta} if output.text_delta else {},
-            "logprobs": self._logprobs(new or None),
-            "finish_reason": output.finish_reason,
-        }
+    def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
+        """A chunk for each delta: the first has the log-probabilities, the last says why the answer ended."""
+        deltas = self._answers[index].drain()
+        if not deltas and (new or output.finish_reason is not None):
+            deltas = [{}]
+        for number, delta in enumerate(deltas, 1):
+            yield self._chunk(
+                {
+                    "index": index,
+                    "delta": delta,
+                    "logprobs": self._logprobs(new or None) if number == 1 else None,
+                    "finish_reason": self._finish(index, output) if number == len(deltas) else None,
+                }
+            )
+
+    def _finish(self, index: int, output: RequestOutput) -> str | None:
+        return self._answers[index].finish(output.finish_reason)
 
     def _logprobs(self, placed: list[Placed] | None) -> JsonObject | None:
         return None if placed is None else chat_logprobs(placed, self.tokenizer)

@@ -2,7 +2,10 @@
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
+from fp8serve.server.api.openai.tool_requests import fit
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
+from fp8serve.server.schemas.tools import plain_tools
+from fp8serve.server.serving.served import Served
 
 
 def parse_completion(body: CompletionBody) -> ParsedRequest:
@@ -17,6 +20,13 @@ def parse_chat(body: ChatBody) -> ParsedRequest:
     def sampling(room: int) -> SamplingParams:
         return body.params(body.token_limit or max(1, room))
 
+    def fitted(served: Served, params: SamplingParams) -> SamplingParams:
+        return fit(served, body, params)
+
     return ParsedRequest(
-        sampling, conversation=body.messages, variables=body.chat_template_kwargs or {}, choices=body.returned
+        sampling,
+        conversation=body.messages,
+        variables=(body.chat_template_kwargs or {}) | {"tools": plain_tools(body.offered)},
+        choices=body.returned,
+        fitted=fitted,
     )
