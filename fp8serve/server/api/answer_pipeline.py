@@ -134,6 +134,7 @@ async def _admit(body: Body, parse: Parse[Body], request: Request, state: Server
     with served.lease(), _reserve(asked, state) as places:
         prompts = await until_disconnect(request, _read(asked, served, state.parser))
         params = asked.fitted(served, asked.sampling(context - max(map(len, prompts))))
+        await until_disconnect(request, state.parser.form(params.form))
         return state.generation(served, prompts, params, places, asked.choices, request.scope["tenant"])
 
 
