@@ -21,6 +21,7 @@ from torch import Tensor
 from fp8serve.engine import loading
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
+from fp8serve.engine.masks import Masks
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
@@ -50,6 +51,7 @@ class Engine:
         self.limits = self.loaded.limits()
         self.scheduler = _scheduler(self.options, self.limits.num_blocks)
         self._live: dict[str, tuple[Sequence, TextStream]] = {}
+        self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
         self._ids = itertools.count()
@@ -102,8 +104,9 @@ class Engine:
 
     def _compute(self, work: list[Work]) -> list[RequestOutput]:
         seqs = [item.seq for item in work if item.samples]
+        mask = self._masks.begin(seqs)
         try:
-            tokens = sample(self._logits(work), seqs, self.eos_ids)
+            tokens = sample(self._logits(work), seqs, self.eos_ids, mask)
         except (RuntimeError, MemoryError) as problem:  # of the device; the engine itself is sound
             return [self._fail(item.seq, f"The model failed on this batch: {_sentence(problem)}") for item in work]
         return self._postprocess(work, seqs, tokens)

@@ -110,7 +110,7 @@ class CallGrammar:
         return [rf"thought: {begin} {end} /\s{{0,4}}/{nothing}", *ends]
 
     def _until(self, rule: str, mark: str) -> str:
-        if mark in self.tokens:
+        if mark.startswith(tuple(self.tokens)):
             return f"{rule}: TEXT {self._text(mark)}"
         return f"{rule}[lazy]: TEXT {_quoted(mark)}"
 

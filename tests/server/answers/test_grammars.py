@@ -106,6 +106,16 @@ def test_a_model_may_think_before_it_calls(opened: bool, as_tokens: bool) -> Non
     check(calls)
 
 
+def test_gpt_oss_may_analyse_before_it_calls() -> None:
+    made, tokens = backend("gpt-oss", as_tokens=True)
+    grammar = AnswerFormat("gpt-oss", "gpt-oss").call_grammar(TOOLS, tokens, "").of_calls()
+    text = walk(grammar, made, 0, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant")
+    reader = AnswerFormat("gpt-oss", "gpt-oss").reader(TOOLS)
+    reasoning, content, calls = joined(reader.push(text) + reader.end())
+    assert (reasoning, content, len(calls)) == ("Hm.", "", 1)
+    check(calls)
+
+
 def test_json_of_a_form_may_stand_for_calls() -> None:
     made, _ = backend("hermes", as_tokens=False)
     schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": False}
