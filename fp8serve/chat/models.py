@@ -71,7 +71,8 @@ class LocalModel:
 
     def answer(self, messages: list[Message], asked: Asked) -> Iterator[Piece]:
         from fp8serve.chat.interrupts import held_interrupts
-        from fp8serve.engine.request import Request, SamplingParams
+        from fp8serve.engine.request import Request
+        from fp8serve.engine.sampling_params import SamplingParams
 
         ids = self._tokenizer.encode_chat(messages)
         sampling = SamplingParams(
