@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le
 
 from fp8serve.calibration.options import CalibrationOptions, EvaluationOptions
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.options import Option, options_of
 from fp8serve.server.settings import ServerLimits
 from fp8serve.train.config import TrainConfig

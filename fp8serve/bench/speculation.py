@@ -13,7 +13,8 @@ from typing import Any
 
 from fp8serve.bench.clock import percentile
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import Request, SamplingParams
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 
 PASSAGE = """\

@@ -16,7 +16,7 @@ import typer
 
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 from fp8serve.terminal import AsJson, Model, print_json
 

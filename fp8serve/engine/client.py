@@ -27,7 +27,8 @@ from typing import Any
 from fp8serve import errors
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import EngineLimits, Request, RequestOutput
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
 
 MAX_LINE = 2**26  # bytes; a prompt of a million tokens is about 8 million

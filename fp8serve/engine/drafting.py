@@ -12,14 +12,15 @@ drafted that it cannot pay: what finds nothing to repeat loses `ALLOWANCE` of it
 more row of a step costs `ROW` of what a step of one row costs, up to some ten rows (docs/performance.md); in a step
 that already has many it is worth more of what a sequence pays for that step.
 
-Not drafted: answers of a given form (grammar.py), because their masks would have to be made ahead of what was drawn.
+Not drafted: answers of a given form (grammar.py) or without bad words (bad_words.py), because what may come would have
+to be found ahead of what was drawn.
 Cost: a search for the last `SHORTEST` to `LONGEST` tokens, 20 microseconds where the text has ten thousand.
 """
 
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from fp8serve.engine.request import Sequence
+from fp8serve.engine.sequence import Sequence
 
 SHORTEST, LONGEST = 1, 8  # tokens that are looked for
 FIRST, LEAST = 4, 3  # tokens of the first draft, and of one after a draft that was wrong

@@ -23,18 +23,12 @@ from fp8serve.engine.drafting import Drafter, rows_of
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import (
-    Completion,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-    Status,
-    TokenLogprob,
-)
+from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
+from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import Sampled, sample
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, Work
+from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.text import TextStream
 from fp8serve.errors import RequestError
 from fp8serve.options import known_fields
@@ -68,12 +62,14 @@ class Engine:
         if request.request_id in self._live:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
-        decoding = self.tokenizer.stream() if self.tokenizer else None
+        params = request.params
+        decoding = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
         seq = Sequence.of(request)
-        seq.constraint = self.loaded.grammars.matcher(request.params)
-        if self.options.speculative_tokens and seq.constraint is None:
+        seq.constraint = self.loaded.grammars.matcher(params)
+        seq.ban = self.loaded.bans.ban(params.bad_words)
+        if self.options.speculative_tokens and seq.constraint is None and seq.ban is None:
             seq.drafter = Drafter(self.options.speculative_tokens)
-        self._live[request.request_id] = seq, TextStream(decoding, request.params.stop, request.params.min_tokens)
+        self._live[request.request_id] = seq, TextStream(decoding, params)
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -162,15 +158,23 @@ class Engine:
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
             "prefix_hit_tokens_total": scheduler.num_prefix_hits,
             "finished_total": {reason: self._finished[reason] for reason in ("stop", "length", "abort", "error")},
+            **self.loaded.traffic.stats(),
         }
 
     def scales(self) -> list[dict[str, Any]]:
-        """One record per FP8 layer: live amax of its input, scale, headroom and saturation.
+        """One record per FP8 layer, about its input; None where its scale follows every input.
+
+        Since the start: amax, saturated (elements cut off), saturation (their share), and by the present `scale`
+        headroom = 448 / (amax * scale): 2 means that inputs twice as large would still fit. Of the last window:
+        window_amax, window_saturation, drift = window_amax / calibrated_amax, and whether that is beyond the alarm.
 
         o_proj, gate_proj, up_proj and down_proj of the last decoder layer are given the tokens whose logits are wanted
         and no others (model/network/decoder.py): their records are of these, not of whole prompts.
         """
-        return self.loaded.scales(self._totals["computed"], self._totals["sampled"])
+        return self.loaded.traffic.records(self._rows())
+
+    def _rows(self) -> dict[str, int]:
+        return self.loaded.rows(self._totals["computed"], self._totals["sampled"])
 
     def info(self) -> dict[str, Any]:
         """What runs, and with which limits."""
@@ -196,6 +200,8 @@ class Engine:
         self._totals["computed"] += sum(item.count for item in work)
         self._totals["sampled"] += len(drawn)
         self._totals["prompt"] += sum(item.seq.num_prompt for item in sampling if item.seq.num_generated == 0)
+        if self.loaded.traffic.is_over(sum(item.count for item in work)):
+            self.loaded.traffic.close_window(self._rows())
         self.scheduler.advance(work)
         left = iter(drawn)
         outputs = [output for item in sampling for output in self._accept_drawn(item, list(islice(left, item.drawn)))]
@@ -231,9 +237,11 @@ class Engine:
         seq.token_ids.append(token)
         text = self._live[seq.request_id][1]
         if token in seq.params.stop_token_ids:
-            return self._end(seq, "stop", text.flush(), sampled, stop_reason=token)
+            return self._end(seq, "stop", text.end(token), sampled, stop_reason=token)
         if token in self.eos_ids and not seq.params.ignore_eos:
-            return self._end(seq, "stop", text.flush(), sampled)
+            return self._end(seq, "stop", text.end(token), sampled)
+        if seq.ban is not None:
+            seq.ban.accept(token)
         if seq.constraint is not None and not seq.constraint.accept(token):
             return self._fail(seq, "The grammar became too complex to go on.")
         delta = text.push(token)

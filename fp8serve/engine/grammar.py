@@ -14,7 +14,7 @@ from pathlib import Path
 
 import llguidance
 
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 
 MAX_COMPLAINT = 200  # characters of the library's message that are shown

@@ -18,7 +18,7 @@ from array import array
 from collections import OrderedDict
 from hashlib import blake2b
 
-from fp8serve.engine.request import Sequence
+from fp8serve.engine.sequence import Sequence
 
 HASH_BYTES = 16
 

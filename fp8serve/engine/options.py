@@ -63,6 +63,11 @@ class EngineOptions:
     cuda_graphs: Annotated[
         bool | None, About("Replay decoding steps.", unset="on a GPU", flag="--cuda-graphs/--no-cuda-graphs")
     ] = None
+    drift_window: Annotated[int, Ge(1), About("Computed tokens between two looks at the range of inputs.")] = 8192
+    drift_alarm: Annotated[
+        float, Gt(0), About("Times what calibration saw at most, beyond which a layer's inputs are reported.")
+    ] = 2.0
+    roll_history: Annotated[bool, About("Let scales of inputs follow the traffic, by delayed scaling.")] = False
 
     def __post_init__(self) -> None:
         check(self, RequestError)

@@ -1,6 +1,7 @@
 """Logits become tokens, all sequences of a batch at once, none affecting another.
 
-    penalties -> what must not come (the end, too early; another form) -> temperature -> top_k, top_p, min_p -> one draw
+    penalties, biases -> what must not come (the end, too early; bad words; another form) -> temperature
+    -> top_k, top_p, min_p -> one draw
 
 A draw (the op `sample`, fp8/ops/sampling.py) is the inverse of the cumulative distribution at one uniform number, and
 that number is a hash of the request's seed and of how many tokens it has generated. No generator is advanced, so
@@ -23,10 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8serve.engine.request import MAX_LOGPROBS, SamplingParams, Sequence, TokenLogprob
+from fp8serve.engine.output import TokenLogprob
+from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.transfer import to_device
 from fp8serve.fp8 import ops as ops  # registers the op called below
 
+TOO_EARLY = -1e30
+"""The logit of an end that comes too early: it is taken only where bad words leave nothing else."""
 _sample = torch.ops.fp8serve.sample.default
 
 
@@ -57,6 +62,8 @@ def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> li
         logits.masked_fill_(~finite[:, None], 0.0)
     ranked = _ranked(logits, seqs)
     _penalise(logits, seqs)
+    _bias(logits, seqs)
+    _forbid_bad_words(logits, seqs)
     _forbid_the_end(logits, seqs, eos_ids)
     _forbid_other_forms(logits, seqs)
     tokens = logits.argmax(-1)
@@ -115,6 +122,15 @@ def _has_penalty(params: SamplingParams) -> bool:
     return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
 
 
+def _bias(logits: Tensor, seqs: list[Sequence]) -> None:
+    """What requests want added to the logits of some tokens; a request names each once."""
+    triples = [(row, *pair) for row, seq in enumerate(seqs) for pair in seq.params.logit_bias]
+    if triples:
+        rows, tokens, values = zip(*triples, strict=True)
+        place = to_device(rows, torch.long, logits.device), to_device(tokens, torch.long, logits.device)
+        logits[place] += to_device(values, logits.dtype, logits.device)
+
+
 def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> None:
     """Nothing that would end the text, while fewer than `min_tokens` are generated."""
     pairs: list[tuple[int, int]] = []
@@ -124,7 +140,14 @@ def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ..
             pairs += [(row, token) for token in ends]
     if pairs:
         rows, tokens = (to_device(column, torch.long, logits.device) for column in zip(*pairs, strict=True))
-        logits[rows, tokens] = to_device(-torch.inf, logits.dtype, logits.device)
+        logits[rows, tokens] = to_device(TOO_EARLY, logits.dtype, logits.device)
+
+
+def _forbid_bad_words(logits: Tensor, seqs: list[Sequence]) -> None:
+    """What would complete a text that must not come."""
+    for row, seq in enumerate(seqs):
+        if seq.ban is not None:
+            logits[row].index_fill_(0, to_device(seq.ban.tokens(), torch.long, logits.device), -torch.inf)
 
 
 def _forbid_other_forms(logits: Tensor, seqs: list[Sequence]) -> None:

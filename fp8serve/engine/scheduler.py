@@ -24,7 +24,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fp8serve.engine.kv_cache import BlockPool
-from fp8serve.engine.request import FinishReason, Sequence, Status
+from fp8serve.engine.output import FinishReason
+from fp8serve.engine.sequence import Sequence, Status
 
 MOST_DRAFTED = 32  # tokens of decoding sequences and their drafts: beyond, a row costs as much as it is worth
 

@@ -10,8 +10,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fp8serve.engine.request import MAX_LOGPROBS, Sequence, TokenLogprob
+from fp8serve.engine.output import TokenLogprob
+from fp8serve.engine.sampling_params import MAX_LOGPROBS
 from fp8serve.engine.scheduler import Work
+from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.transfer import to_device
 
 ROWS = 256  # of logits at a time

@@ -175,8 +175,14 @@ ENGINE_GAUGES = {
     "waiting": ("fp8serve_requests_waiting", "Sequences waiting for a place in the batch"),
     "kv_usage": ("fp8serve_kv_cache_usage_ratio", "Share of cache blocks in use, 0 to 1"),
     "kv_blocks_used": ("fp8serve_kv_cache_blocks_used", "Cache blocks in use"),
+    "layers_drifting": ("fp8serve_layers_drifting", "FP8 layers whose inputs are beyond --drift-alarm"),
+    "input_drift_max": (
+        "fp8serve_input_drift_max_ratio",
+        "Largest input of the last window, as a multiple of the calibrated one, of the layer where that is most",
+    ),
 }
 ENGINE_COUNTERS = {
+    "scale_windows_total": ("fp8serve_scale_windows", "Looks at the range of inputs by the present engine process"),
     "steps_total": ("fp8serve_engine_steps", "Batches computed by the present engine process"),
     "preemptions_total": ("fp8serve_preemptions", "Sequences that lost their blocks and were recomputed"),
     "prefix_queried_tokens_total": (

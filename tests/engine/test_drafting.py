@@ -6,7 +6,9 @@ import random
 import pytest
 
 from fp8serve.engine.drafting import ALLOWANCE, LEAST, MOST, ROW, START, Drafter, price, rows_of
-from fp8serve.engine.request import Request, SamplingParams, Sequence
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.engine.sequence import Sequence
 
 
 def drafts(tokens: list[int], most: int = 4, room: int = 100) -> list[int]:

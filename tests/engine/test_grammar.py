@@ -10,7 +10,7 @@ import pytest
 
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.grammar import validate
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 
 SCHEMA = {

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from fp8serve.cli import main
 from fp8serve.engine import engine as engine_module
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import Request, RequestOutput, SamplingParams
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 
 from .test_independence import MODES, engine, essence, large_dir, request, run  # noqa: F401  # a fixture
@@ -221,6 +223,18 @@ def test_answers_of_a_form_are_not_drafted(drafting: Engine, plain: Engine, info
     before = drafting.stats()["drafts_total"]
     form: dict[str, Any] = {"regex": "(ab)+c", "max_new_tokens": 20, "ignore_eos": False}
     assert outputs(drafting, **form) == outputs(plain, **form)
+    assert drafting.stats()["drafts_total"] == before
+
+
+def test_answers_without_bad_words_are_not_drafted(drafting: Engine, plain: Engine, informed: type[Informed]) -> None:
+    """Which words are bad after a draft's token is known only when that token is."""
+    said = outputs(plain)
+    unwanted = "".join(output.text_delta for output in said)[3:5]
+    without = outputs(plain, bad_words=(unwanted,))
+    assert without != said
+    inform(informed, plain)
+    before = drafting.stats()["drafts_total"]
+    assert outputs(drafting, bad_words=(unwanted,)) == without
     assert drafting.stats()["drafts_total"] == before
 
 

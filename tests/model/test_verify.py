@@ -327,6 +327,10 @@ FILE_POISONS: dict[str, tuple[Callable[[Path], Any], tuple[str, str]]] = {
         lambda f: edited(f, lambda index: index["weight_map"].update({"more": "model-00001-of-00003.safetensors"})),
         ("index", "more"),
     ),
+    "a single file of an older save": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model-00001-of-00003.safetensors").read_bytes()),
+        ("index", "model.safetensors"),
+    ),
     "the index leaves the directory": (
         lambda f: edited(f, lambda index: index["weight_map"].update({"more": "../model.safetensors"})),
         ("index", "index.json"),

@@ -151,6 +151,9 @@ def read(path: Path) -> Subject:
         subject.quantization = _quantization(subject, subject.config)
     index = _json(subject, INDEX)
     subject.weight_map = None if index is None else _weight_map(subject, index)
+    if subject.weight_map is not None and (path / SINGLE).is_file() and SINGLE not in subject.weight_map.values():
+        what = f"lies beside {INDEX}, which is of other files"
+        subject.trouble.append(error("index", SINGLE, what, "remove the older of the two"))
     files = _files(path, subject.weight_map)
     if not files:
         raise ModelError(f"{path} holds no .safetensors file; give a model directory or a .safetensors file.")

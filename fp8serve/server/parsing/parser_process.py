@@ -72,7 +72,7 @@ def _chat(head: Head, body: bytes) -> Answer:
 def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
     """The template writes BOS itself where the model wants one: its text is encoded without."""
     _allow(head["template_cpu"])
-    text = tokenizer.chat(json.loads(body), head["prompted"])
+    text = tokenizer.chat(json.loads(body), head["prompted"], head["variables"])
     _allow(head["cpu"])
     return text
 

@@ -16,7 +16,7 @@ from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
-from fp8serve.server.schemas.bodies import Message
+from fp8serve.server.schemas.messages import Message, plain_messages
 from fp8serve.server.serving.served import Served
 from fp8serve.server.settings import ServerLimits
 
@@ -52,9 +52,9 @@ class RequestParser:
         head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": cut}
         return await self._ids(served, head, b"".join(pieces))
 
-    async def conversation(self, served: Served, messages: list[Message]) -> Ids:
+    async def conversation(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> Ids:
         """The conversation through the model's own template. Fault when it has none, or refuses the messages."""
-        head = {"op": "chat", "prompted": True, "keep": None}
+        head = {"op": "chat", "prompted": True, "variables": variables, "keep": None}
         return tuple((await self._ids(served, head, plain(messages)))[0])
 
     async def _ids(self, served: Served, head: dict[str, Any], body: bytes) -> list[list[int]]:
@@ -118,7 +118,7 @@ def check_fit(served: Served, tokens: int, least: str = "") -> None:
 
 def plain(messages: list[Message]) -> bytes:
     """Messages as a template wants them, as JSON."""
-    return json.dumps([message.plain() for message in messages], ensure_ascii=False).encode()
+    return json.dumps(plain_messages(messages), ensure_ascii=False).encode()
 
 
 def _encode_all(served: Served, texts: list[str]) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 import secrets
 
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
 from fp8serve.server.schemas.derived import given
 from fp8serve.server.schemas.generation_bodies import SPELT_OTHERWISE, GenerateBody, GenerateParameters
