@@ -22,6 +22,7 @@ from fp8serve.engine import loading
 from fp8serve.engine.drafting import Drafter, rows_of
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
+from fp8serve.engine.masks import Masks
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
@@ -51,6 +52,7 @@ class Engine:
         self.limits = self.loaded.limits()
         self.scheduler = _scheduler(self.options, self.limits.num_blocks)
         self._live: dict[str, tuple[Sequence, TextStream]] = {}
+        self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
         self._ids = count()
@@ -105,8 +107,9 @@ class Engine:
 
     def _compute(self, work: list[Work]) -> list[RequestOutput]:
         rows = [row for item in work if item.samples for row in rows_of(item.seq, item.draft)]
+        mask = self._masks.begin(rows)
         try:
-            drawn = sample(self._logits(work), rows, self.eos_ids)
+            drawn = sample(self._logits(work), rows, self.eos_ids, mask)
         except (RuntimeError, MemoryError) as problem:  # of the device; the engine itself is sound
             return [self._fail(item.seq, f"The model failed on this batch: {_sentence(problem)}") for item in work]
         return self._postprocess(work, drawn)

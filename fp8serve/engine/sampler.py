@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import compress
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from fp8serve.engine.masks import Mask
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from fp8serve.engine.sequence import Sequence
@@ -55,8 +55,10 @@ class _Ranked:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> list[Sampled]:
-    """FP32 logits [sequences, vocab] -> one token for each sequence. `logits` is overwritten."""
+def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: Mask | None = None) -> list[Sampled]:
+    """FP32 logits [sequences, vocab] -> one token for each sequence; `mask` is of those that have a form. `logits` is
+    overwritten.
+    """
     finite = logits.amax(-1).isfinite()
     if not _is_cheap_to_read(finite) or not finite.all():
         logits.masked_fill_(~finite[:, None], 0.0)
@@ -65,7 +67,8 @@ def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> li
     _bias(logits, seqs)
     _forbid_bad_words(logits, seqs)
     _forbid_the_end(logits, seqs, eos_ids)
-    _forbid_other_forms(logits, seqs)
+    if mask is not None:
+        _forbid_other_forms(logits, mask)
     tokens = logits.argmax(-1)
     if rows := _rows(seqs, lambda params: not params.greedy):
         index = to_device(rows, torch.long, logits.device)
@@ -150,13 +153,11 @@ def _forbid_bad_words(logits: Tensor, seqs: list[Sequence]) -> None:
             logits[row].index_fill_(0, to_device(seq.ban.tokens(), torch.long, logits.device), -torch.inf)
 
 
-def _forbid_other_forms(logits: Tensor, seqs: list[Sequence]) -> None:
+def _forbid_other_forms(logits: Tensor, mask: Mask) -> None:
     """Only what the grammar allows, where a request has one."""
-    for row, seq in enumerate(seqs):
-        if seq.constraint is not None:
-            bits = np.frombuffer(seq.constraint.allowed(), dtype=np.uint8)
-            allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[-1]]
-            logits[row].masked_fill_(to_device(allowed == 0, torch.bool, logits.device), -torch.inf)
+    forbidden = to_device(mask.forbidden(logits.shape[-1]), torch.bool, logits.device)
+    for row, not_these in zip(mask.rows, forbidden, strict=True):
+        logits[row].masked_fill_(not_these, -torch.inf)
 
 
 def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:

@@ -115,6 +115,7 @@ class SamplingParams:
         None
     )
     regex: Annotated[Form, About("The answer matches all of this expression.", unset="free text")] = None
+    grammar: Annotated[Form, About("The answer follows this grammar, in Lark or GBNF.", unset="free text")] = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -131,14 +132,14 @@ class SamplingParams:
         """The grammar itself is compiled later, by `grammar.py`."""
         if self.json_schema is not None:
             _check_json_object(self.json_schema)
-        if self.json_schema is not None and self.regex is not None:
-            raise RequestError("An answer can follow a json_schema or a regex, not both.")
+        if len(self.form) > 1:
+            raise RequestError(f"An answer has one form: give either {' or '.join(self.form)}.")
         if self.has_form and (self.min_tokens or self.ignore_eos):
             raise RequestError(
-                "min_tokens and ignore_eos cannot be used with json_schema or regex, which say when to end."
+                "min_tokens and ignore_eos cannot be used with json_schema, regex or grammar, which say when to end."
             )
         if self.has_form and self.bad_words:
-            raise RequestError("bad_words cannot be used with json_schema or regex: leave them out of the form itself.")
+            raise RequestError("bad_words cannot be used with json_schema, regex or grammar: say it there.")
 
     @property
     def greedy(self) -> bool:
@@ -147,7 +148,13 @@ class SamplingParams:
 
     @property
     def has_form(self) -> bool:
-        return self.json_schema is not None or self.regex is not None
+        return bool(self.form)
+
+    @property
+    def form(self) -> dict[str, str]:
+        """What the answer must follow, by the kind of it."""
+        kinds = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+        return {kind: text for kind, text in kinds.items() if text is not None}
 
 
 def _pairs(given: Any) -> Any:

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Protocol
 
 from fp8serve.engine.bad_words import Ban
+from fp8serve.engine.grammar import Matcher
 from fp8serve.engine.output import FinishReason, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
@@ -19,17 +20,6 @@ class Status(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
-
-
-class Constraint(Protocol):
-    """What `grammar.Matcher` is to the rest of the engine."""
-
-    def allowed(self) -> bytes: ...
-
-    def accept(self, token_id: int) -> bool: ...
-
-    @property
-    def complete(self) -> bool: ...
 
 
 class Guesser(Protocol):
@@ -53,7 +43,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # the cache manager
     block_hashes: list[bytes] = field(default_factory=list)  # the cache manager: chained, of full blocks
     finish_reason: FinishReason | None = None  # whoever ends it
-    constraint: Constraint | None = None  # the engine, when the answer has a given form
+    constraint: Matcher | None = None  # the engine, when the answer has a given form
     ban: Ban | None = None  # the engine, when there are texts that must not come
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
     drafter: Guesser | None = None  # the engine, where tokens are drafted

@@ -101,6 +101,15 @@ def _detokenize(head: Head, body: bytes) -> Answer:
     return {}, json.dumps({"prompt": text}, separators=(",", ":")).encode()
 
 
+def _form(head: Head, body: bytes) -> Answer:
+    """Nothing, or RequestError where an answer cannot have the form."""
+    from fp8serve.engine.grammar import validate
+    from fp8serve.engine.sampling_params import SamplingParams
+
+    validate(SamplingParams(**json.loads(body)))
+    return {}, b""
+
+
 def _check(head: Head, body: bytes) -> Answer:
     """A request body as JSON of `model`, written again without what says nothing; or pydantic's first complaint.
 
@@ -171,6 +180,7 @@ JOBS: dict[str, Callable[[Head, bytes], Answer]] = {
     "chat": _chat,
     "tokenize": _tokenize,
     "detokenize": _detokenize,
+    "form": _form,
     "check": _check,
     "dry_run": _dry_run,
     "rows": _rows,

@@ -9,18 +9,18 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
-from fp8serve.server.schemas.answer_form import Grammar
-from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables
+from fp8serve.server.schemas.answer_form import Formed, Grammar, Text
+from fp8serve.server.schemas.bodies import Body, LogitBias, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of
 from fp8serve.server.schemas.messages import Message
 from fp8serve.server.schemas.tools import Tools
 
-SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex")
-"""Of SamplingParams: `top_n_tokens` or `details`, and `grammar` here."""
+SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
+"""Of SamplingParams: `top_n_tokens` or `details`, and the fields of `Formed` here."""
 
 
 @fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
-class GenerateParameters(Strict):
+class GenerateParameters(Formed):
     """Sampling, as text-generation-inference spells it. Greedy unless `do_sample` or a sampling parameter is given."""
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -39,7 +39,7 @@ class GenerateParameters(Strict):
     adapter_id: str | None = None
     best_of: int | None = None
     decoder_input_details: bool | None = None
-    grammar: Grammar | None = None
+    grammar: Grammar | Text | None = None
     logit_bias: LogitBias | None = None
     typical_p: float | None = None
     watermark: bool | None = None

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import INT32, MAX_LOGPROBS, SamplingParams, StopString, TokenId, Tokens
-from fp8serve.server.schemas.answer_form import ResponseFormat
+from fp8serve.server.schemas.answer_form import Formed, Text
 from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of, given
 from fp8serve.server.schemas.messages import Message
@@ -26,8 +26,8 @@ Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
-SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "prompt_logprobs", "json_schema", "regex")
-"""Of SamplingParams: `max_tokens`, `logprobs`, `echo` and `response_format` here, which each route reads in its way."""
+SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
+"""Of SamplingParams: `max_tokens`, `logprobs`, `echo` and the fields of `Formed` here."""
 
 
 class StreamOptions(Strict):
@@ -36,7 +36,7 @@ class StreamOptions(Strict):
 
 
 @fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
-class SampledBody(Body):
+class SampledBody(Body, Formed):
     """What both routes share. `temperature`, `top_p` and `stop` have the bounds that OpenAI documents."""
 
     model: str | None = None
@@ -48,7 +48,7 @@ class SampledBody(Body):
     stop: Stop | None = None
     top_k: Annotated[int, Ge(-1), Le(INT32)] | None = None  # vLLM's -1 means all
     logit_bias: LogitBias | None = None
-    response_format: ResponseFormat | None = None
+    grammar: Text | None = None
     user: str | None = None
 
     @model_validator(mode="after")
@@ -73,7 +73,7 @@ class SampledBody(Body):
             asked["top_k"] = max(self.top_k, 0)
         if self.top_p == 0:  # keeps the likeliest token alone, which is what greedy does
             asked |= {"temperature": 0.0, "top_p": 1.0}
-        return asked | ({} if self.response_format is None else self.response_format.params())
+        return asked | self.form()
 
 
 class CompletionBody(SampledBody):
@@ -184,6 +184,10 @@ class ChatBody(SampledBody):
         if chosen == "required" and not names:
             raise PydanticCustomError("tool_choice", "tool_choice: required needs tools")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def offered(self) -> list[Tool]:

@@ -112,6 +112,9 @@ class Generation:
                         outcome = "ok"
                         clock.done(request, output)
                     self._queue.put_nowait((index, output))
+        except RequestError as error:  # of a form that turns out to be too complex
+            outcome = "failed"
+            self._queue.put_nowait(Fault(Code.INVALID_PARAMETER, str(error)))
         except (Fp8ServeError, OSError, EOFError) as error:
             outcome = "failed"
             self._queue.put_nowait(
