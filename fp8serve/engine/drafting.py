@@ -8,9 +8,10 @@ but its sequence (invariant.py), so answers have every bit that they have withou
 
 A drafted token costs time, so it is bought. A sequence has a balance, in steps of its own: it begins with a little,
 grows by `ALLOWANCE` a step, pays for every token that it drafts, and earns one for each that is right. Nothing is
-drafted that it cannot pay: what finds nothing to repeat loses `ALLOWANCE` of its time, and `START` steps in all. One
-more row of a step costs `ROW` of what a step of one row costs, up to some ten rows (docs/performance.md); in a step
-that already has many it is worth more of what a sequence pays for that step.
+drafted that it cannot pay: what finds nothing to repeat loses `ALLOWANCE` of its time, and `START` steps in all. The
+price of one more row is `ROW` steps of one row, about twice what it costs up to some ten rows (docs/performance.md), so
+that a machine on which it costs that much loses no more; where many sequences share a step, it is a larger share of
+what each pays for that step.
 
 Not drafted: answers of a given form (grammar.py) or without bad words (bad_words.py), because what may come would have
 to be found ahead of what was drawn.
@@ -24,7 +25,7 @@ from fp8serve.engine.sequence import Sequence
 
 SHORTEST, LONGEST = 1, 8  # tokens that are looked for
 FIRST, LEAST = 4, 3  # tokens of the first draft, and of one after a draft that was wrong
-ROW = 0.08
+ROW = 0.16  # twice what was measured
 ALLOWANCE = 0.03
 START, MOST = 1.0, 4.0  # steps on the balance at first, and at most
 CHARACTERS = 0x110000
