@@ -28,7 +28,9 @@ from fp8serve.model.verify.finding import Finding, error
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KV: tuple[Role, ...] = ("k", "v", "kv")
 AGAIN = "download or write it again"
-_STACKED = ("_scale_inv", "_scale")
+# Of a stack of experts: what follows its name, and what it scales.
+_STACKED: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
+                             "_scale": "weight"}  # fmt: skip
 _IGNORED = (".input_scale_ub",)  # a bound on the scales of tokens, which are computed
 
 
@@ -105,10 +107,10 @@ class Subject:
             return None
         if key in self.mx.values():
             return ScaleKey(key.rpartition(".")[0], "weight")
-        for suffix in _STACKED:
+        for suffix, role in _STACKED.items():
             stack = self.entries.get(key.removesuffix(suffix)) if key.endswith(suffix) else None
             if stack is not None and len(stack.shape) == 3:
-                return ScaleKey(key.removesuffix(suffix), "weight")
+                return ScaleKey(key.removesuffix(suffix), role)
         return _classified(key)[0]
 
     def _is_unknown(self, key: str) -> bool:
@@ -131,7 +133,8 @@ def _classified(key: str) -> tuple[ScaleKey | None, bool]:
 def granularity(scale: tuple[int, ...], weight: tuple[int, ...]) -> Granularity | None:
     """What shares a scale of this shape, of a weight [N, K] or a stack of experts [E, N, K]; None: it fits nothing."""
     *stack, rows, columns = weight
-    if scale in ((), (1,), tuple(stack), (*stack, 1, 1)):
+    halves = [(*stack, 2, 1)] if stack else []  # gate and up, which lie in one tensor
+    if scale in ((), (1,), tuple(stack), (*stack, 1, 1), *halves):
         return "tensor"
     if scale[: len(stack)] != tuple(stack):
         return None
