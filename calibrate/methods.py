@@ -13,7 +13,7 @@ from .options import HEAL_RATE
 from .pairs import pairs
 from .precision import Target, fewest, ordered, restore
 from .ranks import Ranks
-from .result import HealingReport, KeptReport, Quality, SmoothingReport
+from .result import HealingReport, KeptReport, SmoothingReport
 from .smoothing import FACTORS, smooth
 from .unfinished import Once
 from .words import count
@@ -52,12 +52,12 @@ def said_of_smoothing(report: SmoothingReport | None) -> tuple[str, ...]:
 def meet(job: Job, target: Target) -> None:
     """Leave as many linears in high precision as the target asks for. RecipeError when it asks for all."""
 
-    def measure(kept: Sequence[KeptReport]) -> Quality:
+    def enough(kept: Sequence[KeptReport]) -> bool:
         names = {name for group in kept for name in group.names}
-        return job.compare({name: linear for name, linear in job.linears.items() if name not in names})[0]
+        return target.is_met(job.compare({n: linear for n, linear in job.linears.items() if n not in names})[0])
 
     candidates = ordered(job.linears, job.shares())
-    count = fewest(candidates, measure, target)
+    count = fewest(candidates, enough)
     if count == len(candidates):
         raise RecipeError("The target asks for every linear layer in high precision; allow more, or do not calibrate.")
     restore(job.decoder, job.keep(candidates[:count]))

@@ -99,6 +99,9 @@ class CalibrationOptions(SampleOptions):
     max_ppl_increase: Annotated[
         float | None, Gt(0), About("Leave layers in BF16 until perplexity rises by less.", metavar="PERCENT")
     ] = None
+    target_cosine: Annotated[
+        float | None, Gt(0), Le(1), About("Of an encoder: leave layers in BF16 until the median cosine is this large.")
+    ] = None
     heal: Annotated[int, Ge(0), About("Steps of training towards what the model said before, on the samples.")] = 0
     heal_rate: Annotated[
         float | None, Gt(0), Le(1), About("Largest learning rate of these steps.", unset=f"{HEAL_RATE:g}")

@@ -16,6 +16,7 @@ import typer
 from fp8serve import __version__
 from fp8serve.commands import (
     calibrate,
+    chat,
     convert,
     demo,
     doctor,
@@ -38,7 +39,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 COMMANDS: dict[str, Any] = {
-    "calibrate": calibrate, "serve": serve, "generate": generate, "finetune": finetune, "eval": evaluate,
+    "calibrate": calibrate, "serve": serve, "generate": generate, "chat": chat,
+    "finetune": finetune, "eval": evaluate,
     "convert": convert, "inspect": inspect, "verify": verify, "doctor": doctor, "demo": demo,
 }  # fmt: skip
 for name, module in COMMANDS.items():

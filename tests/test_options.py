@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from fp8serve.commands.from_options import Chosen, with_options
-from fp8serve.engine.request import MAX_STOP_STRINGS, SamplingParams
+from fp8serve.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from fp8serve.errors import RecipeError, RequestError
 from fp8serve.options import About, check, known_fields, options_of
 from fp8serve.options_page import page
@@ -165,6 +165,6 @@ def test_the_page_of_options_is_what_the_code_says() -> None:
 def test_pydantic_comes_with_the_first_value_that_is_checked() -> None:
     code = (
         "import sys, fp8serve, fp8serve.cli; assert 'pydantic' not in sys.modules\n"
-        "fp8serve.engine.request.SamplingParams(); assert 'pydantic' in sys.modules"
+        "fp8serve.engine.sampling_params.SamplingParams(); assert 'pydantic' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

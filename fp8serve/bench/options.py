@@ -45,6 +45,16 @@ class EngineLoad(Checked):
 
 
 @dataclass(frozen=True)
+class SpeculationLoad(Checked):
+    recipe: Annotated[str, About("Recipe, bf16, or 'stored': what the directory stores.")] = _ENGINE["recipe"]
+    kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = _ENGINE["kv_cache_dtype"]
+    speculative_tokens: Annotated[int, Ge(1), Le(64), About("Tokens of a draft, at most.")] = 8
+    new: New = 128
+    rounds: Annotated[int, Ge(1), About("Answers of each kind, in turn with and without drafts.")] = 5
+    temperature: Annotated[float, Ge(0), Le(100), About("0: greedy.")] = 0.0
+
+
+@dataclass(frozen=True)
 class Load(Checked):
     """What clients ask for."""
 

@@ -4,17 +4,19 @@
 Examples:
   fp8serve generate ./llama-fp8 "Once upon a time"
   fp8serve generate ./llama-fp8 --temperature 0.8 --seed 1 --json "One" "Two"
+  fp8serve generate ./llama-fp8 --speculative-tokens 8 < article.txt
   echo "Once upon a time" | fp8serve generate ./llama-fp8 --recipe bf16
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 from fp8serve.terminal import AsJson, Model, print_json
 
@@ -34,7 +36,10 @@ def command(
     directory, asked = find_model(model), prompts or [_from_stdin()]
     from fp8serve.engine.engine import Engine
 
-    done = Engine(directory, **engine.values).generate(asked, **sampling.values)
+    running = Engine(directory, **engine.values)
+    done = running.generate(asked, **sampling.values)
+    if running.options.speculative_tokens:
+        print(_drafts(running.stats()), file=sys.stderr)
     if json:
         print_json([_as_dict(prompt, completion) for prompt, completion in zip(asked, done, strict=True)])
     else:
@@ -47,6 +52,15 @@ def _from_stdin() -> str:
     if not text:
         raise RequestError("There is no prompt; give one as an argument or on standard input.")
     return text
+
+
+def _drafts(stats: Mapping[str, Any]) -> str:
+    drafted, accepted = stats["draft_tokens_total"], stats["accepted_draft_tokens_total"]
+    share = f" ({accepted / drafted:.0%})" if drafted else ""
+    return (
+        f"speculation: {accepted} of {drafted} drafted tokens became part of an answer{share}; "
+        f"{stats['generated_tokens_total']} tokens in {stats['steps_total']} steps"
+    )
 
 
 def _as_dict(prompt: str, completion: Any) -> dict[str, Any]:

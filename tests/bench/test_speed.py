@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.bench import clock, engine, monitor, ops, serve, training_step
+from fp8serve.bench import clock, engine, monitor, ops, serve, speculation, training_step
 from fp8serve.bench.entries import MAKERS, BenchCase, others
 from fp8serve.bench.options import Load
 from fp8serve.cli import main
@@ -118,6 +118,32 @@ def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPa
     assert main(["bench", "step", "--recipe", "delayed", "--recipe", "block", *arguments]) == 0
     assert [type(r).__name__ for r in recipes] == ["NoneType", "DelayedScaling", "Float8BlockScaling"] * 3
     assert losses[-1] < losses[0]
+
+
+def test_drafts_are_measured_beside_plain_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path, max_position_embeddings=1024)
+    args = ["--recipe", "bf16", "--new", "24", "--rounds", "2", "--speculative-tokens", "3", "--out", str(tmp_path)]
+    assert main(["bench", "speculation", str(model), *args]) == 0
+    assert "same answer" in capsys.readouterr().out
+    found = json.loads((tmp_path / "speculation.json").read_text())
+    assert [row["text"] for row in found["texts"]] == ["summary", "edit", "code", "story"]
+    for row in found["texts"]:
+        assert row["same_answer"]
+        assert row["steps"] + row["accepted"] == row["tokens"] - 1
+        assert row["accepted"] <= row["drafted"]
+
+
+def test_speculation_counts_by_pairs() -> None:
+    def runs(tokens: list[int], *seconds: float) -> list[dict[str, Any]]:
+        return [{"tokens": tokens, "seconds": s, "drafted": 8, "accepted": 4, "steps": 6} for s in seconds]
+
+    pairs = [list(pair) for pair in zip(runs([1] * 11, 2.0, 8.0, 3.0), runs([1] * 11, 1.0, 2.0, 3.0), strict=True)]
+    found = speculation.summary(pairs)
+    assert found["times_plain"] == pytest.approx(2.0)  # of 2, 4 and 1
+    assert (found["plain_tokens_per_second"], found["speculative_tokens_per_second"]) == pytest.approx((5.0, 10.0))
+    assert found["same_answer"]
+    pairs[0][1]["tokens"] = [2] * 11
+    assert not speculation.summary(pairs)["same_answer"]
 
 
 def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:

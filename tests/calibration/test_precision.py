@@ -1,6 +1,7 @@
 """Linears that stay in high precision: by name, or as few as meet a target; written, served and read by others."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -118,14 +119,17 @@ def test_the_fewest_are_found() -> None:
     candidates = [KeptReport((str(i),), 1, 1.0) for i in range(20)]
     asked: list[int] = []
 
-    def measure(kept: object) -> Quality:
-        asked.append(len(kept))  # type: ignore[arg-type]
-        return Quality(10, 11.0, 10.0, 1.0 - len(kept) / 20, 0.5)  # type: ignore[arg-type]
+    def needs(target: Target) -> int:
+        def enough(kept: Sequence[KeptReport]) -> bool:
+            asked.append(len(kept))
+            return target.is_met(Quality(10, 11.0, 10.0, 1.0 - len(kept) / 20, 0.5))
 
-    assert fewest(candidates, measure, Target(kl=0.349)) == 14
+        return fewest(candidates, enough)
+
+    assert needs(Target(kl=0.349)) == 14
     assert len(asked) <= 6
-    assert fewest(candidates, measure, Target(kl=1.0)) == 0
-    assert fewest(candidates, measure, Target(ppl_increase=9.0)) == 20
+    assert needs(Target(kl=1.0)) == 0
+    assert needs(Target(ppl_increase=9.0)) == 20
 
 
 def test_what_reads_one_input_is_one_choice() -> None:

@@ -43,7 +43,7 @@ def input_spec(quant_type: Any, refuse: Callable[[str, Any], ModelError]) -> Qua
     """How inputs are quantized, of config.json's `quant_type`. refuse: the error for (what, what was found)."""
     whole = quant_type.get("default") if isinstance(quant_type, Mapping) and set(quant_type) == {"default"} else None
     kind = whole.get("_type") if isinstance(whole, Mapping) else None
-    if kind not in (_WEIGHTS_ALONE, _DYNAMIC):
+    if not isinstance(whole, Mapping) or kind not in (_WEIGHTS_ALONE, _DYNAMIC):
         raise refuse("quant_type", kind or quant_type)
     said = whole.get("_data")
     if not isinstance(said, Mapping):
