@@ -24,6 +24,8 @@ from fp8serve.commands import (
     finetune,
     generate,
     inspect,
+    jobs,
+    models,
     serve,
     studies,
     verify,
@@ -45,7 +47,8 @@ COMMANDS: dict[str, Any] = {
 }  # fmt: skip
 for name, module in COMMANDS.items():
     app.command(name, help=module.__doc__)(module.command)
-app.add_typer(studies.app, name="bench")
+for group, inner in {"models": models.app, "jobs": jobs.app, "bench": studies.app}.items():
+    app.add_typer(inner, name=group)
 
 
 def _print_version(wanted: bool) -> None:

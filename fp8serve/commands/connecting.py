@@ -28,11 +28,17 @@ KeyFile = Annotated[
 
 @contextmanager
 def connected(server: str, key_file: Path | None) -> Iterator[Api]:
-    """The server, while the block runs. SIGTERM leaves the block as ctrl-C does, so that requests end with it."""
+    """The server, while the block runs, which SIGTERM leaves."""
+    with leaving_at_sigterm(), Api(server, find_key(None, key_file)) as api:
+        yield api
+
+
+@contextmanager
+def leaving_at_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block as ctrl-C does, so that requests and processes end with it."""
     usual = signal.signal(signal.SIGTERM, _leave)
     try:
-        with Api(server, find_key(None, key_file)) as api:
-            yield api
+        yield
     finally:
         signal.signal(signal.SIGTERM, usual)
 

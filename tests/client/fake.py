@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -84,7 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.owner.seen.append((route, body))
         self.owner.headers.append(dict(self.headers))
         said = self.owner.routes.get(route, says({"error": {"message": "No such route."}}, 404))
-        self._say(said.pop(0) if isinstance(said, list) else said)
+        with suppress(ConnectionError):  # the client may leave when it likes
+            self._say(said.pop(0) if isinstance(said, list) else said)
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
