@@ -25,6 +25,7 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
 from fp8serve.model.building import skeleton, transposed_linears
 from fp8serve.model.config.either import parse_any_config
+from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.formats.file_formats import FORMATS
 from fp8serve.model.formats.interop import dequantizing_scale
@@ -239,7 +240,8 @@ def _linears(config: Mapping[str, Any]) -> dict[str, None]:
 
 
 def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:
-    return _Item(name, dtype, shape, lambda: _weight(weights, name, shape).to(dtype))
+    own = torch.float32 if keeps_fp32(name) else dtype
+    return _Item(name, own, shape, lambda: _weight(weights, name, shape).to(own))
 
 
 def _turned(item: _Item) -> _Item:

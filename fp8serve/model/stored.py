@@ -24,6 +24,7 @@ from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
 from fp8serve.model.formats.microscaling import Widened, widened
+from fp8serve.model.formats.torchao import plain_names
 from fp8serve.model.formats.unstacked import unstacked
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.shards import Shards
@@ -201,6 +202,7 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     config = read_any_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, left_out = text_shards(path)
+    shards = plain_names(shards)
     if isinstance(config, ModelConfig):
         shards, predicting = without_predictors(shards, config)
         left_out += predicting
