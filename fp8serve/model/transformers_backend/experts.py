@@ -114,7 +114,6 @@ class _RowByRow(TorchFunctionMode):
         is_product = func is functional.linear and not torch.is_grad_enabled() and not args[0].is_meta
         if not is_product:
             return func(*args, **(kwargs or {}))
-        rows = args[0].flatten(0, -2)
-        return torch.cat([func(row, *args[1:], **(kwargs or {})) for row in rows.split(1)]).unflatten(
-            0, args[0].shape[:-1]
-        )
+        rows = args[0].flatten(0, -2).split(1)
+        products = torch.cat([func(row, *args[1:], **(kwargs or {})) for row in rows])
+        return products.view(*args[0].shape[:-1], -1)
