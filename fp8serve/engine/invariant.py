@@ -75,9 +75,14 @@ def own_products(device: str) -> bool:
     return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether the module is a linear layer of torch's; one that also routes is called as its class has it."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def use_own_products(model: nn.Module) -> None:
     """Replaces every BF16 nn.Linear of `model`, in place."""
-    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
+    for name, module in [(n, m) for n, m in model.named_modules() if is_plain(m)]:
         if module.weight.dtype == torch.bfloat16:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, OwnLinear(module))

@@ -22,7 +22,7 @@ from fp8serve.engine.accelerator import (
 )
 from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.grammar import Grammars
-from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
+from fp8serve.engine.invariant import is_plain, make_row_independent, own_products, use_own_products
 from fp8serve.engine.memory import CachePlan, check_length, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
@@ -174,11 +174,7 @@ def _separate_rows(model: Model, frozen: dict[str, FrozenLinear], options: Engin
 
 
 def _measured_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
-    plain = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name != model.head_name
-    }
+    plain = {name: module for name, module in model.named_modules() if is_plain(module) and name != model.head_name}
     head = model.head
     dtype = cast(Tensor, head.weight).dtype
     tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.step_tokens)

@@ -37,6 +37,7 @@ from fp8serve.model.formats.scales import (
     save_scales,
 )
 from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.network.experts import reset_token_counts
 from fp8serve.model.storage.files import present
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 from fp8serve.model.transformers_backend.check import check_against_class
@@ -98,6 +99,7 @@ def _complete(model: Model) -> Model:
     model.tie()
     if isinstance(model, TransformersModel):
         check_against_class(model)
+        reset_token_counts(model)
     return model
 
 

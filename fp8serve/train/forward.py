@@ -22,7 +22,7 @@ from fp8serve.fp8.stateful import Stateful
 from fp8serve.model.building import Model
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.network.decoder import rotated
-from fp8serve.model.network.experts import Expert, Mixture, every_expert, mixtures
+from fp8serve.model.network.experts import Expert, Experts, every_expert, mixtures
 from fp8serve.train.batch import PackedBatch
 
 
@@ -88,10 +88,10 @@ class Forward:
 
 
 @torch.no_grad()
-def _lend_gradient_scales(mixture: Mixture) -> None:
+def _lend_gradient_scales(mixture: Experts) -> None:
     """Projections of experts that have seen no gradient take the smallest scale of those that have: of their largest
     gradient. At scale 1 most of a gradient would become zero."""
-    experts = [expert for expert in mixture.experts if isinstance(expert, Expert)]
+    experts = [expert for expert in mixture if isinstance(expert, Expert)]
     for linears in zip(*(expert.linears() for expert in experts), strict=True):
         states = [linear.scaling["grad_output"] for linear in linears if isinstance(linear, Linear)]
         seen = [state.scale for state in states if bool(state.amax_history.any())]

@@ -22,6 +22,7 @@ KINDS = {
     "qwen2_moe": "qwen2-moe", "qwen3_moe": "qwen3-moe-sparse", "gpt_oss": "gpt-oss",
     "deepseek_v2": "deepseek-v2", "deepseek_v3": "deepseek-v3",
 }  # fmt: skip
+MIXTURE = {"num_experts_per_tok": 2, "pad_token_id": 2}
 OLD_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
 # By model_type: what transformers' own class computes; its name, the options of its configuration, who published one.
 BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -42,6 +43,12 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "seed_oss": ("SeedOss", {"head_dim": 32, "attention_bias": True}, "ByteDance-Seed/Seed-OSS-36B-Instruct"),
     "gpt_bigcode": ("GPTBigCode", OLD_SIZES, "bigcode/gpt_bigcode-santacoder"),
     "gpt2": ("GPT2", OLD_SIZES, "openai-community/gpt2"),
+    "olmoe": ("Olmoe", MIXTURE | {"num_experts": 5, "num_experts_per_tok": 5}, "allenai/OLMoE-1B-7B-0924"),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        MIXTURE | {"moe_num_experts": 7, "moe_intermediate_size": 48, "moe_k": 2, "moe_layer_start_index": 1},
+        "baidu/ERNIE-4.5-21B-A3B-PT",
+    ),
     "helium": ("Helium", {"head_dim": 16}, "kyutai/helium-1-2b"),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}, "baidu/ERNIE-4.5-0.3B-PT"),
 }

@@ -63,7 +63,7 @@ def test_grouped_experts_equal_experts_called_one_by_one(
     monkeypatch.setattr(packing, "worth_packing", lambda: False)
     sizes = sizes_of(kind)
     plain, grouped = (make(tmp_path / "model", mode, kind, **sizes) for _ in range(2))
-    assert all(mixture.is_stacked for mixture in mixtures(grouped))
+    assert all(mixture.experts.is_stacked for mixture in mixtures(grouped))
     call_each_layer(plain)
     monkeypatch.setattr(packing, "worth_packing", lambda: True)
     fast = make(tmp_path / "model", mode, kind, **sizes)
@@ -102,7 +102,7 @@ def test_counters_of_an_expert_count_its_own_rows(tmp_path: Path) -> None:
     engine.generate(PROMPTS, temperature=0.0, max_new_tokens=8, ignore_eos=True)
     records = {record["name"]: record for record in engine.scales()}
     for i, mixture in enumerate(mixtures(engine)):
-        tokens = mixture.tokens.tolist()
+        tokens = mixture.experts.tokens.tolist()
         assert sum(tokens) % mixture.settings.per_token == 0
         for expert, count in enumerate(tokens):
             for leaf in ("gate_proj", "up_proj", "down_proj"):
@@ -175,5 +175,5 @@ def test_experts_that_memory_cannot_hold_twice_stay_where_they_are(
     stacked = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
     monkeypatch.setattr("fp8serve.model.network.experts.free_memory", lambda: 1000)
     loose = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
-    assert not any(mixture.is_stacked for mixture in mixtures(loose))
+    assert not any(mixture.experts.is_stacked for mixture in mixtures(loose))
     assert all(map(torch.equal, logits_of_every_step(loose, PROMPTS, 6), logits_of_every_step(stacked, PROMPTS, 6)))

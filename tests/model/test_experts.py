@@ -94,7 +94,7 @@ def test_every_expert_may_see_every_token_and_nothing_changes(kind: str, tmp_pat
         seen: dict[str, int] = {}
         for name, module in model.named_modules():
             if isinstance(module, Mixture):
-                module.every_expert = True
+                module.experts.every_expert = True
                 for i, expert in enumerate(module.experts):
                     expert.register_forward_hook(
                         lambda m, args, out, key=f"{name}.{i}": seen.update({key: len(args[0])})

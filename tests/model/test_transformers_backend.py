@@ -42,7 +42,7 @@ def test_windows_heads_and_scales_are_those_of_the_class() -> None:
         ("gptj", {}, "does not build"),
         ("mamba", {}, "in a MambaMixer"),
         ("falcon_h1", {}, "in a Conv1d"),
-        ("olmoe", {}, "in a OlmoeTopKRouter"),
+        ("granitemoe", {}, "in a GraniteMoe"),
         ("t5", {}, "no causal language model"),
         ("diffllama", {}, "in 4 of its 2 layers"),
         ("minicpm3", {}, "heads of"),
@@ -116,7 +116,7 @@ def test_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "starcoder2", "opt"])
+@pytest.mark.parametrize("name", ["gpt_neox", "starcoder2", "opt", "gpt2", "olmoe", "ernie4_5_moe"])
 @pytest.mark.parametrize("recipe", ["bf16", "current", "block"])
 def test_an_answer_does_not_depend_on_its_neighbours(name: str, recipe: str, tmp_path: Path) -> None:
     make(name, tmp_path)

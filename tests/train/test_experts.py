@@ -16,7 +16,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_scales, load_servable, load_trainable
-from fp8serve.model.network.experts import Mixture, mixtures
+from fp8serve.model.network.experts import Experts, mixtures
 from fp8serve.train.batch import collate
 from fp8serve.train.forward import Forward
 from fp8serve.train.scratch import random_weights
@@ -129,10 +129,10 @@ def test_a_training_step_follows_transformers(mixture: Path, recipe: str) -> Non
     assert torch.cosine_similarity(found.flatten(), down.grad.flatten(), dim=0) > 0.9
 
 
-def starved(decoder: torch.nn.Module, expert: int) -> Mixture:
-    """The first mixture, whose router never chooses this expert."""
-    found = next(iter(mixtures(decoder).values()))
-    router = found.get_submodule("gate").weight
+def starved(decoder: torch.nn.Module, expert: int) -> Experts:
+    """Those of the first mixture, whose router never chooses this one."""
+    name, found = next(iter(mixtures(decoder).items()))
+    router: Any = decoder.get_submodule(f"{name}.gate").weight
     with torch.no_grad():
         others = [i for i in range(5) if i != expert]
         router[others[1]], router[others[3]], router[expert] = -router[others[0]], -router[others[2]], 0
@@ -146,12 +146,12 @@ def test_before_the_first_step_every_expert_has_scales(qwen: Path) -> None:
     batch = collate([row(1, 90)], "cpu")
     forward.observe(batch, len(batch.targets))
     assert found.tokens[2] == 0
-    for expert in found.experts:
+    for expert in found:
         for leaf in ("gate_proj", "up_proj", "down_proj"):
             linear = expert.get_submodule(leaf)
             assert isinstance(linear, Linear)
             assert all(state.scale != 1 for state in linear.scaling.values())
-    scales = [e.get_submodule("up_proj").scaling["grad_output"].scale for e in found.experts]  # type: ignore[union-attr, index]
+    scales = [e.get_submodule("up_proj").scaling["grad_output"].scale for e in found]  # type: ignore[union-attr, index]
     assert scales[2] == min(scales)
     assert not found.every_expert
 
@@ -162,8 +162,8 @@ def test_an_expert_without_tokens_is_neither_trained_nor_lost(qwen: Path) -> Non
     found = starved(decoder, 2)
     with autocast(recipe=DelayedScaling()):
         Forward(decoder, DelayedScaling()).logits(collate([row(1, 90)], "cpu")).sum().backward()  # type: ignore[no-untyped-call]
-    assert all(p.grad is None for p in found.experts[2].parameters())
-    assert all(p.grad is not None for p in found.experts[found.tokens.argmax()].parameters())
+    assert all(p.grad is None for p in found[2].parameters())
+    assert all(p.grad is not None for p in found[found.tokens.argmax()].parameters())
 
 
 def test_scales_of_every_expert_are_exported(configure: Configure, qwen: Path) -> None:

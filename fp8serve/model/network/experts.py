@@ -10,7 +10,7 @@ all others, such as BF16 ones and those that calibration watches by hooks, are c
 give the same bits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
@@ -23,7 +23,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.grouped import spans
 from fp8serve.fp8.stacked import Stacked, can_stack
 from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.model.config.mixture import Experts
+from fp8serve.model.config.mixture import Experts as ExpertSettings
 from fp8serve.model.network.fusing import GATED, Ending
 from fp8serve.model.network.memory import free_memory
 from fp8serve.model.network.routing import GroupRouter
@@ -45,7 +45,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tens
 class Expert(nn.Module):
     """down(activation(gate(x)) * up(x)), under the names that the file has for the three."""
 
-    def __init__(self, config: ModelConfig, size: int, settings: Experts) -> None:
+    def __init__(self, config: ModelConfig, size: int, settings: ExpertSettings) -> None:
         super().__init__()
         self.activation, self.clamp = config.activation, settings.clamp
         self.names = gate, up, down = settings.names.gate, settings.names.up, settings.names.down
@@ -68,7 +68,7 @@ class Expert(nn.Module):
         return gate, up, down
 
 
-def _router(config: ModelConfig, settings: Experts) -> nn.Module:
+def _router(config: ModelConfig, settings: ExpertSettings) -> nn.Module:
     if settings.routing is not None:
         return GroupRouter(config.hidden_size, settings.count, settings.routing)
     return Router(config.hidden_size, settings.count, bias=settings.bias)
@@ -93,54 +93,22 @@ def sort(chosen: Tensor, experts: int) -> Sorted:
     return Sorted(order // max(chosen.shape[1], 1), places, counts, counts.cumsum(0).to(torch.int32))
 
 
-class Mixture(nn.Module):
-    """Router and experts, in the place of a layer's MLP.
+class Experts(nn.ModuleList):
+    """The experts of one mixture.
 
     tokens int64 [E]: how many each expert was given since `reset_counters`. every_expert: all tokens run through all
     experts, whose linears can so be observed; the result stays that of the chosen ones.
     """
 
-    def __init__(self, config: ModelConfig, settings: Experts) -> None:
-        super().__init__()
-        self.settings = settings
-        names = settings.names
-        self.register_module(names.router, _router(config, settings))
-        self.experts = nn.ModuleList(Expert(config, settings.size, settings) for _ in range(settings.count))
-        if names.shared is not None and settings.shared_size is not None:
-            self.register_module(names.shared, Expert(config, settings.shared_size, settings))
-        if names.shared_gate is not None:
-            self.register_module(names.shared_gate, Router(config.hidden_size, 1, bias=False))
-        self.tokens = torch.zeros(settings.count, dtype=torch.int64, device="cpu")
+    def __init__(self, experts: Iterable[Expert]) -> None:
+        super().__init__(experts)
+        self.tokens = torch.zeros(len(self), dtype=torch.int64, device="cpu")
         self.every_expert = False
         self._stacks: tuple[Stacked, Stacked] | None = None  # gate and up, down
 
-    def forward(self, x: Tensor, norm: nn.Module, ending: Ending) -> Tensor:
-        """x [T, hidden] plus ending(mixture of norm(x))."""
-        hidden = norm(x)
-        return x + ending(self._shared(self._routed(hidden), hidden))
-
-    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] -> (experts int64 [T, k], rising; their weights [T, k])."""
-        router, count = self._child(self.settings.names.router), self.settings.per_token
-        logits = router(x)
-        if isinstance(router, GroupRouter):
-            weights, chosen = router.choose(logits, count)
-        elif self.settings.weighs_chosen:
-            best, chosen = logits.topk(count, dim=-1)
-            weights = best.softmax(-1)
-        else:
-            weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(count, dim=-1)
-        if self.settings.normalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if self.settings.routing is not None:
-            weights = weights * self.settings.routing.scale
-        chosen, order = chosen.sort(-1)
-        weights = weights.gather(-1, order)
-        return chosen, weights if self.settings.wide_weights else weights.to(logits.dtype)
-
-    def _routed(self, x: Tensor) -> Tensor:
-        chosen, weights = self.choose(x)
-        by_expert = sort(chosen, self.settings.count)
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], chosen int64 [T, k], rising, weights [T, k] -> what the chosen say, added up by weight."""
+        by_expert = sort(chosen, len(self))
         self._count(by_expert.counts)
         said = self._by_every_expert(x, by_expert) if self.every_expert else self._by_chosen(x, by_expert)
         terms = said.index_select(0, by_expert.places).view(*chosen.shape, -1)  # [T, k, hidden]
@@ -172,23 +140,11 @@ class Mixture(nn.Module):
         parts = [e(x)[by_expert.rows[slice(*span)]] for e, span in zip(self._experts(), where, strict=True)]
         return torch.cat(parts)
 
-    def _shared(self, total: Tensor, x: Tensor) -> Tensor:
-        names = self.settings.names
-        if names.shared is None:
-            return total
-        said: Tensor = self._child(names.shared)(x)
-        if names.shared_gate is not None:
-            said = torch.sigmoid(self._child(names.shared_gate)(x)) * said
-        return total + said
-
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._experts()[0].gated(gate, up)
 
     def _experts(self) -> Sequence[Expert]:
-        return cast(Sequence[Expert], self.experts)
-
-    def _child(self, name: str) -> nn.Module:
-        return cast(nn.Module, self._modules[name])
+        return cast(Sequence[Expert], self)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -203,8 +159,9 @@ class Mixture(nn.Module):
 
     def join(self) -> None:
         """For serving: the experts' linears become three dimensional where they can and memory allows."""
-        gate, up, down = self.settings.names.gate, self.settings.names.up, self.settings.names.down
-        experts, groups = list(self._experts()), ((gate, up), (down,))
+        experts = list(self._experts())
+        gate, up, down = experts[0].names
+        groups = (gate, up), (down,)
         linears = [linear for expert in experts for linear in expert.linears()]
         mapped = [linear.weight for linear in linears if isinstance(linear, FrozenLinear)]
         fits = sum(weight.nbytes for weight in mapped) < ROOM * free_memory()
@@ -224,17 +181,79 @@ class Mixture(nn.Module):
             yield from (stack for stack in self._stacks if stack.is_packable)
         else:
             yield from (linear for expert in self._experts() for linear in expert.linears())
-        if self.settings.names.shared is not None:
-            yield from cast(Expert, self._child(self.settings.names.shared)).linears()
 
     def _are_current(self, stacks: tuple[Stacked, Stacked], offsets: Tensor) -> bool:
         used = range(len(offsets)) if offsets.is_cuda else [e for e, (a, b) in enumerate(spans(offsets)) if a < b]
         return all(stack.is_current(used) for stack in stacks)
 
 
-def mixtures(model: nn.Module) -> dict[str, Mixture]:
-    """Those of `model`, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Mixture)}
+class Mixture(nn.Module):
+    """Router and experts, in the place of a layer's MLP."""
+
+    experts: Experts
+
+    def __init__(self, config: ModelConfig, settings: ExpertSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        names = settings.names
+        self.register_module(names.router, _router(config, settings))
+        self.experts = Experts(Expert(config, settings.size, settings) for _ in range(settings.count))
+        if names.shared is not None and settings.shared_size is not None:
+            self.register_module(names.shared, Expert(config, settings.shared_size, settings))
+        if names.shared_gate is not None:
+            self.register_module(names.shared_gate, Router(config.hidden_size, 1, bias=False))
+
+    def forward(self, x: Tensor, norm: nn.Module, ending: Ending) -> Tensor:
+        """x [T, hidden] plus ending(mixture of norm(x))."""
+        hidden = norm(x)
+        return x + ending(self._shared(self.experts(hidden, *self.choose(hidden)), hidden))
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> (experts int64 [T, k], rising; their weights [T, k])."""
+        router, count = self._child(self.settings.names.router), self.settings.per_token
+        logits = router(x)
+        if isinstance(router, GroupRouter):
+            weights, chosen = router.choose(logits, count)
+        elif self.settings.weighs_chosen:
+            best, chosen = logits.topk(count, dim=-1)
+            weights = best.softmax(-1)
+        else:
+            weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(count, dim=-1)
+        if self.settings.normalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.settings.routing is not None:
+            weights = weights * self.settings.routing.scale
+        chosen, order = chosen.sort(-1)
+        weights = weights.gather(-1, order)
+        return chosen, weights if self.settings.wide_weights else weights.to(logits.dtype)
+
+    def _shared(self, total: Tensor, x: Tensor) -> Tensor:
+        names = self.settings.names
+        if names.shared is None:
+            return total
+        said: Tensor = self._child(names.shared)(x)
+        if names.shared_gate is not None:
+            said = torch.sigmoid(self._child(names.shared_gate)(x)) * said
+        return total + said
+
+    def _child(self, name: str) -> nn.Module:
+        return cast(nn.Module, self._modules[name])
+
+    def join(self) -> None:
+        """For serving: see `Experts.join`."""
+        self.experts.join()
+
+    def matrices(self) -> Iterator[nn.Module | Stacked]:
+        """What a step multiplies by: the stacks, or each linear."""
+        yield from self.experts.matrices()
+        if self.settings.names.shared is not None:
+            yield from cast(Expert, self._child(self.settings.names.shared)).linears()
+
+
+def mixtures(model: nn.Module) -> dict[str, Experts]:
+    """The experts of every mixture in `model`, by the name of the mixture."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    return {name.rpartition(".")[0]: experts for name, experts in found.items()}
 
 
 @contextmanager
@@ -260,6 +279,6 @@ def rows_of_experts(model: nn.Module) -> dict[str, int]:
     """How many rows every expert's linear has seen, by its name in `model`."""
     found: dict[str, int] = {}
     for name, mixture in mixtures(model).items():
-        for index, (expert, rows) in enumerate(zip(mixture.experts, mixture.tokens.tolist(), strict=True)):
+        for index, (expert, rows) in enumerate(zip(mixture, mixture.tokens.tolist(), strict=True)):
             found |= {f"{name}.experts.{index}.{leaf}": rows for leaf in cast(Expert, expert).names}
     return found

@@ -10,6 +10,7 @@ from torch import nn
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.transformers_backend.attention import register
+from fp8serve.model.transformers_backend.experts import in_mixtures, take_apart
 
 
 def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -31,6 +32,7 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
     except Exception as problem:  # transformers raises what its classes happen to raise
         text = " ".join(str(problem).split())
         raise ModelError(f"transformers does not build {_name(raw)}: {text[:300].removesuffix('.')}.") from problem
+    take_apart(model, dtype)
     check(model, _name(raw))
     return cast(nn.Module, model.eval())
 
@@ -42,7 +44,10 @@ def check(model: Any, name: str) -> None:
     matrices = (nn.Linear, nn.Embedding, Conv1D)
     if model.config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder and a decoder; served are models of one stack.")
+    routers = in_mixtures(model)
     for path, module in model.named_modules():
+        if any(path == router or path.startswith(f"{router}.") for router in routers):
+            continue  # which keep what multiplies in high precision
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 2 or (parameter.dim() == 2 and not isinstance(module, matrices)):
                 raise ModelError(

@@ -13,11 +13,13 @@ from torch import Tensor
 from fp8serve.errors import ModelError
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.model.network.decoder import rotated
+from fp8serve.model.network.experts import mixtures
 from fp8serve.model.transformers_backend.attention import SERVED
 from fp8serve.model.transformers_backend.network import TransformersModel
 
 LENGTHS = [5, 9]
 TOLERANCE = 0.2  # of the norm of a token's hidden state
+MOST = 0.5  # of the tokens of a mixture: rounding sends one that is between two experts to the other
 
 
 @torch.no_grad()
@@ -31,7 +33,8 @@ def check_against_class(model: TransformersModel) -> None:
         hidden, said, logits = _theirs(model, sequence)
         if not torch.equal(said, logits):
             raise ModelError(f"{name} changes the logits behind its last layer, which only a family computes.")
-        if not bool(((found - hidden).norm(dim=-1) <= TOLERANCE * hidden.norm(dim=-1)).all()):
+        near = (found - hidden).norm(dim=-1) <= TOLERANCE * hidden.norm(dim=-1)
+        if float(near.float().mean()) < (MOST if mixtures(model) else 1):
             raise ModelError(f"{name} gives other hidden states by our attention than by transformers' own.")
 
 

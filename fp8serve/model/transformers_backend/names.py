@@ -11,6 +11,7 @@ from typing import Any
 from fp8serve.errors import ModelError
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.storage.shards import Shards
+from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel
 from fp8serve.model.transformers_backend.transposed import Turned
 
@@ -53,6 +54,8 @@ def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:
             sources, targets = conversion.source_patterns, conversion.target_patterns
             several = targets if len(targets) == len(sources) else targets * len(sources)
             yield from map(_rename, sources, several)
+        elif all(target.endswith(STACKS) for target in conversion.target_patterns):
+            continue  # experts are read one by one, as they lie in the file
         elif found := next((k for k in keys for p in conversion.source_patterns if re.search(p, k)), None):
             name = type(built).__name__
             raise ModelError(f"The file of {name} holds {found}, which transformers converts; a model is "

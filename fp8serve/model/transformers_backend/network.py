@@ -11,10 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.config.decoder import ModelConfig, TransformersClass
 from fp8serve.model.network.decoder import Attend
+from fp8serve.model.network.experts import mixtures
 from fp8serve.model.transformers_backend.attention import SERVED, answering
 from fp8serve.model.transformers_backend.building import build
+from fp8serve.model.transformers_backend.experts import in_mixtures
 from fp8serve.model.transformers_backend.transposed import as_linears
 
 
@@ -36,7 +39,8 @@ class TransformersModel(nn.Module):
         self._base = str(built.base_model_prefix)
         self.head_name = _name_of(built, built.get_output_embeddings())
         self._embedding_name = _name_of(built, built.get_input_embeddings())
-        self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n != self.head_name]
+        kept = {self.head_name, *in_mixtures(built)}  # a router stays in high precision
+        self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in kept]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
         """See Decoder.forward. All rows are computed; given are those of `last`."""
@@ -108,11 +112,17 @@ class TransformersModel(nn.Module):
         """See Decoder.expect: no class is served whose angles depend on it."""
 
     def join(self) -> None:
-        """See Decoder.join: the class calls its layers one by one."""
+        """See Decoder.join: the class calls its layers one by one, but experts are stacked."""
+        for experts in mixtures(self).values():
+            experts.join()
 
-    def matrices(self) -> Iterator[nn.Module]:
+    def matrices(self) -> Iterator[nn.Module | Stacked]:
         """See Decoder.matrices."""
-        yield from (self.get_submodule(name) for name in (*self._linears, self.head_name))
+        stacked = {name: experts for name, experts in mixtures(self).items() if experts.is_stacked}
+        for experts in stacked.values():
+            yield from experts.matrices()
+        alone = [n for n in self._linears if not any(n.startswith(f"{block}.experts.") for block in stacked)]
+        yield from (self.get_submodule(name) for name in (*alone, self.head_name))
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

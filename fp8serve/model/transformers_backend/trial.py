@@ -24,7 +24,7 @@ TOKENS = 4
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _COMPUTED = {"scaling", "softcap", "sliding_window"}
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position",
-             "is_causal", "layer_idx", "return_dict"}  # fmt: skip
+             "is_causal", "layer_idx", "return_dict", "output_router_logits"}  # fmt: skip
 
 
 @dataclass(frozen=True)

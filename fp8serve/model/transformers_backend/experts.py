@@ -1,0 +1,119 @@
+"""Experts of transformers' classes, which stack them in two parameters, taken apart: linear layers that FP8 may run.
+
+    P.experts.gate_up_proj [E, 2 I, H]   ->  P.experts.0.gate_proj, P.experts.0.up_proj, ...
+    P.experts.down_proj    [E, H, I]     ->  P.experts.0.down_proj, ...
+
+The class's router stays and is called as it is; what it chose is computed as in our own mixtures (network/experts.py).
+The linear layers have the names that files give them: transformers knows those, because it stacks them as it loads.
+Classes whose files hold the stacks themselves are refused.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fp8serve.model.network.experts import Expert, Experts
+
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+Leaves = tuple[str, str, str]  # gate, up, down
+
+
+class ClassExpert(Expert):
+    """One expert of a class, with the class's activation."""
+
+    def __init__(self, leaves: Leaves, hidden: int, size: int, activation: Callable[[Tensor], Tensor]) -> None:
+        nn.Module.__init__(self)
+        self.names, self._activation = (
+            leaves,
+            (activation,),
+        )  # in a tuple, for it may be a module, and is every expert's
+        for leaf, sizes in zip(leaves, ((hidden, size), (hidden, size), (size, hidden)), strict=True):
+            self.register_module(leaf, nn.Linear(*sizes, bias=False, device="meta"))
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self._activation[0](gate) * up
+
+
+class ClassExperts(Experts):
+    """Called as the class calls its own."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], chosen int64 [T, k] in any order, weights [T, k]."""
+        if x.is_meta:  # of the trial, in which nobody knows how many rows an expert has
+            return torch.empty_like(x)
+        chosen, order = chosen.sort(-1)
+        return super().forward(x, chosen, weights.gather(-1, order))
+
+
+def take_apart(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace all experts of `model` that are made as most are: gate beside up, no biases, nothing transposed."""
+    leaves = _leaves(model)
+    found = {name: module for name, module in model.named_modules() if leaves and _is_plain(module)}
+    for name, module in found.items():
+        stack: Any = module
+        count, hidden, size = stack.down_proj.shape
+        experts = ClassExperts(ClassExpert(leaves, hidden, size, stack.act_fn) for _ in range(count)).to(dtype)
+        block = model.get_submodule(name.rpartition(".")[0])
+        block.register_module(name.rpartition(".")[2], experts)
+        for router in _routers(block):
+            router.forward = _by_rows(router.forward)
+
+
+def in_mixtures(model: nn.Module) -> set[str]:
+    """The names of modules that route: those in a block with experts that multiply by weights of their own."""
+    blocks = [name.rpartition(".")[0] for name, module in model.named_modules() if isinstance(module, ClassExperts)]
+    routers = {id(module) for block in blocks for module in _routers(model.get_submodule(block))}
+    return {name for name, module in model.named_modules() if id(module) in routers}
+
+
+def _leaves(model: Any) -> Any:
+    """What files call the linear layers of an expert; None where they hold no single ones."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found = {}
+    for conversion in get_model_conversion_mapping(model):
+        sources, targets = conversion.source_patterns, conversion.target_patterns
+        if len(targets) == 1 and targets[0].endswith(STACKS) and all("experts.*." in source for source in sources):
+            found[targets[0].rpartition(".")[2]] = [source.split(".")[-2] for source in sources]
+    both = [*found.get("gate_up_proj", ()), *found.get("down_proj", ())]
+    return tuple(both) if len(both) == 3 else None
+
+
+def _is_plain(module: Any) -> bool:
+    stacks = {name: parameter.dim() for name, parameter in module.named_parameters(recurse=False)}
+    if stacks != {"gate_up_proj": 3, "down_proj": 3}:
+        return False
+    made = (module.has_gate, module.is_concatenated, module.is_transposed, module.has_post_expert_norm)
+    gates = type(module)._apply_gate.__module__ == "transformers.integrations.moe"
+    return gates and made == (True, True, False, False) and hasattr(module, "act_fn")
+
+
+def _routers(block: nn.Module) -> Iterator[nn.Module]:
+    for name, child in block.named_children():
+        multiplies = "weight" in child._parameters and not isinstance(child, ClassExperts | nn.Linear)
+        if multiplies or name == "router":
+            yield child
+
+
+def _by_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, in which no row of a product depends on others: the choice of experts must not."""
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        with _RowByRow():
+            return forward(*args, **kwargs)
+
+    return routed
+
+
+class _RowByRow(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_product = func is functional.linear and not torch.is_grad_enabled() and not args[0].is_meta
+        if not is_product:
+            return func(*args, **(kwargs or {}))
+        rows = args[0].flatten(0, -2).split(1)
+        products = torch.cat([func(row, *args[1:], **(kwargs or {})) for row in rows])
+        return products.view(*args[0].shape[:-1], -1)
