@@ -70,7 +70,7 @@ def test_gelu_does_not_depend_on_the_place(kind: str) -> None:
         ({"num_attention_heads": 3}, "not a multiple"),
         ({"layer_norm_eps": 0}, "layer_norm_eps"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
-        ({"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification"),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
         ({"alibi": True}, "alibi"),
     ],
 )
