@@ -9,6 +9,7 @@ from fp8serve.model.checkpoint import load_servable
 from .healing import Schedule, heal
 from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
 from .job import Job
+from .options import HEAL_RATE
 from .pairs import pairs
 from .precision import Target, fewest, ordered, restore
 from .ranks import Ranks
@@ -65,6 +66,7 @@ def meet(job: Job, target: Target) -> None:
 def heal_weights(job: Job) -> None:
     """Train the model in FP8; what that gave is dropped again if it is no better on the held-out batches."""
     asked, observer = job.asked, job.observer
+    rate = asked.heal_rate or HEAL_RATE
     old, seen = copy.deepcopy(job.states), copy.deepcopy(observer.seen)
     before = job.compare()[0].kl_divergence
     healed, losses = heal(
@@ -73,14 +75,14 @@ def heal_weights(job: Job) -> None:
         load_servable(job.source, "bf16", device=asked.device),
         job.batches.calibration,
         job.recipe,
-        Schedule(asked.heal, asked.heal_rate),
+        Schedule(asked.heal, rate),
         observer,
         rounded=job.rounded,
         seed=asked.seed,
         stages=job.stages,
     )
     after = job.compare(rounded=healed)[0].kl_divergence
-    job.healing = HealingReport(asked.heal, asked.heal_rate, tuple(losses), before, after)
+    job.healing = HealingReport(asked.heal, rate, tuple(losses), before, after)
     if job.healing.helped:
         job.rounded = healed
     else:

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le
 
 from fp8serve.calibration.options import CalibrationOptions, EvaluationOptions
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.options import Option, options_of
 from fp8serve.server.settings import ServerLimits
 from fp8serve.train.config import TrainConfig
@@ -22,7 +22,9 @@ is in brackets, nothing is set, and that is what happens.
 CONCEPTS: dict[type, str] = {
     SamplingParams: "Keyword arguments of `Engine.generate`. `POST /generate` takes them as `parameters`, the OpenAI "
     "routes in their bodies; there `max_new_tokens` is `max_tokens`, and `temperature`, `top_p`, `stop` and `logprobs` "
-    "have the bounds that OpenAI documents. A form is `grammar` on the one and `response_format` on the others; "
+    "have the bounds that OpenAI documents. The form of an answer is asked for as OpenAI (`response_format`), vLLM "
+    "(`structured_outputs`, `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`), llama.cpp (`grammar`) "
+    "or text-generation-inference (`grammar`, of `/generate` alone) spell it; "
     "`prompt_logprobs` is `echo` with `logprobs` of `/v1/completions`, and no parameter of `/generate`.",
     EngineOptions: "Keyword arguments of `Engine`.",
     TrainConfig: "The fields of a training job. `POST /finetune` takes those that are not the operator's, `lr` as "

@@ -16,18 +16,21 @@ ALLOWED = {
     "engine": {"engine", "model", "fp8", "errors", "options", "ending"},
     "calibration": {"calibration", "model", "fp8", "errors", "options"},
     "train": {"train", "model", "fp8", "errors", "options", "ending"},
+    "client": {"client", "errors"},
+    "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options"},
 }
 FOUNDATION = {"faults", "settings", "metrics", "tasks"}
 ALLOWED_IN_SERVER = {
-    **dict.fromkeys(FOUNDATION, FOUNDATION),
+    "answers": {"answers"},
+    **dict.fromkeys(FOUNDATION, {"answers"} | FOUNDATION),
     "schemas": {"schemas"},
     "http": {"http"} | FOUNDATION,
-    "serving": {"serving"} | FOUNDATION,
+    "serving": {"serving", "answers"} | FOUNDATION,
     "parsing": {"parsing", "serving", "schemas"} | FOUNDATION,
     "finetuning": {"finetuning", "parsing", "serving", "schemas"} | FOUNDATION,
     "server_state": {"finetuning", "parsing", "serving"} | FOUNDATION,
-    "api": {"api", "server_state", "finetuning", "parsing", "serving", "schemas", "http"} | FOUNDATION,
+    "api": {"api", "server_state", "finetuning", "parsing", "serving", "schemas", "http", "answers"} | FOUNDATION,
     "app": {"api", "server_state", "finetuning", "serving", "http"} | FOUNDATION,
     "launch": {"app", "server_state", "serving", "http"} | FOUNDATION,
 }
@@ -45,7 +48,8 @@ NOTHING_OF_OURS = {
     "fp8serve.fp8.spec",
     "fp8serve.fp8.amax_rules",
     "fp8serve.fp8.ops.arithmetic",
-    "fp8serve.engine.request",
+    "fp8serve.engine.sampling_params",
+    "fp8serve.engine.output",
     "fp8serve.errors",
     "fp8serve.ending",
     "fp8serve.options",
@@ -55,7 +59,8 @@ MADE_OF = ("fp8serve.fp8.spec", "fp8serve.fp8.amax_rules")  # what a recipe is m
 NO_TORCH = {
     "fp8serve.fp8.spec",
     "fp8serve.fp8.recipe",
-    "fp8serve.engine.request",
+    "fp8serve.engine.sampling_params",
+    "fp8serve.engine.output",
     "fp8serve.engine.kv_cache",
     "fp8serve.engine.scheduler",
 }

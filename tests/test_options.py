@@ -13,14 +13,15 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from fp8serve.commands.from_options import Chosen, with_options
-from fp8serve.engine.request import MAX_STOP_STRINGS, SamplingParams
+from fp8serve.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from fp8serve.errors import RecipeError, RequestError
 from fp8serve.options import About, check, known_fields, options_of
 from fp8serve.options_page import page
 from fp8serve.server.schemas import generation_bodies, openai_bodies
-from fp8serve.server.schemas.finetune_bodies import NOT_ON_THE_WIRE, WIRE_NAMES, FinetuneBody
+from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.schemas.generation_bodies import GenerateParameters
 from fp8serve.server.schemas.openai_bodies import MAX_STOPS, ChatBody, CompletionBody
+from fp8serve.server.schemas.wire_names import NOT_ON_THE_WIRE, WIRE_NAMES
 from fp8serve.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +101,10 @@ def test_help_comes_from_the_field() -> None:
     assert "secret" not in text
 
 
-@pytest.mark.parametrize("args", [["--heat", "301"], ["--trays", "0"], ["--mode", "wave"], ["--secret", "1"]])
+VALUES = [["--heat", "301"], ["--heat", "nan"], ["--trays", "0"], ["--mode", "wave"], ["--secret", "1"]]
+
+
+@pytest.mark.parametrize("args", VALUES)
 def test_a_value_out_of_bounds_is_wrong_usage(args: list[str]) -> None:
     assert run("home", *args)[0] == 2
 
@@ -162,6 +166,6 @@ def test_the_page_of_options_is_what_the_code_says() -> None:
 def test_pydantic_comes_with_the_first_value_that_is_checked() -> None:
     code = (
         "import sys, fp8serve, fp8serve.cli; assert 'pydantic' not in sys.modules\n"
-        "fp8serve.engine.request.SamplingParams(); assert 'pydantic' in sys.modules"
+        "fp8serve.engine.sampling_params.SamplingParams(); assert 'pydantic' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,8 @@ from typing import Any
 from fp8serve.bench.clock import latencies, percentile
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import Request, SamplingParams
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 
 REPEATS = 3  # of the prefill
 

@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model  # type: ignore[import-not-found
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import TokenLogprob
+from fp8serve.engine.output import TokenLogprob
 from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
 

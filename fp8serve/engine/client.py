@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve import errors
-from fp8serve.engine.grammar import validate
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import EngineLimits, Request, RequestOutput
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
 
 MAX_LINE = 2**26  # bytes; a prompt of a million tokens is about 8 million
@@ -95,11 +95,10 @@ class EngineClient:
         return self._loop.time() - self._last_sign
 
     def check(self, request: Request) -> None:
-        """RequestError, before anything is sent, when the request could never run."""
+        """RequestError, before anything is sent, when the request could never run; a form is checked over there."""
         if request.request_id in self._streams:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
-        validate(request.params)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Outputs until one has a finish_reason; closing the iterator early aborts the request.

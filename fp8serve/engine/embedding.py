@@ -27,7 +27,8 @@ class Embedded:
 class Embedder:
     """An embedding model's directory, ready to embed.
 
-    options: the fields of EngineOptions. Raises ModelError, ScalesError and RecipeError, as loading does.
+    options: the fields of EngineOptions. Raises ModelError, ScalesError and RecipeError, as loading does, and
+    RequestError for drafts: nothing is written.
     """
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from fp8serve.engine.classifying import Classifier
 from fp8serve.engine.embedding import Embedder
-from fp8serve.engine.request import EngineLimits, Request, RequestOutput, Task
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import EngineLimits, Request, Task
 from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
 from fp8serve.fp8 import ops
@@ -68,6 +69,7 @@ class EncoderEngine:
         none = dict.fromkeys((
             "running", "waiting", "kv_blocks", "kv_blocks_used", "kv_usage", "generated_tokens_total",
             "preemptions_total", "prefix_queried_tokens_total", "prefix_hit_tokens_total",
+            "drafts_total", "draft_tokens_total", "accepted_draft_tokens_total",
         ), 0)  # fmt: skip
         computed = self._totals["computed"]
         done = dict.fromkeys(("stop", "length", "abort", "error"), 0)

@@ -1,9 +1,10 @@
-"""Answers of a given form: a JSON schema or a regular expression decides which tokens may come next.
+"""Answers of a given form: a JSON schema, a regular expression or a grammar decides which tokens may come next.
 
-llguidance parses what was generated and gives, for every step, a bit per token; the sampler rules out the rest. It
-limits its own effort (`LLParserLimits`), so a hostile schema is refused instead of stalling the engine. Compiling is
-quick for ordinary schemas (well under 10 ms) and takes up to 0.2 s for the largest; a request of many answers compiles
-once. The tokenizer's tables are made once, when the first such request comes.
+llguidance parses what was generated and gives, for every step, a bit per token (masks.py); the sampler rules out the
+rest. A grammar is in llguidance's dialect of Lark, or in llama.cpp's GBNF, which is translated. The library limits its
+own effort (`LLParserLimits`), so a hostile schema is refused instead of stalling the engine. Compiling is quick for
+ordinary schemas (well under 10 ms) and takes up to 0.2 s for the largest; a request of many answers compiles once. The
+tokenizer's tables are made once, when the first such request comes.
 
 An answer is complete when its grammar can go no further or end-of-text is drawn where the grammar allows it; one that
 is cut off by max_new_tokens says "length" and need not conform. No torch.
@@ -13,8 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 
 MAX_COMPLAINT = 200  # characters of the library's message that are shown
@@ -27,20 +29,16 @@ class Matcher:
     """One request's place in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self._matcher = matcher
-
-    def allowed(self) -> bytes:
-        """One bit per token of the vocabulary, least significant first: 1 may come next."""
-        return self._matcher.compute_bitmask()
+        self.parser = matcher
 
     def accept(self, token_id: int) -> bool:
         """Goes on by a token; False when the grammar does not allow it, or is too complex."""
-        return self._matcher.consume_token(token_id)
+        return self.parser.consume_token(token_id)
 
     @property
     def complete(self) -> bool:
         """Nothing more can come."""
-        return self._matcher.is_stopped()
+        return self.parser.is_stopped()
 
 
 class Grammars:
@@ -53,17 +51,17 @@ class Grammars:
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """None when `params` ask for no form."""
-        if not params.has_form:
-            return None
         validate(params)
-        matcher = self._compiled(params.json_schema, params.regex)
-        if matcher.is_error():
-            raise _refusal(params, matcher.get_error())
-        return Matcher(matcher.deep_copy())
+        for kind, text in params.form.items():
+            matcher = self._compiled(kind, text)
+            if matcher.is_error():
+                raise _refusal(kind, matcher.get_error())
+            return Matcher(matcher.deep_copy())
+        return None
 
-    def _compile(self, json_schema: str | None, regex: str | None) -> llguidance.LLMatcher:
+    def _compile(self, kind: str, text: str) -> llguidance.LLMatcher:
         """With the first step's tokens computed, so that a grammar too complex for that fails here."""
-        matcher = llguidance.LLMatcher(self._llg(), _grammar(json_schema, regex), log_level=0)
+        matcher = llguidance.LLMatcher(self._llg(), _in_library_form(kind, text), log_level=0)
         matcher.compute_bitmask()
         return matcher
 
@@ -77,28 +75,42 @@ class Grammars:
 
 def validate(params: SamplingParams) -> None:
     """RequestError when the form that `params` ask for cannot be used; needs no tokenizer."""
-    if params.has_form and (complaint := _complaint(params.json_schema, params.regex)):
-        raise _refusal(params, complaint)
+    for kind, text in params.form.items():
+        if complaint := _complaint(kind, text):
+            raise _refusal(kind, complaint)
 
 
 @lru_cache(maxsize=KEPT)
-def _complaint(json_schema: str | None, regex: str | None) -> str:
+def _complaint(kind: str, text: str) -> str:
     """What the library has against it, or nothing."""
     try:
-        return llguidance.LLMatcher.validate_grammar(_grammar(json_schema, regex))
-    except ValueError as error:  # a schema nested too deeply
+        return llguidance.LLMatcher.validate_grammar(_in_library_form(kind, text))
+    except ValueError as error:  # a schema nested too deeply, or what is no GBNF
         return str(error)
 
 
-def _grammar(json_schema: str | None, regex: str | None) -> str:
-    """In the library's own notation, of one of the two."""
-    if json_schema is not None:
-        return llguidance.LLMatcher.grammar_from_json_schema(json_schema, defaults={"whitespace_pattern": WHITESPACE})
-    assert regex is not None
-    return llguidance.LLMatcher.grammar_from_regex(regex)
+def _in_library_form(kind: str, text: str) -> str:
+    """The library's own notation. ValueError for what cannot be written in it."""
+    if kind == "json_schema":
+        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+    if kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(text)
+    return llguidance.LLMatcher.grammar_from_lark(_lark(text))
 
 
-def _refusal(params: SamplingParams, complaint: str) -> RequestError:
-    what = "regex" if params.json_schema is None else "JSON schema"
+def _lark(grammar: str) -> str:
+    """GBNF is what has rules with "::="; ValueError where that is not all it takes."""
+    if "::=" not in grammar or is_lark_syntax(grammar):
+        return grammar
+    try:
+        return gbnf_to_lark(grammar)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except Exception as error:  # the library raises its own errors and bare exceptions
+        raise ValueError(str(error)) from None
+
+
+def _refusal(kind: str, complaint: str) -> RequestError:
+    what = {"json_schema": "JSON schema"}.get(kind, kind)
     reason = " ".join(complaint.partition("<state>")[0].split())[:MAX_COMPLAINT].rstrip(".")
     return RequestError(f"The {what} cannot be used: {reason}.")

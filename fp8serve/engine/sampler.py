@@ -1,6 +1,7 @@
 """Logits become tokens, all sequences of a batch at once, none affecting another.
 
-    penalties -> what must not come (the end, too early; another form) -> temperature -> top_k, top_p, min_p -> one draw
+    penalties, biases -> what must not come (the end, too early; bad words; another form) -> temperature
+    -> top_k, top_p, min_p -> one draw
 
 A draw (the op `sample`, fp8/ops/sampling.py) is the inverse of the cumulative distribution at one uniform number, and
 that number is a hash of the request's seed and of how many tokens it has generated. No generator is advanced, so
@@ -19,14 +20,18 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import compress
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fp8serve.engine.request import MAX_LOGPROBS, SamplingParams, Sequence, TokenLogprob
+from fp8serve.engine.masks import Mask
+from fp8serve.engine.output import TokenLogprob
+from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.transfer import to_device
 from fp8serve.fp8 import ops as ops  # registers the op called below
 
+TOO_EARLY = -1e30
+"""The logit of an end that comes too early: it is taken only where bad words leave nothing else."""
 _sample = torch.ops.fp8serve.sample.default
 
 
@@ -50,15 +55,20 @@ class _Ranked:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> list[Sampled]:
-    """FP32 logits [sequences, vocab] -> one token for each sequence. `logits` is overwritten."""
+def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: Mask | None = None) -> list[Sampled]:
+    """FP32 logits [sequences, vocab] -> one token for each sequence; `mask` is of those that have a form. `logits` is
+    overwritten.
+    """
     finite = logits.amax(-1).isfinite()
     if not _is_cheap_to_read(finite) or not finite.all():
         logits.masked_fill_(~finite[:, None], 0.0)
     ranked = _ranked(logits, seqs)
     _penalise(logits, seqs)
+    _bias(logits, seqs)
+    _forbid_bad_words(logits, seqs)
     _forbid_the_end(logits, seqs, eos_ids)
-    _forbid_other_forms(logits, seqs)
+    if mask is not None:
+        _forbid_other_forms(logits, mask)
     tokens = logits.argmax(-1)
     if rows := _rows(seqs, lambda params: not params.greedy):
         index = to_device(rows, torch.long, logits.device)
@@ -115,6 +125,15 @@ def _has_penalty(params: SamplingParams) -> bool:
     return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
 
 
+def _bias(logits: Tensor, seqs: list[Sequence]) -> None:
+    """What requests want added to the logits of some tokens; a request names each once."""
+    triples = [(row, *pair) for row, seq in enumerate(seqs) for pair in seq.params.logit_bias]
+    if triples:
+        rows, tokens, values = zip(*triples, strict=True)
+        place = to_device(rows, torch.long, logits.device), to_device(tokens, torch.long, logits.device)
+        logits[place] += to_device(values, logits.dtype, logits.device)
+
+
 def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> None:
     """Nothing that would end the text, while fewer than `min_tokens` are generated."""
     pairs: list[tuple[int, int]] = []
@@ -124,16 +143,21 @@ def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ..
             pairs += [(row, token) for token in ends]
     if pairs:
         rows, tokens = (to_device(column, torch.long, logits.device) for column in zip(*pairs, strict=True))
-        logits[rows, tokens] = to_device(-torch.inf, logits.dtype, logits.device)
+        logits[rows, tokens] = to_device(TOO_EARLY, logits.dtype, logits.device)
 
 
-def _forbid_other_forms(logits: Tensor, seqs: list[Sequence]) -> None:
-    """Only what the grammar allows, where a request has one."""
+def _forbid_bad_words(logits: Tensor, seqs: list[Sequence]) -> None:
+    """What would complete a text that must not come."""
     for row, seq in enumerate(seqs):
-        if seq.constraint is not None:
-            bits = np.frombuffer(seq.constraint.allowed(), dtype=np.uint8)
-            allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[-1]]
-            logits[row].masked_fill_(to_device(allowed == 0, torch.bool, logits.device), -torch.inf)
+        if seq.ban is not None:
+            logits[row].index_fill_(0, to_device(seq.ban.tokens(), torch.long, logits.device), -torch.inf)
+
+
+def _forbid_other_forms(logits: Tensor, mask: Mask) -> None:
+    """Only what the grammar allows, where a request has one."""
+    forbidden = to_device(mask.forbidden(logits.shape[-1]), torch.bool, logits.device)
+    for row, not_these in zip(mask.rows, forbidden, strict=True):
+        logits[row].masked_fill_(not_these, -torch.inf)
 
 
 def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:

@@ -10,8 +10,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fp8serve.engine.request import MAX_LOGPROBS, Sequence, TokenLogprob
+from fp8serve.engine.output import TokenLogprob
+from fp8serve.engine.sampling_params import MAX_LOGPROBS
 from fp8serve.engine.scheduler import Work
+from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.transfer import to_device
 
 ROWS = 256  # of logits at a time
@@ -31,7 +33,8 @@ def score(logits: Callable[[Tensor], Tensor], hidden: Tensor, work: list[Work], 
 def sampling(work: list[Work], device: torch.device) -> Tensor:
     """int64: of the rows whose logits are wanted, those that sample."""
     ends = accumulate(item.wanted for item in work)
-    return to_device([end - 1 for end, item in zip(ends, work, strict=True) if item.samples], torch.long, device)
+    rows = [row for end, item in zip(ends, work, strict=True) for row in range(end - item.drawn, end)]
+    return to_device(rows, torch.long, device)
 
 
 def _scored(logits: Callable[[Tensor], Tensor], hidden: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:

@@ -7,6 +7,8 @@ the borders between tokens lie. No torch.
 
 from typing import Protocol
 
+from fp8serve.engine.sampling_params import SamplingParams
+
 
 class Decoding(Protocol):
     """What `Tokenizer.stream()` returns: whole characters only."""
@@ -19,10 +21,11 @@ class Decoding(Protocol):
 class TextStream:
     """The text of one request. After `stopped` is set, nothing more comes out."""
 
-    def __init__(self, decoding: Decoding | None, stop: tuple[str, ...], min_tokens: int = 0) -> None:
+    def __init__(self, decoding: Decoding | None, params: SamplingParams) -> None:
         self._decoding = decoding
-        self._stop = stop
-        self._unarmed = min_tokens  # tokens during which a stop string is ordinary text
+        self._stop = params.stop
+        self._shows_end = params.include_stop_str_in_output
+        self._unarmed = params.min_tokens  # tokens during which a stop string is ordinary text
         self._held = ""
         self.stopped: str | None = None
 
@@ -30,6 +33,10 @@ class TextStream:
         """The text that `token_id` makes certain."""
         self._unarmed -= 1
         return self._pass(self._decoding.push(token_id)) if self._decoding else ""
+
+    def end(self, token_id: int) -> str:
+        """What is left, when `token_id` ends the request."""
+        return (self.push(token_id) if self._shows_end else "") + self.flush()
 
     def flush(self) -> str:
         """What is left, when the request ends for another reason than a stop string."""
@@ -49,7 +56,7 @@ class TextStream:
         ends = [(start + len(stop), -len(stop), stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
         if ends:
             end, _, self.stopped = min(ends)
-            return end - len(self.stopped)
+            return end if self._shows_end else end - len(self.stopped)
         return len(self._held) - max(self._overlap(stop) for stop in self._stop)
 
     def _overlap(self, stop: str) -> int:

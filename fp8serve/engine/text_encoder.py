@@ -32,10 +32,15 @@ class Step:
 
 
 class TextEncoder:
-    """A directory's encoder and tokenizer. Raises ModelError, ScalesError and RecipeError, as loading does."""
+    """A directory's encoder and tokenizer. Raises ModelError, ScalesError and RecipeError, as loading does, and
+    RequestError for an option that only a model which generates can have."""
 
     def __init__(self, model_dir: str | Path, options: EngineOptions, max_length: int | None = None) -> None:
         """max_length: tokens of a text at most; None: as many as the model has positions."""
+        if options.speculative_tokens:
+            raise RequestError("An encoder writes nothing that could be drafted; leave speculative_tokens out.")
+        if options.roll_history:
+            raise RequestError("roll_history is for models that generate, and this is an encoder; leave it out.")
         check_device(options.device)
         scales = None if options.scales is None else Path(options.scales)
         self.options = options

@@ -33,7 +33,8 @@ from fp8serve.ending import end_process
 from fp8serve.engine.embedding_engine import EncoderEngine, encoder_engine
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import Request, RequestOutput
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import Request
 from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.model.config.either import holds_encoder
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
@@ -40,7 +40,9 @@ class ServerState:
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
-        self.models = ServedModels(settings.model_name, start_engine or launch, self.metrics, settings.deadlines)
+        self.models = ServedModels(
+            settings.model_name, start_engine or launch, self.metrics, settings.deadlines, settings.answers
+        )
         self.supervisor = EngineSupervisor(self.models, self.metrics)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics

@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt, Le
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.options import About, check, options_of
+from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
 
 TrainOn = Literal["refuse", "share", "pause"]
 Count = Annotated[int, Ge(1)]
@@ -49,7 +50,7 @@ class ServerLimits:
     send_seconds: Annotated[Seconds, About("For a client to take a piece of its answer.")] = 60.0
     queue: Annotated[Count, About("Answers that wait for a place among those that run.")] = 256
     queue_tokens: Annotated[Count, About("Tokens of the prompts that wait.")] = 1 << 20
-    n: Annotated[Count, About("Answers to one prompt.")] = 16
+    n: Annotated[Count, About("Answers to one prompt.")] = 128
     prompts: Annotated[Count, About("Prompts of one request.")] = 64
     chat_messages: Annotated[Count, About("Messages of one conversation.")] = 1024
     streams: Annotated[Count, About("Streams that are open.")] = 512
@@ -122,6 +123,8 @@ class Settings(EngineOptions):
     step_seconds: Annotated[Seconds, About("Time of one step after which the engine is started again.")] = 600.0
     load_seconds: Annotated[Seconds, About("How long weights may take to load.")] = 1800.0
     request_seconds: Annotated[float | None, Gt(0), About("How long an answer may take.", unset="no limit")] = None
+    tool_parser: Annotated[ToolFormat, About("How the model writes tool calls; auto: as its template does.")] = "auto"
+    reasoning_parser: Annotated[ReasoningFormat, About("How the model writes what it thinks; likewise.")] = "auto"
     vllm_metrics: Annotated[bool, About("Also publish metrics under vllm:* names.")] = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
@@ -145,6 +148,11 @@ class Settings(EngineOptions):
     def model_name(self) -> str:
         """The name requests use: `served_model_name`, else the directory's own."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """How answers are read, as far as it is told."""
+        return AnswerFormat(self.tool_parser, self.reasoning_parser)
 
     @property
     def training_device(self) -> str:

@@ -11,10 +11,12 @@ pytest.importorskip("numpy")
 from fp8serve.engine import runner
 from fp8serve.engine.graphs import CudaCapture
 from fp8serve.engine.kv_cache import BlockPool
-from fp8serve.engine.request import Request, SamplingParams, Sequence
+from fp8serve.engine.request import Request
 from fp8serve.engine.runner import KvScale, Runner
 from fp8serve.engine.sampler import sample
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler
+from fp8serve.engine.sequence import Sequence
 from fp8serve.fp8 import elementwise
 from fp8serve.fp8 import frozen as frozen_layers
 from fp8serve.fp8.attention import causal_attention

@@ -18,7 +18,7 @@ pytest.importorskip("fp8serve.calibration")  # a link or an installation puts it
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.accelerator import capture_decoding
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import Completion
+from fp8serve.engine.output import Completion
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.trainer import Trainer

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import Request, SamplingParams
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.fp8.recipe import DelayedScaling
 
 TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "

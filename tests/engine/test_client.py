@@ -16,7 +16,9 @@ import pytest
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import Request, RequestOutput, SamplingParams
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import MachineError, ModelError, RequestError, ScalesError
 from tests.engine.tiny import write_model
 from tests.patience import eventually

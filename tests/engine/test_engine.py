@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import Completion, Request, RequestOutput, SamplingParams
+from fp8serve.engine.output import Completion, RequestOutput
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Work
 from fp8serve.errors import RequestError, ScalesError
 from fp8serve.fp8.recipe import DelayedScaling
@@ -237,7 +239,7 @@ def test_without_a_tokenizer_token_ids_still_work(model_dir: Path, tmp_path: Pat
     assert (done.text, len(done.token_ids)) == ("", 24)
     with pytest.raises(RequestError, match="no tokenizer"):
         engine.generate(["text"])
-    with pytest.raises(RequestError, match="Stop strings and grammars need a tokenizer"):
+    with pytest.raises(RequestError, match="Stop strings, bad words and grammars need a tokenizer"):
         greedy(engine, stop="x")
 
 

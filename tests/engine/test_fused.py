@@ -17,9 +17,11 @@ from fp8serve.engine import packing
 from fp8serve.engine import runner as runner_module
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.invariant import own_products
-from fp8serve.engine.request import Request, SamplingParams, Sequence
+from fp8serve.engine.request import Request
 from fp8serve.engine.runner import Runner
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Work
+from fp8serve.engine.sequence import Sequence
 from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join

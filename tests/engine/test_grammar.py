@@ -10,7 +10,8 @@ import pytest
 
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.grammar import validate
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 
 SCHEMA = {
@@ -52,6 +53,45 @@ def test_a_regex_is_matched_to_its_end(engine: Engine) -> None:
     assert {item.finish_reason for item in done} == {"stop"}
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: sum\nsum: DIGIT ("+" DIGIT){2}\nDIGIT: /[0-9]/',
+        'root ::= digit ("+" digit){2}\ndigit ::= [0-9]',
+    ],
+)
+def test_a_grammar_is_followed_in_both_notations(engine: Engine, grammar: str) -> None:
+    for answer in engine.generate([[1], [2], [3]], max_new_tokens=9, grammar=grammar, seed=5):
+        assert (answer.finish_reason, bool(re.fullmatch(r"\d\+\d\+\d", answer.text))) == ("stop", True)
+
+
+def test_rows_with_a_form_and_without_one_keep_their_own(engine: Engine) -> None:
+    """In one batch and alone, to the bit."""
+    asked: list[dict[str, Any]] = [
+        {},
+        {"regex": "[0-9]+x"},
+        {"json_schema": json.dumps(SCHEMA)},
+        {"grammar": 'start: "a"+'},
+    ]
+    requests = [
+        Request(f"{i}", (1, i), SamplingParams(max_new_tokens=12, seed=i, logprobs=2, **form))
+        for i, form in enumerate(asked)
+    ]
+
+    def run(some: list[Request]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {request.request_id: [] for request in some}
+        for request in some:
+            engine.add_request(request)
+        while engine.has_work():
+            for output in engine.step():
+                found[output.request_id].append((output.token_ids, output.logprobs, output.finish_reason))
+        return found
+
+    alone = {name: steps for request in requests for name, steps in run([request]).items()}
+    assert run(requests) == alone
+    assert run(requests[::-1]) == alone
+
+
 def test_what_is_cut_off_says_so(engine: Engine) -> None:
     (done,) = engine.generate([[1]], max_new_tokens=3, regex="[0-9]{8}")
     assert (done.finish_reason, len(done.text)) == ("length", 3)
@@ -75,7 +115,15 @@ def test_logprobs_are_still_the_models_own(engine: Engine) -> None:
         ({"json_schema": "[" * 60_000}, "not valid JSON"),
         ({"json_schema": DEEP}, "The JSON schema cannot be used"),
         ({"json_schema": '{"type": "nothing"}'}, "The JSON schema cannot be used"),
-        ({"json_schema": "{}", "regex": "a"}, "not both"),
+        ({"json_schema": "{}", "regex": "a"}, "either json_schema or regex"),
+        ({"grammar": "start: ", "regex": "a"}, "either regex or grammar"),
+        ({"grammar": "start: ("}, "The grammar cannot be used"),
+        ({"grammar": "root ::= ("}, "The grammar cannot be used"),
+        ({"grammar": "::="}, "The grammar cannot be used"),
+        ({"grammar": "root ::= " + "(" * 5000}, "The grammar cannot be used: it is nested too deeply"),
+        ({"grammar": "other ::= 'a'"}, "The grammar cannot be used"),
+        ({"grammar": "start: other"}, "The grammar cannot be used"),
+        ({"regex": "a", "bad_words": ("b",)}, "bad_words cannot be used with"),
         ({"regex": "("}, "The regex cannot be used"),
         ({"regex": "a" * 70_000}, "at most 65536 characters"),
         ({"regex": 5}, "regex must be a valid string"),

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import Request, RequestOutput, SamplingParams
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.fp8.recipe import DelayedScaling
 
 from .tiny import write_model, write_scales
@@ -63,6 +65,8 @@ def request(rng: random.Random, name: str) -> Request:
         seed=rng.randint(0, 3),
         ignore_eos=True,
         logprobs=2,
+        logit_bias=rng.choice(((), ((7, 2.5), (8, -100.0)))),
+        bad_words=rng.choice(((), ("a", "xy"))),
     )
     return Request(name, tuple(prompt), params, tenant=rng.choice("ab"))
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8serve.engine.kv_cache import BlockPool
-from fp8serve.engine.request import Request, Sequence
+from fp8serve.engine.request import Request
+from fp8serve.engine.sequence import Sequence
 
 BLOCK = 4
 

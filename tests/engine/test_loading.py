@@ -11,7 +11,8 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.loading import parse_recipe
 from fp8serve.engine.memory import plan
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import Request, SamplingParams
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError, RecipeError, RequestError
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, to_json
 from fp8serve.model.config.decoder import read_config

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from fp8serve.engine.request import EngineLimits, Request, RequestOutput, SamplingParams, TokenLogprob
+from fp8serve.engine.output import RequestOutput, TokenLogprob
+from fp8serve.engine.request import EngineLimits, Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 
 LIMITS = EngineLimits(max_model_len=32, num_blocks=4, block_size=4, vocab_size=100)
@@ -39,6 +41,18 @@ LIMITS = EngineLimits(max_model_len=32, num_blocks=4, block_size=4, vocab_size=1
         ("stop_token_ids", [True]),
         ("stop_token_ids", list(range(129))),
         ("ignore_eos", 1),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1: float("nan")}),
+        ("logit_bias", {1: True}),
+        ("logit_bias", [1]),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("bad_words", [""]),
+        ("bad_words", ["x"] * 65),
+        ("bad_words", "word"),
+        ("skip_special_tokens", 0),
+        ("include_stop_str_in_output", "yes"),
     ],
 )
 def test_a_bad_parameter_is_named(field: str, value: Any) -> None:
@@ -62,7 +76,12 @@ def test_a_bad_request_is_refused(fields: dict[str, Any]) -> None:
 
 
 def test_requests_survive_json() -> None:
-    request = Request("r", (1, 2), SamplingParams(stop=("a", "b"), stop_token_ids=(3,), seed=7, logprobs=2), tenant="t")
+    request = Request(
+        "r",
+        (1, 2),
+        SamplingParams(stop=("a", "b"), stop_token_ids=(3,), seed=7, logprobs=2, logit_bias={5: -1, "6": 2.5}),
+        tenant="t",
+    )
     assert Request.from_json(json.loads(json.dumps(request.to_json()))) == request
 
 

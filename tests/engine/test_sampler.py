@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from fp8serve.engine import sampler
-from fp8serve.engine.request import Request, SamplingParams, Sequence
+from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import sample, uniform
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.engine.sequence import Sequence
 
 
 def sequence(prompt: list[int] | None = None, generated: tuple[int, ...] = (), **params: Any) -> Sequence:
@@ -84,6 +87,25 @@ def test_with_ignore_eos_the_end_is_a_token_like_others() -> None:
     assert sample(torch.tensor([[5.0, 4.0]]), [seq], (0,))[0].token_id == 0
 
 
+def test_a_bias_is_added_to_its_tokens_alone() -> None:
+    seqs = [sequence(temperature=0, logit_bias={"1": 2.5, 2: -100}, logprobs=1), sequence(temperature=0)]
+    found = sample(torch.tensor([[3.0, 1.0, 5.0], [3.0, 1.0, 5.0]]), seqs, ())
+    assert [item.token_id for item in found] == [1, 2]
+    assert found[0].logprob is not None
+    assert found[0].logprob.top[0][0] == 2  # the model's own
+
+
+def test_bad_words_are_not_written_even_where_the_end_comes_too_early() -> None:
+    class Words:
+        def tokens(self) -> Any:
+            return np.array([0, 2])
+
+    early, free = sequence(temperature=0, min_tokens=2), sequence(temperature=0)
+    early.ban = free.ban = Words()  # type: ignore[assignment]
+    found = sample(torch.tensor([[9.0, 1.0, 8.0], [9.0, 1.0, 8.0]]), [early, free], (1,))
+    assert [item.token_id for item in found] == [1, 1]
+
+
 def test_logprobs_are_the_models_own() -> None:
     seq = sequence([0], (0,), temperature=0, presence_penalty=2.0, logprobs=2)
     (found,) = sample(torch.tensor([LOGITS]), [seq], ())
@@ -118,6 +140,7 @@ PARAMS = st.fixed_dictionaries(
         "frequency_penalty": st.sampled_from([0.0, 0.5]),
         "logprobs": st.sampled_from([None, 0, 5]),
         "min_tokens": st.sampled_from([0, 9]),
+        "logit_bias": st.sampled_from([(), ((1, 3.0), (3, -100.0)), ((2, 0.1),)]),
         "seed": st.integers(0, 5),
     },
 )
@@ -163,7 +186,7 @@ def test_a_step_reads_from_a_device_once(monkeypatch: pytest.MonkeyPatch) -> Non
         {"top_p": 0.8, "min_p": 0.01, "logprobs": 3},
         {"top_k": 5, "repetition_penalty": 1.2},
         {"min_tokens": 3, "stop_token_ids": (4,), "logprobs": 0},
-        {"temperature": 0.7, "presence_penalty": 0.5},
+        {"temperature": 0.7, "presence_penalty": 0.5, "logit_bias": {7: 1.5}},
     ]
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
     logits[4, 3] = torch.nan

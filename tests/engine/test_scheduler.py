@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8serve.engine.kv_cache import BlockPool
-from fp8serve.engine.request import Request, SamplingParams, Sequence, Status
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, Work
+from fp8serve.engine.sequence import Sequence, Status
 
 
 def make(num_blocks: int = 64, block_size: int = 4, seqs: int = 4, tokens: int = 16, prefill: int = 8) -> Scheduler:

@@ -9,7 +9,9 @@ import torch
 from fp8serve.calibration.data import Sample, make_batches
 from fp8serve.calibration.passes import forward
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.request import Request, RequestOutput, SamplingParams, TokenLogprob
+from fp8serve.engine.output import RequestOutput, TokenLogprob
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 
 PROMPT = [256, *b"Once upon a time, and then once more upon a time."]

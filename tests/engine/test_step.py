@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 
-from fp8serve.engine.request import Request, SamplingParams, Sequence
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Work
+from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.step import Queries, StepTensors, flatten
 
 CPU = torch.device("cpu")

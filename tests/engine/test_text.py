@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.text import TextStream
 
 
@@ -20,8 +21,23 @@ class Pieces:
         return self.rest
 
 
+def test_the_end_is_shown_where_that_is_asked_for() -> None:
+    params = SamplingParams(stop=("de", "e"), include_stop_str_in_output=True)
+    stream = TextStream(Pieces(["ab", "cd", "ef"]), params)
+    assert [stream.push(i) for i in range(3)] == ["ab", "c", "de"]
+    assert stream.stopped == "de"
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize(("shows", "text"), [(True, "b."), (False, "")])
+def test_a_token_that_ends_the_text_is_shown_where_that_is_asked_for(shows: bool, text: str) -> None:
+    stream = TextStream(Pieces(["a", "b"], "."), SamplingParams(include_stop_str_in_output=shows))
+    stream.push(0)
+    assert stream.end(1) == (text or ".")
+
+
 def run(pieces: list[str], stop: tuple[str, ...], min_tokens: int = 0, rest: str = "") -> tuple[list[str], str | None]:
-    stream = TextStream(Pieces(pieces, rest), stop, min_tokens)
+    stream = TextStream(Pieces(pieces, rest), SamplingParams(stop=stop, min_tokens=min_tokens))
     shown = []
     for token in range(len(pieces)):
         shown.append(stream.push(token))
@@ -56,7 +72,7 @@ def test_a_stop_string_completed_by_the_flush_does_not_leak() -> None:
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
-    stream = TextStream(None, ())
+    stream = TextStream(None, SamplingParams())
     assert (stream.push(1), stream.flush()) == ("", "")
 
 

@@ -162,7 +162,7 @@ def test_what_cannot_be_embedded_is_refused(tiny: Path) -> None:
         ("text", {}, "put the text in a list"),
         ([], {}, "one or more texts"),
         ([[]], {}, "0 tokens"),
-        (["a " * 40], {}, "embeds texts of 1 to 24"),
+        (["a " * 40], {}, "reads texts of 1 to 24"),
         ([[10**6]], {}, "outside the vocabulary"),
         ([[-1]], {}, "outside the vocabulary"),
         (["a"], {"dimensions": 65}, "1 to 64"),

@@ -15,7 +15,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from fp8serve.engine.request import EngineLimits, FinishReason, Request, RequestOutput, TokenLogprob
+from fp8serve.engine.output import FinishReason, RequestOutput, TokenLogprob
+from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import MachineError, ModelError, RequestError
 from fp8serve.model.text.chat import ChatTemplate
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -63,6 +64,7 @@ class FakeEngine:
         self.finished: list[str] = []
         self.aborted: list[str] = []
         self.closed = False
+        self.requests: list[Request] = []
         self._tokenizer = byte_tokenizer()
 
     def check(self, request: Request) -> None:
@@ -72,6 +74,7 @@ class FakeEngine:
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         self.check(request)
+        self.requests.append(request)
         self.running.add(request.request_id)
         try:
             async for output in self._outputs(request):
@@ -95,7 +98,8 @@ class FakeEngine:
             count, stop_reason = i + 1, None
             reason: FinishReason | None = "length" if i + 1 == params.max_new_tokens else None
             if hits := [s for s in params.stop if s in text]:
-                text, reason, stop_reason = text[: text.index(hits[0])], "stop", hits[0]
+                end = text.index(hits[0]) + (len(hits[0]) if params.include_stop_str_in_output else 0)
+                text, reason, stop_reason = text[:end], "stop", hits[0]
             logprobs = (
                 None
                 if params.logprobs is None
@@ -140,10 +144,15 @@ class FakeEngine:
         self.running.discard(request_id)
 
     async def stats(self) -> dict[str, Any]:
-        return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
+        drafts = {"drafts_total": 3, "draft_tokens_total": 12, "accepted_draft_tokens_total": 7}
+        found = {"prefix_queried_tokens_total": 40, "prefix_hit_tokens_total": 32}
+        live = {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
+        return live | drafts | found
 
     async def scales(self) -> list[dict[str, Any]]:
-        return [{"name": "model.layers.0.mlp.up_proj", "input": {"scale": 2.0, "amax": 3.0}}]
+        numbers = {"amax": 3.0, "scale": 2.0, "headroom": 448 / 6, "saturated": 0, "saturation": 0.0}
+        window = {"calibrated_amax": 4.0, "window_amax": 3.0, "window_saturation": 0.0, "drift": 0.75, "drifts": False}
+        return [{"name": "model.layers.0.mlp.up_proj", "input": "stored", **numbers, **window}]
 
     async def drain(self, deadline: float) -> None:
         await self.close()

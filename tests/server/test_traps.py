@@ -128,7 +128,6 @@ async def test_no_number_makes_a_server_error(start: Start, route: str) -> None:
     [
         ("/generate", {"inputs": "x", "parameters": {"best_of": 2}}, "parameters.best_of"),
         ("/generate", {"inputs": "x", "parameters": {"watermark": True}}, "parameters.watermark"),
-        ("/v1/completions", {"prompt": "x", "logit_bias": {"1": 5.0}}, "logit_bias"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
         (
             "/v1/chat/completions",

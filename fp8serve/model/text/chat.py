@@ -13,11 +13,12 @@ training run keeps the date of its first day, so that it renders the same text w
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import date, datetime, time
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -28,8 +29,10 @@ from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fp8serve.errors import ModelError, RequestError, one_line
+from fp8serve.model.text.tool_prompt import with_tools
 
 Message = dict[str, Any]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 MAX_STEPS = 50_000_000
 MAX_CHARS = 16 * 1024 * 1024
@@ -160,10 +163,11 @@ class ChatTemplate:
 
     today: what `strftime_now` takes for the date; None for the machine's clock. ModelError when `source` is not a
     template. `marks_generation`: whether it has `{% generation %}` blocks. `constants`: the texts written in it, which
-    are what it can look for in a message.
+    are what it can look for in a message. `takes_tools`: whether it reads the variable `tools`.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], today: date | None = None) -> None:
+        self.source = source
         self._special_tokens = special_tokens
         environment = _Environment(today)
         with _budget():  # jinja computes constant expressions while it compiles
@@ -171,27 +175,34 @@ class ChatTemplate:
                 parsed = environment.parse(source)
                 blocks = parsed.find_all(nodes.ExtensionAttribute)
                 self.marks_generation = any(b.identifier == _Generation.identifier for b in blocks)
+                self.takes_tools = any(name.name == "tools" for name in parsed.find_all(nodes.Name))
                 self.constants = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
                 self._template = environment.from_string(parsed)
             except (jinja2.TemplateError, RecursionError) as e:
                 raise ModelError(f"The model's chat template does not compile: {one_line(e)}.") from None
 
-    def render(self, messages: list[Message], add_generation_prompt: bool = True, mark: str = "") -> str:
-        """The text of the conversation, with `mark` before and after what a generation block wrote.
+    def render(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        mark: str = "",
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> str:
+        """The text of the conversation, with `mark` before and after what a generation block wrote. `variables` are
+        further ones, such as `enable_thinking`, or `tools`, as OpenAI's API describes them: a template that does not
+        take these gets them in the system message.
 
         RequestError: the template refuses the messages. ModelError: it runs away.
         """
-        plain = [{k: _plain(v) for k, v in m.items() if v is not None} for m in messages]
-        variables = {
-            "messages": plain,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        given = {"tools": None, "documents": None} | _plain(dict(variables))
+        if not self.takes_tools:
+            messages, given["tools"] = with_tools(messages, given["tools"]), None
+        plain = [_plain_message(message) for message in messages]
+        given |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
         token = _mark.set(mark)
         try:
             with _budget():
-                return _bounded(self._template.generate(self._special_tokens | variables))
+                return _bounded(self._template.generate(self._special_tokens | given))
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
             raise RequestError(f"The model's chat template refuses these messages: {one_line(e)}.") from None
         finally:
@@ -218,6 +229,12 @@ def _bounded(pieces: Iterator[str]) -> str:
         if length > MAX_CHARS:
             raise _TooMuchError
     return "".join(parts)
+
+
+def _plain_message(message: Message) -> Message:
+    """Without what is null, but for the content of calls: some templates ask whether it is."""
+    kept = {k: v for k, v in message.items() if v is not None or (k == "content" and message.get("tool_calls"))}
+    return {k: _plain(v) for k, v in kept.items()}
 
 
 def _plain(value: Any) -> Any:

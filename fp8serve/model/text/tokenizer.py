@@ -10,7 +10,7 @@ The pieces then concatenate to exactly what `decode` gives for the whole, on any
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ import tokenizers
 
 from fp8serve.errors import ModelError, RequestError, one_line, shown
 from fp8serve.model.storage.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
-from fp8serve.model.text.chat import ChatTemplate, Message
+from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
 from fp8serve.model.text.text_bound import TextBound, text_bound
 from fp8serve.model.text.turns import Markers, Span, assistant_spans
 
 MAX_TEMPLATE_BYTES = 4 * 1024 * 1024  # the longest published template has 20 KB
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_CHARS_PER_TOKEN, _MARGIN = 8, 64  # at most on average, of most texts; how far a cut may change the tokens before it
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -47,6 +48,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._bound: TextBound | None = text_bound(backend)
         added = backend.get_added_tokens_decoder()
+        self.added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
         ends = (backend.id_to_token(i) for i in self.eos_ids)
@@ -86,6 +88,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def template_text(self) -> str | None:
+        """The chat template as it is written."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._template is not None and self._template.takes_tools
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """Tokens that are left out of text unless it is asked for them."""
+        return self._markers.special
+
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least, from its length alone; 0 where that says nothing."""
         return 0 if self._bound is None else self._bound.fewest_tokens(text)
@@ -112,6 +129,22 @@ class Tokenizer:
         _check_unicode(text)
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
+
+    def encode_beginning(
+        self, text: str, tokens: int | None, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[Span]]:
+        """As `encode_with_offsets`, of so much of `text` as gives the first `tokens`; None: of all.
+
+        A tokenizer needs some 200 bytes for a character, so a book is not tokenized for its first page. What is
+        returned may end after the first `tokens` and before the text.
+        """
+        chars = len(text) if tokens is None else (tokens + _MARGIN) * _CHARS_PER_TOKEN
+        while chars < len(text):
+            ids, offsets = self.encode_with_offsets(text[:chars], add_special_tokens)
+            if tokens is not None and len(ids) >= tokens + _MARGIN:
+                return ids[: tokens + 1], offsets[: tokens + 1]
+            chars *= 2
+        return self.encode_with_offsets(text, add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary have none."""
@@ -148,9 +181,11 @@ class Tokenizer:
         """A new incremental decoder for one answer."""
         return IncrementalDecoder(self, skip_special_tokens)
 
-    def chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
-        """The conversation as the model's template writes it. ModelError when the model has none."""
-        return self._require_template().render(messages, add_generation_prompt)
+    def chat(
+        self, messages: list[Message], add_generation_prompt: bool = True, variables: Mapping[str, Any] = NOTHING
+    ) -> str:
+        """The conversation as the model's template writes it, with further variables. ModelError: it has none."""
+        return self._require_template().render(messages, add_generation_prompt, variables=variables)
 
     def encode_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered conversation. The template writes BOS itself where the model wants one: none is added."""

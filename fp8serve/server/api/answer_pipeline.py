@@ -10,17 +10,18 @@ stream's last event.
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from fp8serve.engine.request import RequestOutput, SamplingParams
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
-from fp8serve.server.schemas.bodies import Message
+from fp8serve.server.schemas.messages import Message
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Places
 from fp8serve.server.serving.generation import Generation
@@ -40,15 +41,18 @@ class GenerationBody(Protocol):
 class ParsedRequest:
     """What a body asks for. Either `prompts` (texts or token ids) or `conversation` is given.
 
-    `sampling` makes the parameters from the number of tokens for which the longest prompt leaves room. `truncate`: of
-    each prompt, only the last so many tokens. `choices`: answers for each prompt.
+    `sampling` makes the parameters from the number of tokens for which the longest prompt leaves room. `variables`: for
+    the chat template. `truncate`: of each prompt, only the last so many tokens. `choices`: answers for each prompt.
+    `fitted` makes of these parameters those that the served weights and the prompts need, or refuses with a Fault.
     """
 
     sampling: Callable[[int], SamplingParams]
     prompts: Sequence[Prompt] = ()
     conversation: list[Message] | None = None
+    variables: JsonObject = field(default_factory=dict)
     truncate: int | None = None
     choices: int = 1
+    fitted: Callable[[Served, list[Ids], SamplingParams], SamplingParams] = lambda _served, _prompts, params: params
 
     @property
     def sequences(self) -> int:
@@ -129,21 +133,22 @@ async def _admit(body: Body, parse: Parse[Body], request: Request, state: Server
     asked = parse(body)
     with served.lease(), _reserve(asked, state) as places:
         prompts = await until_disconnect(request, _read(asked, served, state.parser))
-        params = asked.sampling(context - max(map(len, prompts)))
+        params = asked.fitted(served, prompts, asked.sampling(context - max(map(len, prompts))))
+        await until_disconnect(request, state.parser.form(params.form))
         return state.generation(served, prompts, params, places, asked.choices, request.scope["tenant"])
 
 
 def _reserve(asked: ParsedRequest, state: ServerState) -> Places:
     limit = state.settings.limits.n
     if asked.choices > limit:
-        message = f"n is {asked.choices}, more than this server's limit of {limit}."
+        message = f"{asked.choices} answers to a prompt are more than this server's limit of {limit}."
         raise Fault(Code.INVALID_PARAMETER, message, param="n")
     return state.admission.reserve(asked.sequences)
 
 
 async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> list[Ids]:
     if asked.conversation is not None:
-        return [await parser.conversation(served, asked.conversation)]
+        return [await parser.conversation(served, asked.conversation, asked.variables)]
     return await parser.prompts(served, asked.prompts, asked.truncate)
 
 

@@ -78,7 +78,7 @@ def _chat(head: Head, body: bytes) -> Answer:
 def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
     """The template writes BOS itself where the model wants one: its text is encoded without."""
     _allow(head["template_cpu"])
-    text = tokenizer.chat(json.loads(body), head["prompted"])
+    text = tokenizer.chat(json.loads(body), head["prompted"], head["variables"])
     _allow(head["cpu"])
     return text
 
@@ -108,6 +108,15 @@ def _tokenize(head: Head, body: bytes) -> Answer:
 def _detokenize(head: Head, body: bytes) -> Answer:
     text = _tokenizer(head["directory"]).decode_known(json.loads(body), head["skip"])
     return {}, json.dumps({"prompt": text}, separators=(",", ":")).encode()
+
+
+def _form(head: Head, body: bytes) -> Answer:
+    """Nothing, or RequestError where an answer cannot have the form."""
+    from fp8serve.engine.grammar import validate
+    from fp8serve.engine.sampling_params import SamplingParams
+
+    validate(SamplingParams(**json.loads(body)))
+    return {}, b""
 
 
 def _check(head: Head, body: bytes) -> Answer:
@@ -181,6 +190,7 @@ JOBS: dict[str, Callable[[Head, bytes], Answer]] = {
     "chat": _chat,
     "tokenize": _tokenize,
     "detokenize": _detokenize,
+    "form": _form,
     "check": _check,
     "dry_run": _dry_run,
     "rows": _rows,

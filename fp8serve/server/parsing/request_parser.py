@@ -16,11 +16,12 @@ from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
-from fp8serve.server.schemas.bodies import Message
+from fp8serve.server.schemas.messages import Message, plain_messages
 from fp8serve.server.serving.served import Served
 from fp8serve.server.settings import ServerLimits
 
 Ids = tuple[int, ...]
+KEPT_FORMS = 64
 Prompt = str | list[int]
 Pair = tuple[str, str | None]
 Read = tuple[list[int], list[int]]  # ids, and 0 or 1 for each: of which text of a pair it is
@@ -32,6 +33,7 @@ class RequestParser:
     def __init__(self, limits: ServerLimits) -> None:
         self.pool = ParserPool(limits.reading_bytes)
         self.limits = limits
+        self._good_forms: dict[bytes, None] = {}  # that were read lately, the oldest first
         self.allowance = Allowance(limits.reading_seconds, limits.reading_memory)
 
     async def prompts(
@@ -75,10 +77,19 @@ class RequestParser:
         head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": cut, "first": first}
         return await self._ids(served, head, b"".join(pieces))
 
-    async def conversation(self, served: Served, messages: list[Message]) -> Ids:
+    async def conversation(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> Ids:
         """The conversation through the model's own template. Fault when it has none, or refuses the messages."""
-        head = {"op": "chat", "prompted": True, "keep": None}
+        head = {"op": "chat", "prompted": True, "variables": variables, "keep": None}
         return tuple((await self._ids(served, head, plain(messages)))[0])
+
+    async def form(self, form: dict[str, str]) -> None:
+        """RequestError when answers cannot have the form, a field of SamplingParams and its text."""
+        asked = json.dumps(form).encode()
+        if form and asked not in self._good_forms:
+            await self.pool.read({"op": "form"}, asked, self.allowance)
+            self._good_forms[asked] = None
+            if len(self._good_forms) > KEPT_FORMS:
+                self._good_forms.pop(next(iter(self._good_forms)))
 
     async def _ids(self, served: Served, head: dict[str, Any], body: bytes) -> list[list[int]]:
         answer, _ = await self._ask(served, head, body)
@@ -141,7 +152,7 @@ def check_fit(served: Served, tokens: int, least: str = "") -> None:
 
 def plain(messages: list[Message]) -> bytes:
     """Messages as a template wants them, as JSON."""
-    return json.dumps([message.plain() for message in messages], ensure_ascii=False).encode()
+    return json.dumps(plain_messages(messages), ensure_ascii=False).encode()
 
 
 def _encode_all(served: Served, texts: list[str]) -> list[list[int]]:

@@ -5,13 +5,36 @@ are listed in `REFUSED` and may only hold their do-nothing value, so that nothin
 depend on the server (context length, number of prompts) are checked in `parsing/sizes.py`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from fp8serve.engine.sampling_params import MAX_BIASED
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Bias],
+    Field(max_length=MAX_BIASED, description="Added to the logits of these tokens, by token id."),
+]
+
+
+def _free(variables: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(OUR_VARIABLES & variables.keys()):
+        raise PydanticCustomError("template_variable", "{name} is not for clients to set", {"name": taken[0]})
+    return variables
+
+
+OUR_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Field(max_length=64, description="Further variables of the model's chat template."),
+    AfterValidator(_free),
 ]
 
 
@@ -68,24 +91,3 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-class Message(Strict):
-    """One turn of a conversation; `content` is a text or a list of text parts."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list["TextPart"], Field(min_length=1, max_length=256)] | str
-    name: Annotated[str, Field(max_length=64)] | None = None
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-    def plain(self) -> dict[str, str]:
-        """What chat templates understand: a role and a string. `developer` is OpenAI's newer word for `system`."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str

@@ -8,17 +8,19 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fp8serve.engine.request import SamplingParams, TokenId, Tokens
-from fp8serve.server.schemas.answer_form import Grammar
-from fp8serve.server.schemas.bodies import Body, Message, Strict
+from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
+from fp8serve.server.schemas.answer_form import Formed, Grammar, Text
+from fp8serve.server.schemas.bodies import Body, LogitBias, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of
+from fp8serve.server.schemas.messages import Message
+from fp8serve.server.schemas.tools import Tools
 
-SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex")
-"""Of SamplingParams: `top_n_tokens` or `details`, and `grammar` here."""
+SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
+"""Of SamplingParams: `top_n_tokens` or `details`, and the fields of `Formed` here."""
 
 
 @fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
-class GenerateParameters(Strict):
+class GenerateParameters(Formed):
     """Sampling, as text-generation-inference spells it. Greedy unless `do_sample` or a sampling parameter is given."""
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -37,7 +39,8 @@ class GenerateParameters(Strict):
     adapter_id: str | None = None
     best_of: int | None = None
     decoder_input_details: bool | None = None
-    grammar: Grammar | None = None
+    grammar: Grammar | Text | None = None
+    logit_bias: LogitBias | None = None
     typical_p: float | None = None
     watermark: bool | None = None
 
@@ -64,14 +67,20 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("one_source", "give either prompt or messages")
+        if self.tools and self.messages is None:
+            raise PydanticCustomError("tools", "tools needs messages")
+        if self.messages is None and self.chat_template_kwargs is not None:
+            raise PydanticCustomError("chat_template_kwargs", "chat_template_kwargs needs messages")
         return self
 
 

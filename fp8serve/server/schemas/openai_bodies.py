@@ -1,9 +1,10 @@
 """The bodies of `/v1/completions` and `/v1/chat/completions`, strictly.
 
 OpenAI's fields, and those of vLLM that are in wide use (`top_k, min_p, repetition_penalty, ignore_eos, min_tokens,
-stop_token_ids`). Three kinds of field: those we do; those that change nothing about the answer and may hold anything
-(`user`, `store`, ...); and those that would change it and are not implemented, which may only hold a value that asks
-for nothing (`REFUSED`). Any other name is refused.
+stop_token_ids, bad_words, skip_special_tokens, include_stop_str_in_output, chat_template_kwargs`). Three kinds of
+field: those we do; those that change nothing about the answer and may hold anything (`user`, `store`, ...); and those
+that would change it and are not implemented, which may only hold a value that asks for nothing (`REFUSED`). Any other
+name is refused.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -12,10 +13,12 @@ from annotated_types import Ge, Le
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fp8serve.engine.request import INT32, MAX_LOGPROBS, SamplingParams, StopString, TokenId, Tokens
-from fp8serve.server.schemas.answer_form import ResponseFormat
-from fp8serve.server.schemas.bodies import Body, Message, Strict
+from fp8serve.engine.sampling_params import INT32, MAX_LOGPROBS, SamplingParams, StopString, TokenId, Tokens
+from fp8serve.server.schemas.answer_form import Formed, Text
+from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of, given
+from fp8serve.server.schemas.messages import Message
+from fp8serve.server.schemas.tools import NamedTool, Tool, ToolChoice, Tools
 
 MAX_STOPS = 4  # as OpenAI documents it; /generate takes as many as the engine
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
@@ -23,8 +26,8 @@ Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
-SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "prompt_logprobs", "json_schema", "regex")
-"""Of SamplingParams: `max_tokens`, `logprobs`, `echo` and `response_format` here, which each route reads in its way."""
+SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
+"""Of SamplingParams: `max_tokens`, `logprobs`, `echo` and the fields of `Formed` here."""
 
 
 class StreamOptions(Strict):
@@ -33,7 +36,7 @@ class StreamOptions(Strict):
 
 
 @fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
-class SampledBody(Body):
+class SampledBody(Body, Formed):
     """What both routes share. `temperature`, `top_p` and `stop` have the bounds that OpenAI documents."""
 
     model: str | None = None
@@ -44,11 +47,9 @@ class SampledBody(Body):
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
     top_k: Annotated[int, Ge(-1), Le(INT32)] | None = None  # vLLM's -1 means all
-    logit_bias: dict[str, float] | None = None
-    response_format: ResponseFormat | None = None
+    logit_bias: LogitBias | None = None
+    grammar: Text | None = None
     user: str | None = None
-
-    COMMON: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": (None, {})}
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
@@ -61,7 +62,8 @@ class SampledBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def choices(self) -> int:
+    def returned(self) -> int:
+        """Choices of each prompt."""
         return self.n or 1
 
     def sampling_values(self) -> dict[str, Any]:
@@ -71,29 +73,43 @@ class SampledBody(Body):
             asked["top_k"] = max(self.top_k, 0)
         if self.top_p == 0:  # keeps the likeliest token alone, which is what greedy does
             asked |= {"temperature": 0.0, "top_p": 1.0}
-        return asked | ({} if self.response_format is None else self.response_format.params())
+        return asked | self.form()
 
 
 class CompletionBody(SampledBody):
     """`POST /v1/completions`. `prompt`: a text, some texts, token ids, or some lists of ids."""
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = SampledBody.COMMON | {
-        "best_of": (None, 1),
-        "suffix": (None, ""),
-    }
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": (None, "")}
 
     prompt: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Ge(0), Le(INT32)] | None = None  # 0: the prompt alone, which `echo` returns
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None  # as OpenAI documents it
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None  # answers of which the `n` most probable are returned
     echo: bool | None = None  # the prompt before the answer, in its log-probabilities as well
     suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _the_best_are_chosen_at_the_end(self) -> Self:
+        if self.best_of is not None and self.best_of < self.returned:
+            raise PydanticCustomError("best_of", "best_of must be at least n")
+        if self.stream and self.chooses:
+            raise PydanticCustomError("best_of", "best_of cannot be streamed; leave out stream or best_of")
+        return self
 
     @model_validator(mode="after")
     def _something_is_returned(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("max_tokens", "max_tokens: 0 needs echo: true")
         return self
+
+    @property
+    def generated(self) -> int:
+        """Answers to each prompt, of which some are returned."""
+        return self.best_of or self.returned
+
+    @property
+    def chooses(self) -> bool:
+        return self.generated > self.returned
 
     def prompts(self) -> list[str | list[int]]:
         """One item for each prompt."""
@@ -106,16 +122,15 @@ class CompletionBody(SampledBody):
     def params(self, max_tokens: int) -> SamplingParams:
         """One token is generated where none is wanted, because it ends the request; it is not shown."""
         of_prompt = self.logprobs if self.echo else None
-        options = {"logprobs": self.logprobs, "prompt_logprobs": of_prompt, **self.sampling_values()}
+        logprobs = 0 if self.chooses and self.logprobs is None else self.logprobs  # by which the best are chosen
+        options = {"logprobs": logprobs, "prompt_logprobs": of_prompt, **self.sampling_values()}
         return SamplingParams(max_new_tokens=max(1, max_tokens), **options)
 
 
 class ChatBody(SampledBody):
     """`POST /v1/chat/completions`. Without `max_tokens` or `max_completion_tokens` the answer may fill the context."""
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = SampledBody.COMMON | {
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
         "modalities": (None, ["text"]),
@@ -129,10 +144,11 @@ class ChatBody(SampledBody):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -156,6 +172,27 @@ class ChatBody(SampledBody):
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         return self
+
+    @model_validator(mode="after")
+    def _tools_are_there(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise PydanticCustomError("tools", "tools holds {name} more than once", {"name": twice})
+        chosen = self.tool_choice
+        if isinstance(chosen, NamedTool) and chosen.function.name not in names:
+            raise PydanticCustomError("tool_choice", "tool_choice names a tool that is not in tools")
+        if chosen == "required" and not names:
+            raise PydanticCustomError("tool_choice", "tool_choice: required needs tools")
+        return self
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def token_limit(self) -> int | None:

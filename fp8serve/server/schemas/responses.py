@@ -80,12 +80,21 @@ class Info(ResponseShape):
     limits: dict[str, float]
 
 
-class LayerScale(BaseModel):
-    """Further fields count what happened to values; the engine names them."""
-
-    model_config = ConfigDict(extra="allow")
+class LayerScale(ResponseShape):
+    """The input of one FP8 layer; numbers are null where its scale follows every input (docs/numerics.md)."""
 
     name: str
+    input: str
+    amax: float | None
+    scale: float | None
+    headroom: float | None
+    saturated: int | None
+    saturation: float | None
+    calibrated_amax: float | None
+    window_amax: float | None
+    window_saturation: float | None
+    drift: float | None
+    drifts: bool
 
 
 class Scales(ResponseShape):
@@ -179,17 +188,31 @@ class ChatLogprobs(ResponseShape):
     refusal: None
 
 
+class CalledFunction(ResponseShape):
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseShape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(ResponseShape):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(ResponseShape):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(ResponseShape):

@@ -13,7 +13,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from fp8serve.engine.request import Request, RequestOutput, SamplingParams
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
@@ -110,6 +112,9 @@ class Generation:
                         outcome = "ok"
                         clock.done(request, output)
                     self._queue.put_nowait((index, output))
+        except RequestError as error:  # of a form that turns out to be too complex
+            outcome = "failed"
+            self._queue.put_nowait(Fault(Code.INVALID_PARAMETER, str(error)))
         except (Fp8ServeError, OSError, EOFError) as error:
             outcome = "failed"
             self._queue.put_nowait(

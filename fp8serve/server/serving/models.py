@@ -15,8 +15,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fp8serve.engine.request import Request, SamplingParams
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.server.answers.choice import AnswerFormat, choose
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.serving.served import EngineHandle, Launch, Served, Source, weight_version
@@ -35,9 +38,13 @@ MAX_FAILED_RESTARTS = 3
 class ServedModels:
     """The alias `name` and what it points at."""
 
-    def __init__(self, name: str, start_engine: Launch, metrics: Metrics, deadlines: Deadlines) -> None:
+    def __init__(
+        self, name: str, start_engine: Launch, metrics: Metrics, deadlines: Deadlines, readers: AnswerFormat
+    ) -> None:
+        """`readers`: how answers are read, as far as the operator said."""
         self.name = name
         self.deadlines = deadlines
+        self._readers = readers
         self.failed_restarts = 0
         self.current: Served | None = None
         self.state = "loading"
@@ -164,7 +171,15 @@ class ServedModels:
             raise MachineError(f"The weights were not ready within {self.deadlines.load:g} seconds.") from None
         except OSError as error:
             raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
-        return Served(source, engine, tokenizer, f"{source.key}-{version}")
+        return Served(source, engine, tokenizer, f"{source.key}-{version}", self._answers(source, tokenizer))
+
+    def _answers(self, source: Source, tokenizer: Tokenizer) -> AnswerFormat:
+        answers = choose(tokenizer.template_text, tokenizer.takes_tools, self._readers)
+        form = "answers of %s: tool calls are read as %s, reasoning as %s"
+        log.info(form, source.model_id, answers.tools, answers.reasoning)
+        if not tokenizer.takes_tools and tokenizer.has_chat_template and answers.tools != "none":
+            log.info("the chat template knows no tools: they are described to the model in the system message")
+        return answers
 
     async def _canary(self, engine: EngineHandle) -> None:
         """One greedy token, one vector or one score: an engine that loads but cannot compute is not put in place."""

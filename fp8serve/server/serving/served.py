@@ -10,12 +10,15 @@ from typing import Any, Protocol
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.request import EngineLimits, Request, RequestOutput
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.model.config.either import check_any_config
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.server.answers.choice import AnswerFormat
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 
 SAMPLE_BYTES = 1 << 16
+PLAIN = AnswerFormat("none", "none")
 
 
 class EngineHandle(Protocol):
@@ -56,12 +59,13 @@ class Source:
 
 @dataclass(eq=False)
 class Served:
-    """Weights that answer requests. `weight_version` names their bytes."""
+    """Weights that answer requests. `weight_version` names their bytes, `answers` how their answers are read."""
 
     source: Source
     engine: EngineHandle
     tokenizer: Tokenizer
     weight_version: str
+    answers: AnswerFormat = PLAIN
     heartbeat: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
     proven: bool = False  # it has answered since it serves
     leases: int = 0

@@ -50,6 +50,79 @@ def test_native(form: Any, expected: Any) -> None:
     assert (params.json_schema, params.regex) == expected
 
 
+FORMS: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"guided_json": SCHEMA}, {"json_schema": TEXT}),
+    ({"guided_json": TEXT}, {"json_schema": TEXT}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["é\n", 'b"']}, {"grammar": 'start: "é\\n" | "b\\""'}),
+    ({"guided_grammar": "start: x"}, {"grammar": "start: x"}),
+    ({"grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": TEXT}),
+    ({"structured_outputs": {"regex": "a"}}, {"regex": "a"}),
+    ({"structured_outputs": {"choice": ["a"]}}, {"grammar": 'start: "a"'}),
+    ({"structured_outputs": {"grammar": "start: x", "json_object": False}}, {"grammar": "start: x"}),
+    (
+        {"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}},
+        {"json_schema": '{"type": "object"}'},
+    ),
+    ({"structured_outputs": {}}, {}),
+]
+
+
+@pytest.mark.parametrize(("asked", "form"), FORMS)
+def test_every_spelling_on_every_route(asked: dict[str, Any], form: dict[str, str]) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]} | asked
+    assert ChatBody.model_validate(chat).params(5).form == form
+    assert CompletionBody.model_validate({"prompt": "x"} | asked).params(5).form == form
+    assert sampling(GenerateParameters.model_validate(asked)).form == form
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"guided_json": SCHEMA, "guided_regex": "a"},
+        {"response_format": {"type": "json_object"}, "grammar": "start: x"},
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        {"structured_outputs": {"structural_tag": "x"}},
+        {"structured_outputs": {"regex": ""}},
+        {"guided_choice": []},
+        {"guided_choice": ["a", 1]},
+        {"guided_json": 5},
+        {"guided_json": "["},
+        {"guided_regex": "("},
+        {"guided_grammar": "start: nothing"},
+        {"grammar": "::="},
+        {"grammar": {"type": "lark", "value": "start: x"}},
+        {"guided_grammar": "start: " + "x" * 70_000},
+    ],
+)
+async def test_what_cannot_be_followed_is_refused_before_the_200(start: Start, asked: dict[str, Any]) -> None:
+    """By the parser process, where the text must be read for it."""
+    async with start() as server:
+        for route, body in (
+            ("/v1/completions", {"prompt": "x"} | asked),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True} | asked),
+            ("/generate", {"inputs": "x", "parameters": asked}),
+        ):
+            answer = await server.client.post(route, json=body)
+            assert answer.status_code == (422 if route == "/generate" else 400), answer.text
+
+
+async def test_a_good_form_is_read_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with start() as server:
+        jobs: list[str] = []
+        read = server.state.parser.pool.read
+
+        async def counted(head: Any, *rest: Any) -> Any:
+            jobs.append(head["op"])
+            return await read(head, *rest)
+
+        monkeypatch.setattr(server.state.parser.pool, "read", counted)
+        for _ in range(3):
+            await server.client.post("/v1/completions", json={"prompt": "x", "guided_regex": "[ab]+"})
+        assert jobs == ["form"]
+
+
 @pytest.mark.parametrize(
     ("model", "body"),
     [

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from fp8serve.engine.request import RequestOutput, TokenLogprob
+from fp8serve.engine.output import RequestOutput, TokenLogprob
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.api.openai.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
 from tests.model.oracle import byte_fallback
@@ -70,7 +71,7 @@ async def test_parts_of_characters_are_told_apart(start: Start) -> None:
 
 
 def placed(tokenizer: Tokenizer, *outputs: RequestOutput) -> list[Placed]:
-    stream = LogprobStream(tokenizer)
+    stream = LogprobStream(tokenizer, SamplingParams())
     return [item for one in outputs for item in stream.take(one)]
 
 

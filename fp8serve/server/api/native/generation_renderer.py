@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fp8serve.engine.request import RequestOutput, TokenLogprob
+from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
 from fp8serve.server.api.wire import finite

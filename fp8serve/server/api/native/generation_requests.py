@@ -2,7 +2,7 @@
 
 import secrets
 
-from fp8serve.engine.request import SamplingParams
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
 from fp8serve.server.schemas.derived import given
 from fp8serve.server.schemas.generation_bodies import SPELT_OTHERWISE, GenerateBody, GenerateParameters
@@ -27,4 +27,4 @@ def sampling(p: GenerateParameters) -> SamplingParams:
     drawn = asked.get("temperature") != 0
     asked["seed"] = asked.get("seed", secrets.randbits(53)) if drawn else None
     asked["logprobs"] = p.top_n_tokens or (0 if p.details else None)
-    return SamplingParams(**asked | ({} if p.grammar is None else p.grammar.params()))
+    return SamplingParams(**asked | p.form())

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 import fp8serve
-from fp8serve.engine.request import MAX_STOP_STRINGS
+from fp8serve.engine.sampling_params import MAX_STOP_STRINGS
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.activation_routes import served_view
@@ -32,6 +32,7 @@ async def ready(state: StateDep) -> Response:
     return _health(state.ready, state.status)
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="As /health/ready")
 async def health(state: StateDep) -> Response:
     return _health(state.ready, state.status)
@@ -58,7 +59,7 @@ async def info(state: StateDep) -> dict[str, Any]:
         "model_sha": served.weight_version,
         "model_pipeline_tag": "text-generation",
         "max_concurrent_requests": state.admission.capacity,
-        "max_best_of": 1,
+        "max_best_of": limits.n,
         "max_stop_sequences": MAX_STOP_STRINGS,
         "max_input_tokens": longest - 1,
         "max_total_tokens": longest,

@@ -7,11 +7,11 @@ arrive as `data: {"error": ...}` and then `data: [DONE]`, which OpenAI's own cli
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fp8serve.engine.request import RequestOutput
+from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
 from fp8serve.server.api.openai.logprobs import (
     LogprobStream,
@@ -21,9 +21,10 @@ from fp8serve.server.api.openai.logprobs import (
     prompt_text,
     text_logprobs,
 )
+from fp8serve.server.api.openai.tool_requests import chat_answer
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import DONE
-from fp8serve.server.schemas.openai_bodies import CompletionBody, SampledBody
+from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody, SampledBody
 from fp8serve.server.serving.generation import Generation
 
 
@@ -37,11 +38,17 @@ class Choice:
     finish: str | None = None
     stop_reason: str | int | None = None
     tokens: int = 0
+    total: float = 0.0  # of its tokens' log-probabilities, where these are known
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.tokens, 1)
 
     def take(self, output: RequestOutput) -> list[Placed]:
         """Adds an output; returns its log-probabilities."""
         self.text += output.text_delta
         self.tokens = output.num_generated
+        self.total += sum(item.logprob for item in output.logprobs or ())
         self.finish, self.stop_reason = output.finish_reason, output.stop_reason
         new = self.stream.take(output)
         if output.logprobs is not None or new:
@@ -62,26 +69,23 @@ class CompletionRenderer(Renderer[list[Placed]]):
         self.asked = body
         self.created = int(time.time())
         self.tokenizer = generation.served.tokenizer
-        self.choices = [Choice(LogprobStream(self.tokenizer)) for _ in generation.requests]
+        self.params = generation.requests[0].params
+        self.choices = [Choice(LogprobStream(self.tokenizer, self.params)) for _ in generation.requests]
 
     @abstractmethod
     def choice(self, index: int, choice: Choice) -> JsonObject:
         """A choice that is complete."""
 
-    @abstractmethod
-    def delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
-        """What `output` adds to a choice."""
+    def kept(self) -> Iterable[Choice]:
+        """The choices to return, in their order."""
+        return self.choices
 
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
         return self.choices[index].take(output)
 
     def whole(self) -> JsonObject:
-        choices = [self.choice(i, choice) for i, choice in enumerate(self.choices)]
+        choices = [self.choice(i, choice) for i, choice in enumerate(self.kept())]
         return self._frame(self.OBJECT, choices) | {"usage": self._usage()}
-
-    def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
-        if output.text_delta or new or output.finish_reason is not None:
-            yield self._chunk(self.delta(index, output, new))
 
     def closing(self) -> Iterator[JsonObject]:
         """The usage, if it was asked for."""
@@ -118,22 +122,25 @@ class TextRenderer(CompletionRenderer):
     def __init__(self, body: CompletionBody, generation: Generation, request_id: str) -> None:
         super().__init__(body, generation, request_id)
         self._hides_answer = body.max_tokens == 0
+        self._shows_logprobs = body.logprobs is not None
         self._echoes = [request.prompt_token_ids for request in generation.requests] if body.echo else []
         self._unsaid = set(range(len(self._echoes)))  # prompts that are still to be streamed
         for ids, choice in zip(self._echoes, self.choices, strict=False):
-            choice.text = prompt_text(ids, self.tokenizer)
-            choice.stream = LogprobStream(self.tokenizer, len(choice.text))
+            choice.text = prompt_text(ids, self.tokenizer, self.params)
+            choice.stream = LogprobStream(self.tokenizer, self.params, len(choice.text))
 
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
         if output.prompt_logprobs is not None:
-            self.choices[index].logprobs = placed_prompt(self._echoes[index], output.prompt_logprobs, self.tokenizer)
+            self.choices[index].logprobs = self._placed(index, output.prompt_logprobs)
         return super().add(index, self._shown(output))
 
     def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
         if index in self._unsaid:
             self._unsaid.remove(index)
             yield self._chunk(self._echo(index, output))
-        yield from super().events(index, self._shown(output), new)
+        shown = self._shown(output)
+        if shown.text_delta or new or shown.finish_reason is not None:
+            yield self._chunk(self._delta(index, shown, new))
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
         """The output, without the token of an answer that nobody wants."""
@@ -147,20 +154,32 @@ class TextRenderer(CompletionRenderer):
         ids = self._echoes[index]
         placed = None
         if output.prompt_logprobs is not None:
-            placed = placed_prompt(ids, output.prompt_logprobs, self.tokenizer)
-        text, rest = prompt_text(ids, self.tokenizer), {"finish_reason": None, "stop_reason": None}
+            placed = self._placed(index, output.prompt_logprobs)
+        text, rest = prompt_text(ids, self.tokenizer, self.params), {"finish_reason": None, "stop_reason": None}
         return {"index": index, "text": text, "logprobs": self._logprobs(placed), **rest}
 
+    def _placed(self, index: int, found: Sequence[TokenLogprob]) -> list[Placed]:
+        return placed_prompt(self._echoes[index], found, self.tokenizer, self.params)
+
+    def kept(self) -> Iterator[Choice]:
+        """Of each prompt's answers the most probable, by the mean over their tokens; equal ones in their order."""
+        each, wanted = self.generation.n, self.asked.returned
+        for start in range(0, len(self.choices), each):
+            group = self.choices[start : start + each]
+            yield from (sorted(group, key=lambda choice: -choice.mean) if each > wanted else group)[:wanted]
+
     def choice(self, index: int, choice: Choice) -> JsonObject:
+        shown = choice.logprobs if self._shows_logprobs else None
         return {
             "index": index,
             "text": choice.text,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(shown),
             "finish_reason": choice.finish,
             "stop_reason": choice.stop_reason,
         }
 
-    def delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
+    def _delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
+        """What `output` adds to a choice."""
         return {
             "index": index,
             "text": output.text_delta,
@@ -178,12 +197,21 @@ class ChatRenderer(CompletionRenderer):
 
     PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, body: ChatBody, generation: Generation, request_id: str) -> None:
+        super().__init__(body, generation, request_id)
+        self._answers = [chat_answer(body, generation, request) for request in generation.requests]
+
+    def add(self, index: int, output: RequestOutput) -> list[Placed]:
+        self._answers[index].take(output)
+        return super().add(index, output)
+
     def choice(self, index: int, choice: Choice) -> JsonObject:
+        answer = self._answers[index]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": answer.message(),
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish,
+            "finish_reason": answer.finish(choice.finish),
         }
 
     def opening(self) -> Iterator[JsonObject]:
@@ -192,13 +220,23 @@ class ChatRenderer(CompletionRenderer):
             delta = {"role": "assistant", "content": ""}
             yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
-    def delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
-        return {
-            "index": index,
-            "delta": {"content": output.text_delta} if output.text_delta else {},
-            "logprobs": self._logprobs(new or None),
-            "finish_reason": output.finish_reason,
-        }
+    def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
+        """A chunk for each delta: the first has the log-probabilities, the last says why the answer ended."""
+        deltas = self._answers[index].drain()
+        if not deltas and (new or output.finish_reason is not None):
+            deltas = [{}]
+        for number, delta in enumerate(deltas, 1):
+            yield self._chunk(
+                {
+                    "index": index,
+                    "delta": delta,
+                    "logprobs": self._logprobs(new or None) if number == 1 else None,
+                    "finish_reason": self._finish(index, output) if number == len(deltas) else None,
+                }
+            )
+
+    def _finish(self, index: int, output: RequestOutput) -> str | None:
+        return self._answers[index].finish(output.finish_reason)
 
     def _logprobs(self, placed: list[Placed] | None) -> JsonObject | None:
         return None if placed is None else chat_logprobs(placed, self.tokenizer)

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8serve.engine.request import RequestOutput, TokenLogprob
+from fp8serve.engine.output import RequestOutput, TokenLogprob
+from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.api.wire import finite
 
@@ -38,9 +39,9 @@ class Placed:
 class LogprobStream:
     """The tokens of one answer, in order; see the module. `offset`: characters that are returned before it."""
 
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = tokenizer.stream()
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, offset: int = 0) -> None:
+        self._tokenizer, self._params = tokenizer, params
+        self._decoder = tokenizer.stream(params.skip_special_tokens)
         self._settled = offset  # characters that the tokens seen so far make certain
         self._sent = offset  # characters that were given out
         self._begun = False
@@ -64,24 +65,29 @@ class LogprobStream:
         return placed
 
     def _has_text(self, token_id: int, output: RequestOutput) -> bool:
-        """Not of a special token, and not of the token that ended the text."""
-        if token_id in self._tokenizer.special_ids:
+        """Not of a special token, and not of the token that ended the text, unless these are asked for."""
+        if self._params.skip_special_tokens and token_id in self._tokenizer.special_ids:
             return False
+        if self._params.include_stop_str_in_output:
+            return True
         ends = output.finish_reason == "stop" and output.token_ids[-1:] == (token_id,)
         return not ends or (output.stop_reason != token_id and token_id not in self._tokenizer.eos_ids)
 
 
-def prompt_text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """As it is echoed: without special tokens, as answers are."""
-    decoder = tokenizer.stream()
+def prompt_text(ids: Sequence[int], tokenizer: Tokenizer, params: SamplingParams) -> str:
+    """As it is echoed: with special tokens where the answer has them."""
+    decoder = tokenizer.stream(params.skip_special_tokens)
     return "".join([*(decoder.push(token) for token in ids), decoder.flush()])
 
 
-def placed_prompt(ids: Sequence[int], found: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[Placed]:
+def placed_prompt(
+    ids: Sequence[int], found: Sequence[TokenLogprob], tokenizer: Tokenizer, params: SamplingParams
+) -> list[Placed]:
     """A prompt's tokens, of which the first has no log-probability."""
-    decoder, offset, placed = tokenizer.stream(), 0, list[Placed]()
+    decoder, offset, placed = tokenizer.stream(params.skip_special_tokens), 0, list[Placed]()
+    hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
     for number, item in enumerate((TokenLogprob(ids[0], 0.0), *found)):
-        shown = item.token_id not in tokenizer.special_ids
+        shown = item.token_id not in hidden
         placed.append(Placed(item, offset, shown, offset == 0, known=number > 0))
         offset += len(decoder.push(item.token_id)) if shown else 0
     return placed
@@ -113,8 +119,7 @@ def chat_logprobs(placed: list[Placed], tokenizer: Tokenizer) -> JsonObject:
 def _entry(placed: Placed, tokenizer: Tokenizer) -> JsonObject:
     item = placed.item
     entry = _one(item.token_id, item.logprob, placed, tokenizer)
-    if not placed.shown:
-        entry["bytes"] = None
+    entry["bytes"] = list(tokenizer.token_bytes(item.token_id, placed.first)) if placed.shown else None
     return entry | {"top_logprobs": [_one(i, logprob, placed, tokenizer) for i, logprob in item.top]}
 
 

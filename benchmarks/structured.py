@@ -1,0 +1,200 @@
+"""Answers of a given form on a real model: how many are valid, and what the form costs.
+
+    python benchmarks/structured.py MODEL [--answers 200] [--batch 8] [--recipe NAME] [--threads 2]
+
+Asks for JSON of several schemas at temperature 1, `--batch` answers at a time, and validates each with the package
+`jsonschema_rs`: a judge that is not the library that made it. Then times decoding steps of `--batch` rows with a schema
+and without one, in turns, on the same engine. A form costs what the median step takes longer; on a machine that others
+use, the fastest steps tell more. Timed as well: a row's mask, which is found in a thread beside the forward pass.
+Printed as JSON.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import torch
+
+from fp8serve.bench.provenance import provenance
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.masks import Masks
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+
+NAME = {"type": "string", "minLength": 1, "maxLength": 24}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "A person": {
+        "type": "object",
+        "properties": {
+            "name": NAME,
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "admin": {"type": "boolean"},
+        },
+        "required": ["name", "age", "admin"],
+        "additionalProperties": False,
+    },
+    "A shopping list": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"item": NAME, "count": {"type": "integer", "minimum": 1, "maximum": 99}},
+            "required": ["item", "count"],
+            "additionalProperties": False,
+        },
+        "minItems": 2,
+        "maxItems": 4,
+    },
+    "A weather report": {
+        "type": "object",
+        "properties": {
+            "city": NAME,
+            "sky": {"enum": ["clear", "cloudy", "rain", "snow"]},
+            "celsius": {"type": "number", "minimum": -50, "maximum": 60},
+        },
+        "required": ["city", "sky", "celsius"],
+        "additionalProperties": False,
+    },
+    "A tree of folders": {
+        "$ref": "#/$defs/folder",
+        "$defs": {
+            "folder": {
+                "type": "object",
+                "properties": {
+                    "name": NAME,
+                    "inside": {"type": "array", "items": {"$ref": "#/$defs/file"}, "maxItems": 3},
+                },
+                "required": ["name", "inside"],
+                "additionalProperties": False,
+            },
+            "file": {"anyOf": [NAME, {"type": "null"}]},
+        },
+    },
+}
+
+
+def prompt_of(engine: Engine, subject: str) -> tuple[int, ...]:
+    assert engine.tokenizer is not None
+    messages = [{"role": "user", "content": f"{subject}, as JSON. Answer with the JSON alone."}]
+    return tuple(engine.tokenizer.encode_chat(messages))
+
+
+def requests(engine: Engine, count: int, form: bool, **params: Any) -> dict[str, tuple[str, Request]]:
+    """By their id; with the subject."""
+    subjects, made = list(SCHEMAS), {}
+    for number in range(count):
+        subject = subjects[number % len(subjects)]
+        schema = {"json_schema": json.dumps(SCHEMAS[subject])} if form else {}
+        sampling = SamplingParams(temperature=1.0, seed=number, **schema, **params)
+        made[str(number)] = subject, Request(str(number), prompt_of(engine, subject), sampling)
+    return made
+
+
+def answers(engine: Engine, count: int) -> dict[str, Any]:
+    """How many are valid JSON of their schemas, and how fast they came."""
+    asked, texts, tokens = requests(engine, count, form=True, max_new_tokens=512), dict[str, str](), 0
+    began = time.perf_counter()
+    for _, request in asked.values():
+        engine.add_request(request)
+    while engine.has_work():
+        for output in engine.step():
+            texts[output.request_id] = texts.get(output.request_id, "") + output.text_delta
+            tokens += len(output.token_ids)
+    seconds = time.perf_counter() - began
+    wrong = [texts[name] for name, (subject, _) in asked.items() if not is_valid(texts[name], SCHEMAS[subject])]
+    return {
+        "asked": count,
+        "valid": count - len(wrong),
+        "wrong": wrong[:3],
+        "tokens_per_second": round(tokens / seconds, 1),
+    }
+
+
+def is_valid(text: str, schema: dict[str, Any]) -> bool:
+    try:
+        return jsonschema_rs.is_valid(schema, json.loads(text))
+    except ValueError:
+        return False
+
+
+def steps(engine: Engine, batch: int, form: bool, most: int) -> list[float]:
+    """Seconds of steps in which each of `batch` rows got a token. Answers with a form end; others take their places."""
+    options = {"max_new_tokens": most} if form else {"max_new_tokens": most, "ignore_eos": True}
+    made = iter(requests(engine, 1 << 12 if form else batch, form, **options).values())
+    taken = list[float]()
+    for _ in range(batch):
+        engine.add_request(next(made)[1])
+    while len(taken) < most - 1:
+        began = time.perf_counter()
+        outputs = engine.step()
+        if len(outputs) == batch and not any(output.num_generated == 1 for output in outputs):
+            taken.append(time.perf_counter() - began)
+        for output in outputs:
+            if output.finish_reason is not None and form:
+                engine.add_request(next(made)[1])
+        if not engine.has_work():
+            break
+    engine.abort_all()
+    return taken
+
+
+def fastest(pairs: list[tuple[list[float], list[float]]], side: int) -> float:
+    """The median of each turn's fastest step."""
+    return statistics.median(min(pair[side]) for pair in pairs)
+
+
+def masks(engine: Engine, batch: int) -> float:
+    """Microseconds of processor time for one row's mask, in the middle of an answer, nothing else running."""
+    for _, request in requests(engine, batch, form=True, max_new_tokens=64).values():
+        engine.add_request(request)
+    maker, taken = Masks(engine.limits.vocab_size), list[float]()
+    for _ in range(24):
+        engine.step()
+        seqs = list(engine.scheduler.running)
+        if len(seqs) == batch:
+            began = time.process_time()
+            mask = maker.begin(seqs)
+            assert mask is not None
+            mask.forbidden(engine.limits.vocab_size)
+            taken.append(time.process_time() - began)
+    engine.abort_all()
+    return round(1e6 * statistics.median(taken) / batch, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--answers", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--recipe", default="stored")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    engine = Engine(asked.model, recipe=asked.recipe, max_num_seqs=asked.batch, max_model_len=1024)
+    engine.generate(["warm"], max_new_tokens=8)
+    engine.pack_weights()
+    found = answers(engine, asked.answers)
+    pairs = [(steps(engine, asked.batch, False, 48), steps(engine, asked.batch, True, 48)) for _ in range(5)]
+    plain, formed = (statistics.median(step for pair in pairs for step in pair[side]) for side in (0, 1))
+    cost = {
+        "plain_step_ms": round(1e3 * plain, 3),
+        "formed_step_ms": round(1e3 * formed, 3),
+        "plain_tokens_per_second": round(asked.batch / plain, 1),
+        "formed_tokens_per_second": round(asked.batch / formed, 1),
+        "formed_to_plain_step": round(formed / plain, 4),
+        "formed_to_plain_fastest_step": round(fastest(pairs, 1) / fastest(pairs, 0), 4),
+        "mask_microseconds_per_row": masks(engine, asked.batch),
+    }
+    print(
+        json.dumps(
+            {"batch": asked.batch, "answers": found, "steps": cost, **provenance("python benchmarks/structured.py")},
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

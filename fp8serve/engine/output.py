@@ -1,0 +1,78 @@
+"""What comes out of the engine: plain data, no torch, JSON both ways."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from fp8serve.options import known_fields
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a token and of its `top` alternatives, best first: (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def ranked(cls, token_id: int, logprob: float, ids: list[int], logprobs: list[float], top: int) -> "TokenLogprob":
+        """With the `top` best of some alternatives; equal values rank by token id."""
+        best = sorted(zip(ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        return cls(token_id, logprob, tuple(best[:top]))
+
+
+_LOGPROBS = {"logprobs", "prompt_logprobs"}  # fields of an output
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to one request. The last one, and only that, has a `finish_reason`.
+
+    `text_delta` lags behind `token_ids` while a character is incomplete or a stop string may be forming; all of it is
+    out when the request finishes. `token_ids` includes an end-of-text or stop token, the text does not.
+    """
+
+    request_id: str
+    text_delta: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, when asked for
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    num_generated: int = 0  # so far, these included
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for end-of-text
+    error: str | None = None  # one sentence, when finish_reason is "error"
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens but the first; comes once
+
+    def to_json(self) -> dict[str, Any]:
+        """Only what differs from the defaults: one of these crosses to the server for every token."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        for name in _LOGPROBS & found.keys():
+            found[name] = [asdict(item) for item in found[name]]
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "RequestOutput":
+        values = known_fields(cls, data)
+        values["token_ids"] = tuple(values.get("token_ids", ()))
+        for name in _LOGPROBS & values.keys():
+            values[name] = tuple(_logprob_from_json(item) for item in values[name])
+        return cls(**values)
+
+
+def _logprob_from_json(data: Mapping[str, Any]) -> TokenLogprob:
+    return TokenLogprob(data["token_id"], data["logprob"], tuple((token, value) for token, value in data["top"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer, as `Engine.generate` returns it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt's tokens but the first

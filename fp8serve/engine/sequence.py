@@ -1,0 +1,91 @@
+"""The engine's own record of a request in flight. No torch."""
+
+import secrets
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from fp8serve.engine.bad_words import Ban
+from fp8serve.engine.grammar import Matcher
+from fp8serve.engine.output import FinishReason, TokenLogprob
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is; PREEMPTED waits again after losing its blocks."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Guesser(Protocol):
+    """What `drafting.Drafter` is to the rest of the engine."""
+
+    def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]: ...
+
+    def learn(self, drafted: int, accepted: int) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The engine's record of one request in flight. Compared by identity."""
+
+    request: Request
+    token_ids: list[int]  # prompt, then what was generated; the engine appends
+    seed: int  # the engine, from the request or fresh
+    status: Status = Status.WAITING  # the scheduler
+    num_computed: int = 0  # tokens whose keys and values are in the cache; the scheduler
+    num_cached: int = 0  # prompt tokens taken from the prefix cache when first admitted; the scheduler
+    block_table: list[int] = field(default_factory=list)  # the cache manager
+    block_hashes: list[bytes] = field(default_factory=list)  # the cache manager: chained, of full blocks
+    finish_reason: FinishReason | None = None  # whoever ends it
+    constraint: Matcher | None = None  # the engine, when the answer has a given form
+    ban: Ban | None = None  # the engine, when there are texts that must not come
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
+    drafter: Guesser | None = None  # the engine, where tokens are drafted
+
+    @classmethod
+    def of(cls, request: Request) -> "Sequence":
+        seed = request.params.seed
+        return cls(request, list(request.prompt_token_ids), secrets.randbits(64) if seed is None else seed % 2**64)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Names the request that this is a part of, among those of all tenants."""
+        return self.request.tenant, self.request.group or self.request.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are still wanted."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return self.num_prompt - 1 - len(self.prompt_logprobs)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose keys and values are still to be computed: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed

@@ -1,0 +1,170 @@
+"""Tool calls that a model writes as JSON: `{"name": "f", "arguments": {...}}`, one or several, in a list or not.
+
+A call is certain once its name is there and its arguments begin; from then on they are handed on as they come, as the
+model writes them, even where they turn out to be no JSON. In any other order of members the object is read whole. What
+is no call is not touched: its reader hands it on as content.
+"""
+
+import json
+import re
+from collections.abc import Collection, Generator
+from typing import Any
+
+from fp8serve.server.answers.feed import Arguments, Call, Content, Feed, Part, accept, skip, until
+
+_BETWEEN = " \t\r\n,;["  # two calls may stand in a list, or be joined by a semicolon
+_AFTER = r"[\s,;\]]*"
+_BEGUN = re.compile(
+    r'[ \t\r\n,;\[]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_OUTSIDE = re.compile(r'[^"{}\[\]\\\'<>`|()]*')
+_STRING = re.compile(r'[^"\\]*')
+
+
+class Nesting:
+    """How deep in objects and lists a JSON text is that arrives in pieces."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self.depth, self.broken = depth, False
+        self._in_string = self._escaped = False
+
+    def read(self, text: str) -> tuple[int, bool]:
+        """How many characters of `text` belong to the value, and whether it closes there; stops where no JSON does."""
+        at = 0
+        while at < len(text) and not self.broken:
+            at = self._run(text, at)
+            if at < len(text):
+                closed = self._step(text[at])
+                at += not self.broken
+                if closed:
+                    return at, True
+        return at, False
+
+    def _run(self, text: str, at: int) -> int:
+        """Behind the characters that change nothing."""
+        if self._escaped:
+            return at
+        found = (_STRING if self._in_string else _OUTSIDE).match(text, at)
+        return found.end() if found else at
+
+    def _step(self, character: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif character == '"':
+            self._in_string = not self._in_string
+        elif self._in_string:
+            self._escaped = character == "\\"
+        elif character in "{[":
+            self.depth += 1
+        elif character in "}]":
+            self.depth -= 1
+            return self.depth <= 0
+        else:
+            self.broken = True
+        return False
+
+
+def json_calls(
+    feed: Feed, opening: str, closing: str = "", names: Collection[str] | None = None
+) -> Generator[Part | None, None, bool]:
+    """The calls behind the mark `opening`, and `closing`, if the model writes it. False when there is no call.
+
+    `names`: the only ones that make a call.
+    """
+    if not (yield from json_call(feed, closing, names)):
+        yield Content(feed.space + opening)
+        return False
+    while (yield from skip(feed, _AFTER)) == "{":
+        if not (yield from json_call(feed, closing, names)):
+            return True
+    if closing:
+        yield from accept(feed, closing)
+    return True
+
+
+def json_call(
+    feed: Feed, closing: str = "", names: Collection[str] | None = None
+) -> Generator[Part | None, None, bool]:
+    """One call; False, and nothing taken, when there is none."""
+    nesting, read = Nesting(), 0
+    while (begun := _BEGUN.match(feed.text)) is None:
+        if not nesting.depth:
+            read = len(feed.text) - len(feed.text.lstrip(_BETWEEN))
+            if feed.text[read : read + 1] not in ("", "{"):
+                return False
+        length, closed = nesting.read(feed.text[read:])
+        read += length
+        if closed:
+            return (yield from _whole(feed, read, names))
+        if nesting.broken or feed.ended:
+            return False
+        yield None
+    name = _loads(begun[1])
+    if not isinstance(name, str) or (names is not None and name not in names):
+        return False
+    yield Call(name)
+    feed.take(begun.end())
+    if (yield from value(feed, closing)):
+        yield from _rest_of_object(feed)
+    return True
+
+
+def _whole(feed: Feed, length: int, names: Collection[str] | None) -> Generator[Part, None, bool]:
+    found = call_of(_loads(feed.text[:length].lstrip(_BETWEEN)))
+    if found is None or (names is not None and found[0] not in names):
+        return False
+    feed.take(length)
+    yield Call(found[0])
+    yield Arguments(found[1])
+    return True
+
+
+def value(feed: Feed, closing: str = "") -> Generator[Part | None, None, bool]:
+    """Hands on a JSON value as arguments. False when it is none, and everything up to `closing` was handed on."""
+    nesting = Nesting()
+    while True:
+        length, closed = nesting.read(feed.text)
+        if length:
+            yield Arguments(feed.take(length))
+        if closed:
+            return True
+        if nesting.broken or feed.ended:
+            yield from until(feed, Arguments, (closing,) if closing else ())
+            return False
+        yield None
+
+
+def _rest_of_object(feed: Feed) -> Generator[None, None, None]:
+    """Leaves out what is between the arguments and the end of the object: its brace, which may be missing."""
+    following = yield from skip(feed)
+    if following == "}":
+        feed.take(1)
+    elif following == ",":  # such as an id, of which we make our own
+        nesting = Nesting(1)
+        while True:
+            length, closed = nesting.read(feed.text)
+            feed.take(length)
+            if closed or nesting.broken or feed.ended:
+                return
+            yield None
+
+
+def call_of(found: Any) -> tuple[str, str] | None:
+    """Name and arguments of what is a call, however its members are ordered and wrapped."""
+    if isinstance(found, dict) and isinstance(found.get("function"), dict):
+        found = found["function"]
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
+        return None
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _loads(arguments or "{}")
+    if arguments is None:
+        arguments = {}
+    return (found["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

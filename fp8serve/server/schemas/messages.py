@@ -1,0 +1,102 @@
+"""The turns of a conversation as OpenAI writes them: what was said, which tools were called, what these returned."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from fp8serve.server.schemas.bodies import Strict
+
+MAX_CALLS = 128
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """`arguments` is JSON text, as a model wrote it: not always JSON. `parsed_arguments`: added by OpenAI's client."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str
+    parsed_arguments: Any = None
+
+    def plain(self) -> dict[str, Any]:
+        """With the arguments as an object, which is what templates expect."""
+        return {"name": self.name, "arguments": _object(self.arguments)}
+
+
+class ToolCall(Strict):
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # from a stream
+
+
+class Message(Strict):
+    """One turn. `content` is a text or a list of text parts; an assistant that called tools may have none.
+
+    An answer of this server, or of OpenAI's, can be sent back as it is: hence the fields that may only be null.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[TextPart], Field(min_length=1, max_length=256)] | str | None = None
+    name: Annotated[str, Field(max_length=64)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    parsed: Any = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("content", "content is missing; only an assistant's may be null")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("tool_calls", "tool_calls belong to an assistant")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise PydanticCustomError("tool_call_id", "a message of the role tool, and no other, has a tool_call_id")
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+
+    def plain(self) -> dict[str, Any]:
+        """What chat templates understand. `developer` is OpenAI's newer word for `system`."""
+        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            said["content"] = self.text or None
+            said["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.plain()} for call in self.tool_calls
+            ]
+        if reasoning := self.reasoning_content or self.reasoning:
+            said["reasoning_content"] = reasoning
+        return said | ({"tool_call_id": self.tool_call_id} if self.role == "tool" else {})
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """What chat templates understand; a result carries the name of the tool that was called."""
+    called = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    found = []
+    for message in messages:
+        name = message.name or called.get(message.tool_call_id or "") if message.role == "tool" else None
+        found.append(message.plain() | ({"name": name} if name else {}))
+    return found
+
+
+def _object(text: str) -> Any:
+    """JSON text as an object; what is none stays as it is."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text

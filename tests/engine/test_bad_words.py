@@ -1,0 +1,62 @@
+"""Bad words never stand in an answer, whatever tokens it is written in."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8serve.engine.bad_words import Bans
+
+TOKENS = ["a", "b", "c", "ab", "bc", "cab", "abc", " a", "é", "<end>", "<special>"]
+
+
+class Texts:
+    """A vocabulary of pieces; the last but one ends an answer, the last is special."""
+
+    special_ids = frozenset({10})
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
+
+    def token_text(self, token_id: int) -> str:
+        return TOKENS[token_id] if token_id < len(TOKENS) else ""  # a vocabulary is often padded
+
+
+def bans() -> Bans:
+    return Bans(Texts(), 16, (9,))
+
+
+@given(st.lists(st.sampled_from(["a", "ab", "bca", "cc", "abcabc", "é", "c a"]), min_size=1, max_size=3), st.data())
+def test_exactly_what_would_complete_a_word_is_ruled_out(words: list[str], data: st.DataObject) -> None:
+    ban = bans().ban(tuple(words))
+    assert ban is not None
+    text = ""
+    for _ in range(12):
+        wrong = {i for i in range(9) if any(word in text + TOKENS[i] for word in words)}
+        assert set(ban.tokens().tolist()) == wrong
+        token = data.draw(st.sampled_from([i for i in range(11) if i not in wrong]))
+        text += TOKENS[token] if token < 9 else ""
+        ban.accept(token)
+
+
+def test_a_special_token_is_a_word_only_by_its_whole_name() -> None:
+    for words, expected in ((("<special>",), {10}), (("<end>",), {9}), (("special", "e", "<"), set[int]())):
+        ban = bans().ban(words)
+        assert ban is not None
+        assert set(ban.tokens().tolist()) == expected
+
+
+def test_a_half_character_is_completed_by_its_other_half() -> None:
+    """Tokens of a byte-level vocabulary may end within a character."""
+
+    class Halves(Texts):
+        def token_bytes(self, token_id: int) -> bytes:
+            return [b"\xc3", b"\xa9", b"\xff", b"x"][token_id]
+
+    ban = Bans(Halves(), 4).ban(("é",))
+    assert ban is not None
+    assert ban.tokens().tolist() == []
+    ban.accept(0)
+    assert ban.tokens().tolist() == [1]
+
+
+def test_no_words_are_no_ban() -> None:
+    assert Bans(None, 16).ban(()) is None

@@ -1,0 +1,154 @@
+"""What clients send beside a prompt, on every route that generates."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fp8serve.engine.output import RequestOutput, TokenLogprob
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+from tests.server.conftest import Server, Start
+from tests.server.fakes import FakeEngine, Launcher
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+TEXT = {"prompt": "ab", "max_tokens": 2}
+
+
+class Listening(FakeEngine):
+    """Remembers requests; the later of several answers is the more probable one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Request] = []
+
+    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        self.heard.append(request)
+        number = int(request.request_id.rpartition("-")[2])
+        async for output in super()._outputs(request):
+            told = output.logprobs and tuple(TokenLogprob(item.token_id, number - 10.0) for item in output.logprobs)
+            yield replace(output, logprobs=told)
+
+
+async def params(server: Server, route: str, body: dict[str, Any]) -> SamplingParams:
+    answer = await server.client.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    engine = server.launcher.engine
+    assert isinstance(engine, Listening)
+    return engine.heard[-1].params
+
+
+async def test_every_route_takes_them(start: Start) -> None:
+    asked: dict[str, Any] = {
+        "logit_bias": {"97": -100, "98": 2.5},
+        "bad_words": ["damn"],
+        "stop_token_ids": [7],
+        "min_tokens": 1,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    async with start(Launcher(Listening)) as server:
+        for route, body in (
+            ("/v1/completions", TEXT | asked),
+            ("/v1/chat/completions", CHAT | asked),
+            ("/generate", {"inputs": "ab", "parameters": asked}),
+        ):
+            found = await params(server, route, body)
+            assert found.logit_bias == ((97, -100.0), (98, 2.5))
+            assert (found.bad_words, found.stop_token_ids, found.min_tokens) == (("damn",), (7,), 1)
+            assert (found.skip_special_tokens, found.include_stop_str_in_output) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": {"1": "2"}}, "logit_bias.1"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"999": 1}}, None),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words.0"),
+        ({"bad_words": ["x"] * 65}, "bad_words"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens"),
+        ({"min_tokens": 3}, None),
+        ({"n": 129}, "n"),
+    ],
+)
+async def test_nonsense_is_named(start: Start, change: dict[str, Any], param: str | None) -> None:
+    async with start() as server:
+        for route, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+            answer = await server.client.post(route, json=body | change)
+            assert answer.status_code == 400, answer.text
+            found = answer.json()["error"]["param"] or ""
+            assert found.startswith(param or ""), found
+
+
+async def test_the_end_is_part_of_the_text_and_of_its_log_probabilities(start: Start) -> None:
+    """Held back or not, streamed or not; without it the tokens of a stop string are no part of the answer."""
+    async with start() as server:
+        ask = {"prompt": "abcd", "max_tokens": 8, "stop": ["cd"], "logprobs": 0}
+        for shows, text in ((False, "ab"), (True, "abcd")):
+            said = (
+                await server.client.post("/v1/completions", json=ask | {"include_stop_str_in_output": shows})
+            ).json()
+            choice = said["choices"][0]
+            assert choice["text"] == text
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+async def test_128_answers_to_one_prompt(start: Start) -> None:
+    async with start() as server:
+        said = (await server.client.post("/v1/chat/completions", json=CHAT | {"n": 128})).json()
+        assert [choice["index"] for choice in said["choices"]] == list(range(128))
+        assert said["usage"]["completion_tokens"] == 256
+
+
+async def test_the_best_of_several_are_returned(start: Start) -> None:
+    async with start(Launcher(Listening)) as server:
+        ask = {"prompt": ["ab", "cd"], "n": 2, "best_of": 4, "max_tokens": 3}
+        said = (await server.client.post("/v1/completions", json=ask)).json()
+        assert [(c["index"], c["text"], c["logprobs"]) for c in said["choices"]] == [
+            (0, "aba", None),
+            (1, "aba", None),
+            (2, "cdc", None),
+            (3, "cdc", None),
+        ]
+        assert said["usage"]["completion_tokens"] == 24  # of all that were generated
+        told = (await server.client.post("/v1/completions", json=ask | {"logprobs": 0})).json()["choices"]
+        assert [choice["logprobs"]["token_logprobs"][0] for choice in told] == [-7.0, -8.0, -3.0, -4.0]
+
+
+@pytest.mark.parametrize(
+    "change", [{"best_of": 2, "n": 3}, {"best_of": 2, "stream": True}, {"best_of": 0}, {"best_of": 200}]
+)
+async def test_a_best_of_that_cannot_be_is_refused(start: Start, change: dict[str, Any]) -> None:
+    async with start() as server:
+        assert (await server.client.post("/v1/completions", json=TEXT | change)).status_code == 400
+
+
+async def test_a_template_gets_further_variables(start: Start, settings: Any) -> None:
+    (settings.model / "chat_template.jinja").write_text(
+        "{{ 'yes' if thinks else 'no' }}{% if documents %}{{ documents[0].text }}{% endif %}"
+    )
+    async with start() as server:
+        for variables, text in (
+            ({"thinks": True}, "yesyes"),
+            (None, "nonono"),
+            ({"documents": [{"text": "!"}]}, "no!no"),
+        ):
+            asked = CHAT | {"max_tokens": 6, "chat_template_kwargs": variables}
+            said = (await server.client.post("/v1/chat/completions", json=asked)).json()
+            assert said["choices"][0]["message"]["content"].startswith(text[:5])
+            body = {"messages": CHAT["messages"], "chat_template_kwargs": variables}
+            assert (await server.client.post("/tokenize", json=body)).json()["count"] in (2, 3)
+        for wrong in ({"messages": []}, {"add_generation_prompt": False}, [1], {str(i): i for i in range(65)}):
+            answer = await server.client.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": wrong})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+async def test_health_answers_to_head(start: Start) -> None:
+    async with start() as server:
+        answer = await server.client.head("/health")
+        assert (answer.status_code, answer.content) == (200, b"")

@@ -1,0 +1,210 @@
+"""Tools on /v1/chat/completions. The engine repeats its prompt, so what the user says last is what the model writes."""
+
+import json
+from typing import Any
+
+import pytest
+
+from fp8serve.model.text.chat import ChatTemplate
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.server.answers.choice import AnswerFormat, choose
+from tests.server.conftest import Server, Start
+from tests.server.fakes import FakeEngine, Launcher, byte_backend
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+class EchoLauncher(Launcher):
+    """Its models' template is the last message alone."""
+
+    async def __call__(self, source: Any) -> tuple[FakeEngine, Tokenizer]:
+        engine, _ = await super().__call__(source)
+        template = ChatTemplate("{% if tools %}{% endif %}{{ messages[-1].content }}", {})
+        return engine, Tokenizer(byte_backend(), {"eos_token": "<eos>"}, template)
+
+
+def echo(directory: Any) -> EchoLauncher:
+    (directory / "chat_template.jinja").write_text("{% if tools %}{% endif %}{{ messages[-1].content }}")
+    return EchoLauncher()
+
+
+async def ask(server: Server, text: str, **further: Any) -> Any:
+    """The model writes exactly `text`."""
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": len(text), "tools": [WEATHER]}
+    return await server.client.post("/v1/chat/completions", json=body | further)
+
+
+async def choice(server: Server, text: str, **further: Any) -> dict[str, Any]:
+    said = await ask(server, text, **further)
+    assert said.status_code == 200, said.text
+    found: dict[str, Any] = said.json()["choices"][0]
+    return found
+
+
+@pytest.fixture
+def talking(start: Start, settings: Any) -> Any:
+    return lambda **changes: start(echo(settings.model), **({"tool_parser": "hermes"} | changes))
+
+
+async def test_a_call_is_a_call(talking: Any) -> None:
+    async with talking() as server:
+        message = (await choice(server, "Hm. " + CALL))["message"]
+        assert message["content"] == "Hm."
+        (call,) = message["tool_calls"]
+        assert call["id"].startswith("call_")
+        assert call["type"] == "function"
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+        assert (await choice(server, CALL))["message"]["content"] is None
+
+
+async def test_a_stream_brings_the_same(talking: Any) -> None:
+    async with talking() as server:
+        said = await ask(server, "Hm. " + CALL, stream=True)
+        chunks = [json.loads(line[6:]) for line in said.text.splitlines() if line.startswith("data: {")]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "Hm."
+        pieces = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+        assert pieces[0]["function"] == {"name": "weather", "arguments": ""}
+        assert pieces[0]["id"].startswith("call_")
+        assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"city": "Paris"}'
+        assert len(pieces) > 5
+        assert all(piece["index"] == 0 and "id" not in piece for piece in pieces[1:])
+
+
+async def test_without_tools_or_with_none_the_text_is_content(talking: Any) -> None:
+    async with talking() as server:
+        for further in ({"tools": None}, {"tool_choice": "none"}):
+            message = (await choice(server, CALL, **further))["message"]
+            assert message["content"] == CALL
+            assert "tool_calls" not in message
+
+
+async def test_one_call_at_a_time(talking: Any) -> None:
+    async with talking() as server:
+        assert len((await choice(server, CALL + CALL))["message"]["tool_calls"]) == 2
+        assert len((await choice(server, CALL + CALL, parallel_tool_calls=False))["message"]["tool_calls"]) == 1
+
+
+async def test_reasoning_is_apart(talking: Any) -> None:
+    async with talking(reasoning_parser="think") as server:
+        message = (await choice(server, "<think>\nHm.\n</think>\n\nYes."))["message"]
+        assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "Yes.")
+        said = await ask(server, "<think>Hm.</think>Yes.", stream=True)
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in said.text.splitlines() if '"delta"' in line]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+        assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+
+
+async def test_a_model_of_which_nothing_is_known_is_given_no_tools(talking: Any) -> None:
+    async with talking(tool_parser="none") as server:
+        said = await ask(server, "hi")
+        assert said.status_code == 400
+        assert said.json()["error"]["param"] == "tools"
+        assert (await ask(server, "hi", tools=[])).status_code == 200
+
+
+CALLED = [{"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}]
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "18 degrees"}
+
+
+async def test_a_history_of_calls_reaches_the_template(start: Start) -> None:
+    """The test server's own template knows no tools."""
+    async with start() as server:
+        asked = {"role": "user", "content": "Weather?"}
+        history = [asked, {"role": "assistant", "content": None, "tool_calls": CALLED, "refusal": None}, RESULT, RESULT]
+        body = {"messages": history, "tools": [WEATHER]}
+        said = await server.client.post("/tokenize", json=body | {"return_token_strs": True})
+        text = "".join(said.json()["token_strs"])
+        assert text.startswith("<system># Tools")
+        assert json.dumps(WEATHER["function"]["name"]) in text
+        assert '<assistant><tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n' in text
+        result = "<tool_response>\n18 degrees\n</tool_response>"
+        assert f"<user>{result}\n{result}\n<assistant>" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": "weather"}, "tools"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+        ({"tools": [{"type": "retrieval"}]}, "type"),
+        ({"tools": [WEATHER] * 129}, "tools"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": None}]}, "content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": CALLED}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}]}, "function"),
+    ],
+)
+async def test_nonsense_is_refused_by_name(talking: Any, change: dict[str, Any], param: str) -> None:
+    async with talking() as server:
+        said = await ask(server, "hi", **change)
+        assert said.status_code == 400
+        assert param in str(said.json()["error"])
+
+
+@pytest.mark.parametrize(
+    ("template", "takes", "tools", "reasoning"),
+    [
+        ("{{ messages }}", False, "hermes", "none"),
+        ("{{ tools }}<tool_call>", True, "hermes", "none"),
+        ("{{ tools }}<tool_call><think></think>", True, "hermes", "think"),
+        ("{{ tools }}<tool_call><function=", True, "qwen3-coder", "none"),
+        ("{{ tools }}[TOOL_CALLS][THINK]", True, "mistral", "mistral"),
+        ("{{ tools }}<|tool_call|>Here is my thought process:", True, "granite", "granite"),
+        ("{{ tools }}<|channel|>", True, "gpt-oss", "gpt-oss"),
+        ("{{ tools }}<｜tool▁calls▁begin｜></think>", True, "deepseek", "think"),
+        ("{{ tools }}<|start_header_id|>ipython", True, "llama3", "none"),
+        ("{{ tools }} in a way of its own", True, "none", "none"),
+    ],
+)
+def test_formats_are_found_from_the_template(template: str, takes: bool, tools: Any, reasoning: Any) -> None:
+    assert choose(template, takes, AnswerFormat("auto", "auto")) == AnswerFormat(tools, reasoning)
+    assert choose(template, takes, AnswerFormat("llama3", "none")) == AnswerFormat("llama3", "none")
+
+
+@pytest.mark.parametrize(
+    ("further", "said", "unsaid"),
+    [
+        ({"tool_choice": "required"}, ("named_0", "call)*"), "begun"),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ("named_0",), "call)*"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, ("weather",), "call)*"),
+        ({"tools": [{"type": "function", "function": WEATHER["function"] | {"strict": True}}]}, ("begun",), "call)*"),
+        ({"response_format": {"type": "json_object"}}, ("content: %json", "call)*"), "begun"),
+    ],
+)
+async def test_calls_are_held_to_a_grammar(talking: Any, further: Any, said: tuple[str, ...], unsaid: str) -> None:
+    async with talking() as server:
+        assert (await ask(server, "hi", **further)).status_code == 200
+        params = server.launcher.engine.requests[-1].params
+        assert params.form.keys() == {"grammar"}
+        assert all(text in params.grammar for text in said)
+        assert unsaid not in params.grammar
+
+
+async def test_a_grammar_without_need_is_none(talking: Any) -> None:
+    async with talking() as server:
+        await ask(server, "hi")
+        assert not server.launcher.engine.requests[-1].params.form
+
+
+async def test_a_call_can_be_forced_where_no_format_is_known(talking: Any) -> None:
+    async with talking(tool_parser="none") as server:
+        assert (await choice(server, CALL, tool_choice="required"))["message"]["tool_calls"]
+
+
+async def test_a_schema_that_no_grammar_can_hold_is_refused(talking: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "colour"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    async with talking() as server:
+        assert (await ask(server, "hi", tools=[tool])).status_code == 200
+        assert (await ask(server, "hi", tools=[tool], tool_choice="required")).status_code == 400
+        tool["function"] = {"name": "f", "parameters": {"type": "string"}}
+        assert (await ask(server, "hi", tools=[tool])).status_code == 400
