@@ -82,12 +82,19 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
         model = load_encoder(source, "bf16", device=asked.device).requires_grad_(False)
         convert(model)
         linears = {name: cast(Linear, model.get_submodule(name)) for name in model.linear_names()}
-        pooling = read_pooling(source) if has_pooling(source) else Pooling("mean", normalized=False)
+        pooling = _pooling(source, model.config)
         batches = _batches(asked, source, model.config)
         observer = Observer(linears, delayed(recipe) or DelayedScaling())
     job = EncoderJob(source, recipe, asked, stages, model, linears, batches, pooling, observer)
     job.keep(kept_reports(model, left_out(list(linears), asked.skip or (), asked.only or ())))
     return job
+
+
+def _pooling(source: Path, config: EncoderConfig) -> Pooling:
+    """As the directory says; without a word a head's is what it reads, and another's the mean."""
+    if has_pooling(source):
+        return read_pooling(source)
+    return Pooling("mean" if config.head is None else "cls", normalized=False)
 
 
 def _batches(asked: CalibrationOptions, source: Path, config: EncoderConfig) -> Batches:

@@ -127,6 +127,12 @@ class EngineClient:
         inputs = [list(ids) for ids in inputs]
         return [b64decode(text) for text in await self._ask("embed", inputs=inputs, dimensions=dimensions)]
 
+    async def classify(self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For each list of token ids the score of every label. RequestError: see `Classifier.classify_ids`; the model
+        has no labels."""
+        rows = {"inputs": [list(ids) for ids in inputs], "segments": [list(parts) for parts in segments]}
+        return [list(scores) for scores in await self._ask("classify", **rows)]
+
     async def drain(self, deadline: float) -> None:
         """Takes no new request, lets running ones finish for `deadline` seconds, then ends the process."""
         self._write("drain", deadline=deadline)

@@ -1,10 +1,6 @@
-"""Texts in, one vector for each out: an embedding model, without a cache and without a scheduler.
+"""Texts in, one vector for each out: an embedding model, without a cache and without a scheduler."""
 
-Texts of one call are computed together, as many as fit a step, one behind the other and without padding; what a text
-gets does not depend on the others (invariant.py, model/network/encoder.py).
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.engine.accelerator import check_device
-from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
-from fp8serve.engine.loading import parse_recipe
 from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
-from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.checkpoint import load_encoder
-from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.pooling import Pooling, read_pooling
-from fp8serve.model.text.tokenizer import Tokenizer
 
 Text = str | Sequence[int]
 
@@ -42,22 +32,15 @@ class Embedder:
     """
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
-        self.options = EngineOptions.of(options)
-        if self.options.speculative_tokens:
-            raise RequestError("An embedding model writes nothing that could be drafted; leave speculative_tokens out.")
-        check_device(self.options.device)
-        scales = None if self.options.scales is None else Path(self.options.scales)
-        self.model = load_encoder(model_dir, parse_recipe(self.options.recipe), scales, self.options.device)
         self.pooling: Pooling = read_pooling(model_dir)
-        self.tokenizer = Tokenizer.from_dir(model_dir)
-        self.frozen = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}
-        _separate_rows(self.model, self.frozen, self.options)
+        self.encoder = TextEncoder(model_dir, EngineOptions.of(options), self.pooling.max_length)
+        self.options, self.model = self.encoder.options, self.encoder.model
+        self.tokenizer, self.frozen = self.encoder.tokenizer, self.encoder.frozen
 
     @property
     def max_length(self) -> int:
         """Tokens of the longest text."""
-        most = self.model.config.max_length
-        return min(most, self.pooling.max_length or most)
+        return self.encoder.max_length
 
     @property
     def dimensions(self) -> int:
@@ -82,8 +65,9 @@ class Embedder:
         self._check(texts, dimensions)
         sequences = [self._ids(text, prompt_name, truncate) for text in texts]
         found: list[Tensor] = [torch.empty(0)] * len(sequences)
-        for group in self._groups([len(ids) for ids in sequences]):
-            for index, vector in zip(group, self._vectors([sequences[i] for i in group], dimensions), strict=True):
+        for step in self.encoder.run(sequences):
+            vectors = self.pooling(step.hidden, step.lengths, dimensions).cpu()
+            for index, vector in zip(step.indexes, vectors, strict=True):
                 found[index] = vector
         return Embedded(torch.stack(found), [len(ids) for ids in sequences])
 
@@ -95,37 +79,6 @@ class Embedder:
 
     def _ids(self, text: Text, prompt_name: str | None, truncate: bool) -> list[int]:
         ids = self.tokenizer.encode(self.pooling.prompt(prompt_name) + text) if isinstance(text, str) else list(text)
-        most, size = self.max_length, self.model.config.vocab_size
-        if len(ids) > most and truncate:
-            ids = ids[: most - 1] + ids[-1:] if ids[-1] in self.tokenizer.special_ids else ids[:most]
-        if not 0 < len(ids) <= most:
-            raise RequestError(f"The text has {len(ids)} tokens; this model embeds texts of 1 to {most}.")
-        if odd := [i for i in ids if not 0 <= i < size]:
-            raise RequestError(f"Token id {odd[0]} is outside the vocabulary of {size} tokens.")
+        ids = self.tokenizer.first_of(ids, self.max_length) if truncate else ids
+        self.encoder.check(ids)
         return ids
-
-    def _groups(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Indexes of texts that are computed together: neighbours, as many as fit a step, and at least one."""
-        group: list[int] = []
-        for index, length in enumerate(lengths):
-            if group and sum(lengths[i] for i in group) + length > self.options.step_tokens:
-                yield group
-                group = []
-            group.append(index)
-        yield group
-
-    def _vectors(self, sequences: Sequence[list[int]], dimensions: int | None) -> Tensor:
-        lengths = [len(ids) for ids in sequences]
-        ids = torch.tensor([i for sequence in sequences for i in sequence], device=self.options.device)
-        return self.pooling(self.model(ids, lengths), lengths, dimensions).cpu()
-
-
-def _separate_rows(model: Encoder, frozen: dict[str, FrozenLinear], options: EngineOptions) -> None:
-    """Makes every linear's rows independent of each other; see loading.py for the same of a decoder."""
-    for layer in frozen.values():
-        layer.make_rows_independent()
-    if own_products(options.device):
-        use_own_products(model)
-    elif torch.device(options.device).type != "cuda":
-        plain = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        make_row_independent(model, {**frozen, **plain}, torch.bfloat16, options.step_tokens)

@@ -1,4 +1,4 @@
-"""An embedding model in the engine's process: what `worker.py` asks of an engine, where nothing is generated."""
+"""An encoder in the engine's process: what `worker.py` asks of an engine, where nothing is generated."""
 
 import time
 from base64 import b64encode
@@ -9,35 +9,40 @@ from typing import Any
 
 import torch
 
+from fp8serve.engine.classifying import Classifier
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.output import RequestOutput
-from fp8serve.engine.request import EngineLimits, Request
+from fp8serve.engine.request import EngineLimits, Request, Task
+from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
 from fp8serve.fp8 import ops
+from fp8serve.model.config.either import read_any_config
+from fp8serve.model.config.encoder import EncoderConfig
 
 
-class EmbeddingEngine:
-    """Takes no requests that generate: every call of `embed` is answered at once."""
+class EncoderEngine:
+    """Takes no requests that generate: every call is answered at once."""
 
-    def __init__(self, model_dir: str | Path, **options: Any) -> None:
-        """As `Embedder`; RequestError, too, for an option that only a model which generates can have."""
-        started = time.monotonic()
-        if options.get("roll_history"):
-            raise RequestError("roll_history is for models that generate, and this one embeds; leave it out.")
-        self.embedder = Embedder(model_dir, **options)
-        self.model_dir = Path(model_dir)
-        self.limits = EngineLimits(
-            self.embedder.max_length, 1, 1, self.embedder.model.config.vocab_size, generates=False
-        )
+    task: Task
+
+    def __init__(self, model_dir: str | Path, encoder: TextEncoder, started: float) -> None:
+        """started: on the monotonic clock."""
+        self.model_dir, self.encoder = Path(model_dir), encoder
+        self.limits = EngineLimits(encoder.max_length, 1, 1, encoder.model.config.vocab_size, task=self.task)
         self._totals: Counter[str] = Counter()
         self._load_seconds = time.monotonic() - started
 
     def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None) -> list[str]:
-        """Of each list of token ids the vector, FP32, little-endian, as base64. RequestError: see `Embedder.embed`."""
-        found = self.embedder.embed(inputs, dimensions=dimensions)
-        self._totals["computed"] += sum(found.tokens)
+        """RequestError: the model makes no vectors."""
+        raise RequestError("This is a classifier, which makes no vectors; ask /classify for its labels.")
+
+    def classify(self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> list[list[float]]:
+        """RequestError: the model has no labels."""
+        raise RequestError("This is an embedding model, which has no labels; ask /v1/embeddings for vectors.")
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        self._totals["computed"] += sum(tokens)
         self._totals["steps"] += 1
-        return [b64encode(vector.numpy().astype("<f4").tobytes()).decode() for vector in found.vectors]
 
     def add_request(self, request: Request) -> None:
         """RequestError."""
@@ -81,21 +86,77 @@ class EmbeddingEngine:
 
     def info(self) -> dict[str, Any]:
         """What runs, and with which limits."""
-        embedder, pooling = self.embedder, self.embedder.pooling
+        encoder, options = self.encoder, self.encoder.options
         return {
             "model": str(self.model_dir),
-            "architecture": embedder.model.config.architecture,
-            "task": "embed",
-            "recipe": embedder.options.recipe,
-            "fp8_layers": len(embedder.frozen),
-            "device": embedder.options.device,
-            "dtype": str(next(embedder.model.parameters()).dtype).removeprefix("torch."),
-            "max_model_len": embedder.max_length,
-            "dimensions": embedder.dimensions,
+            "architecture": encoder.model.config.architecture,
+            "task": self.task,
+            "recipe": options.recipe,
+            "fp8_layers": len(encoder.frozen),
+            "device": options.device,
+            "dtype": str(next(encoder.model.parameters()).dtype).removeprefix("torch."),
+            "max_model_len": encoder.max_length,
+            "vocab_size": encoder.model.config.vocab_size,
+            "kernels": ops.backends(torch.device(options.device).type),
+            "load_seconds": round(self._load_seconds, 3),
+        }
+
+
+class EmbeddingEngine(EncoderEngine):
+    """Makes vectors."""
+
+    task = "embed"
+
+    def __init__(self, model_dir: str | Path, **options: Any) -> None:
+        """As `Embedder`."""
+        started = time.monotonic()
+        self.embedder = Embedder(model_dir, **options)
+        super().__init__(model_dir, self.embedder.encoder, started)
+
+    def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None) -> list[str]:
+        """Of each list of token ids the vector, FP32, little-endian, as base64. RequestError: see `Embedder.embed`."""
+        found = self.embedder.embed(inputs, dimensions=dimensions)
+        self._count(found.tokens)
+        return [b64encode(vector.numpy().astype("<f4").tobytes()).decode() for vector in found.vectors]
+
+    def info(self) -> dict[str, Any]:
+        """And how vectors are made."""
+        pooling = self.embedder.pooling
+        return super().info() | {
+            "dimensions": self.embedder.dimensions,
             "pooling": pooling.mode,
             "normalized": pooling.normalized,
             "prompt": pooling.prompt(None),
-            "vocab_size": embedder.model.config.vocab_size,
-            "kernels": ops.backends(torch.device(embedder.options.device).type),
-            "load_seconds": round(self._load_seconds, 3),
+            "prompts": dict(pooling.prompts),
         }
+
+
+class ClassifyingEngine(EncoderEngine):
+    """Scores labels."""
+
+    task = "classify"
+
+    def __init__(self, model_dir: str | Path, **options: Any) -> None:
+        """As `Classifier`."""
+        started = time.monotonic()
+        self.classifier = Classifier(model_dir, **options)
+        super().__init__(model_dir, self.classifier.encoder, started)
+
+    def classify(self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of each list of token ids the score of every label. RequestError: see `Classifier.classify_ids`."""
+        found = self.classifier.classify_ids(inputs, segments)
+        self._count(found.tokens)
+        rows: list[list[float]] = found.scores.tolist()
+        return rows
+
+    def info(self) -> dict[str, Any]:
+        """And what is scored."""
+        head = self.classifier.head
+        return super().info() | {"labels": list(head.labels), "activation": head.activation}
+
+
+def encoder_engine(model_dir: Path, **options: Any) -> EncoderEngine:
+    """By what the directory holds."""
+    config = read_any_config(model_dir)
+    has_labels = isinstance(config, EncoderConfig) and config.head is not None
+    return (ClassifyingEngine if has_labels else EmbeddingEngine)(model_dir, **options)

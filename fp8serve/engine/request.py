@@ -10,7 +10,7 @@ Not here: `n` completions of one prompt are `n` requests, made by the caller; th
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Len
 
@@ -55,6 +55,13 @@ class Request:
         return cls(**{**known_fields(cls, data), "params": SamplingParams(**params)})
 
 
+Task = Literal["generate", "embed", "classify"]
+_NO_TEXT: dict[Task, str] = {
+    "embed": "This is an embedding model, which writes no text; ask /v1/embeddings for vectors.",
+    "classify": "This is a classifier, which writes no text; ask /classify, /v1/rerank or /v1/score.",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What a running engine can hold; every number of a refusal comes from here."""
@@ -64,12 +71,17 @@ class EngineLimits:
     block_size: int  # tokens
     vocab_size: int
     has_tokenizer: bool = True
-    generates: bool = True  # False: of an embedding model
+    task: Task = "generate"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model writes text."""
+        return self.task == "generate"
 
     def check(self, request: Request) -> None:
         """Raises RequestError when `request` could never run, however long it waited."""
         if not self.generates:
-            raise RequestError("This is an embedding model, which writes no text; ask /v1/embeddings for vectors.")
+            raise RequestError(_NO_TEXT[self.task])
         prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
         if prompt + new > self.max_model_len:
             raise RequestError(

@@ -4,6 +4,7 @@ It connects to the AF_UNIX socket that its owner listens on (`client.py`) and sp
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
           embed {id, inputs, dimensions}
+          classify {id, inputs, segments}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
           refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
 
@@ -29,7 +30,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from fp8serve.ending import end_process
-from fp8serve.engine.embedding_engine import EmbeddingEngine
+from fp8serve.engine.embedding_engine import EncoderEngine, encoder_engine
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
@@ -70,7 +71,7 @@ class Connection:
 class Worker:
     """Steps an engine, obeys the inbox between steps."""
 
-    def __init__(self, connection: Connection, engine: Engine | EmbeddingEngine) -> None:
+    def __init__(self, connection: Connection, engine: Engine | EncoderEngine) -> None:
         self._connection = connection
         self._engine = engine
         self._closed = False
@@ -81,7 +82,8 @@ class Worker:
             "abort": self._abort,
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
-            "embed": self._embed,
+            "embed": lambda message: self._encode(message, "dimensions"),
+            "classify": lambda message: self._encode(message, "segments"),
             "drain": self._drain,
             "close": self._close,
         }
@@ -128,12 +130,12 @@ class Worker:
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
 
-    def _embed(self, message: Message) -> None:
+    def _encode(self, message: Message, argument: str) -> None:
         self._step_began = time.monotonic()
         try:
-            if not isinstance(self._engine, EmbeddingEngine):
+            if not isinstance(self._engine, EncoderEngine):
                 raise RequestError("This model writes text and makes no vectors; serve an embedding model.")
-            self._reply(message, self._engine.embed(message["inputs"], message["dimensions"]))
+            self._reply(message, getattr(self._engine, message["op"])(message["inputs"], message[argument]))
         except Fp8ServeError as problem:
             self._connection.send("reply", id=message["id"], **_described(problem))
         finally:
@@ -174,10 +176,10 @@ class Heartbeat:
         self._stop.set()
 
 
-def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EmbeddingEngine | None:
+def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
     """The engine; None where it cannot be loaded, and the owner is told why."""
     try:
-        return (EmbeddingEngine if holds_encoder(model) else Engine)(model, **asdict(options))
+        return (encoder_engine if holds_encoder(model) else Engine)(model, **asdict(options))
     except Fp8ServeError as problem:
         connection.send("failed", **_described(problem))
     except Exception as problem:

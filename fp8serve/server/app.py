@@ -18,7 +18,14 @@ from fp8serve.server.api.native import (
     status_routes,
     token_routes,
 )
-from fp8serve.server.api.openai import completion_routes, embedding_routes, file_routes, job_routes, model_routes
+from fp8serve.server.api.openai import (
+    classifying_routes,
+    completion_routes,
+    embedding_routes,
+    file_routes,
+    job_routes,
+    model_routes,
+)
 from fp8serve.server.api.openapi_description import describe
 from fp8serve.server.finetuning.job_runner import WORKER
 from fp8serve.server.http.access_control import AccessControl
@@ -31,7 +38,8 @@ from fp8serve.server.settings import Settings
 
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."
 ROUTES = (
-    generation_routes, token_routes, completion_routes, embedding_routes, model_routes, finetune_routes,
+    generation_routes, token_routes, completion_routes, embedding_routes, classifying_routes, model_routes,
+    finetune_routes,
     activation_routes, file_routes, job_routes, status_routes, page_routes,
 )  # fmt: skip
 

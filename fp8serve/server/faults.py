@@ -179,4 +179,4 @@ def disk_fault(why: str) -> Fault:
 
 def is_openai(path: str) -> bool:
     """Whether `path` belongs to the OpenAI-compatible surface, whose clients expect its error shape."""
-    return path == "/v1" or path.startswith("/v1/")
+    return path in ("/v1", "/classify") or path.startswith("/v1/")

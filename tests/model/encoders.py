@@ -31,10 +31,10 @@ def randomized(model: Any) -> Any:
     return model
 
 
-def make(folder: Path, config: Any) -> None:
+def make(folder: Path, config: Any, kind: Any = transformers.AutoModel) -> None:
     """A model's directory with a tokenizer of letters."""
     torch.manual_seed(0)
-    randomized(transformers.AutoModel.from_config(config)).save_pretrained(folder)
+    randomized(kind.from_config(config)).save_pretrained(folder)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(97, 123))]
     backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -70,7 +70,7 @@ def test_gelu_does_not_depend_on_the_place(kind: str) -> None:
         ({"num_attention_heads": 3}, "not a multiple"),
         ({"layer_norm_eps": 0}, "layer_norm_eps"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
-        ({"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification"),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
         ({"alibi": True}, "alibi"),
     ],
 )
@@ -162,7 +162,7 @@ def test_what_cannot_be_embedded_is_refused(tiny: Path) -> None:
         ("text", {}, "put the text in a list"),
         ([], {}, "one or more texts"),
         ([[]], {}, "0 tokens"),
-        (["a " * 40], {}, "embeds texts of 1 to 24"),
+        (["a " * 40], {}, "reads texts of 1 to 24"),
         ([[10**6]], {}, "outside the vocabulary"),
         ([[-1]], {}, "outside the vocabulary"),
         (["a"], {"dimensions": 65}, "1 to 64"),

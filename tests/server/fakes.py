@@ -137,6 +137,9 @@ class FakeEngine:
     async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]:
         return [struct.pack("<2f", len(ids), 1.0)[: None if dimensions is None else 4 * dimensions] for ids in inputs]
 
+    async def classify(self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[1 / len(ids), 0.0] for ids in inputs]
+
     async def abort(self, request_id: str) -> None:
         self.running.discard(request_id)
 
@@ -166,7 +169,15 @@ class FakeEngine:
 def embedding_engine() -> FakeEngine:
     """One that makes vectors of two numbers and writes no text."""
     engine = FakeEngine()
-    engine.limits = replace(engine.limits, generates=False)
+    engine.limits = replace(engine.limits, task="embed")
+    return engine
+
+
+def classifying_engine() -> FakeEngine:
+    """One that scores two labels and writes no text."""
+    engine = FakeEngine()
+    engine.limits = replace(engine.limits, task="classify")
+    engine.info["labels"] = ["good", "bad"]
     return engine
 
 

@@ -59,6 +59,23 @@ def test_one_text_token_ids_and_dimensions(client: openai.OpenAI, folder: Path) 
     assert all(answer.data[0].embedding == expected for answer in answers)
 
 
+def test_prompts_by_name_and_truncation(client: openai.OpenAI, folder: Path) -> None:
+    embedder = Embedder(folder, recipe="rowwise")
+
+    def got(text: str | list[int], **more: object) -> list[float]:
+        return client.embeddings.create(model="tiny", input=text, extra_body=more).data[0].embedding
+
+    assert got("a b", prompt_name="p") == got("a b")
+    long = "ab" * 5000  # read by a parser process
+    for text in ("ab" * 20, long):
+        cut = embedder.embed([text], truncate=True)
+        assert got(text, truncate_prompt_tokens=-1) == got(text, truncate_prompt_tokens=24) == cut.vectors[0].tolist()
+    ids = embedder.tokenizer.encode("x abcdefgh")
+    assert got("abcdefgh", truncate_prompt_tokens=6) == embedder.embed([ids[:5] + ids[-1:]]).vectors[0].tolist()
+    assert got(ids * 9, truncate_prompt_tokens=6) == embedder.embed([ids[:5] + ids[-1:]]).vectors[0].tolist()
+    assert got("ab", truncate_prompt_tokens=24) == got("ab")
+
+
 def test_rerank_and_score_agree(server: Process) -> None:
     ranked = server.client.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS, "return_documents": True})
     results = ranked.json()["results"]
@@ -83,6 +100,12 @@ def test_rerank_and_score_agree(server: Process) -> None:
         ("embeddings", {"input": "a", "dimensions": 65}, "1 to 64"),
         ("embeddings", {"input": []}, "input"),
         ("embeddings", {"input": "a", "unknown": 1}, "unknown"),
+        ("embeddings", {"input": "a", "prompt_name": "q"}, "no prompt of that name; it has p"),
+        ("embeddings", {"input": "a", "prompt_name": ""}, "no prompt of that name; it has p"),
+        ("embeddings", {"input": [5, 6], "prompt_name": "p"}, "input holds token ids"),
+        ("embeddings", {"input": "a", "truncate_prompt_tokens": 25}, "reads 24 tokens of a text at most"),
+        ("embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("embeddings", {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ("rerank", {"query": "a", "documents": []}, "documents"),
         ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts and text_2 3"),
         ("completions", {"prompt": "a", "max_tokens": 1}, "embedding model, which writes no text"),

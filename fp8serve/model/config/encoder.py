@@ -12,6 +12,7 @@ from fp8serve.model.config.keys import is_harmless
 from fp8serve.model.config.reader import positive_number
 
 EncoderActivation = Literal["gelu", "gelu_tanh"]
+ScoreActivation = Literal["none", "sigmoid", "softmax"]
 _ACTIVATIONS: dict[Any, EncoderActivation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
 
@@ -20,24 +21,39 @@ _MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
 class EncoderFamily:
     """architecture: of the model without a head. prefix: of its tensors in files that were saved with a head.
 
+    classifier: of the model with a head of labels. has_pooler: what such a head reads lies in the model itself.
     counts_from_pad: positions start behind the id of padding, as in fairseq.
     """
 
     architecture: str
+    classifier: str
     prefix: str
+    has_pooler: bool = False
     counts_from_pad: bool = False
 
 
 ENCODERS: dict[str, EncoderFamily] = {
-    "bert": EncoderFamily("BertModel", "bert."),
-    "roberta": EncoderFamily("RobertaModel", "roberta.", counts_from_pad=True),
-    "xlm-roberta": EncoderFamily("XLMRobertaModel", "roberta.", counts_from_pad=True),
+    "bert": EncoderFamily("BertModel", "BertForSequenceClassification", "bert.", has_pooler=True),
+    "roberta": EncoderFamily("RobertaModel", "RobertaForSequenceClassification", "roberta.", counts_from_pad=True),
+    "xlm-roberta": EncoderFamily(
+        "XLMRobertaModel", "XLMRobertaForSequenceClassification", "roberta.", counts_from_pad=True
+    ),
 }
 _HONOURED = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "dtype",
     "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings",
 })  # fmt: skip
+_OF_HEADS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
+_SCORES: dict[str, ScoreActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
+
+
+@dataclass(frozen=True)
+class Head:
+    """Of a classifier or cross-encoder. activation: what makes scores of its logits."""
+
+    labels: tuple[str, ...]
+    activation: ScoreActivation
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,7 @@ class EncoderConfig:
     layer_norm_eps: float
     activation: EncoderActivation
     dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
+    head: Head | None = None
 
     @property
     def head_dim(self) -> int:
@@ -72,6 +89,11 @@ class EncoderConfig:
         """Of the tensors' names in files that were saved with a head."""
         return ENCODERS[self.model_type].prefix
 
+    @property
+    def has_pooler(self) -> bool:
+        """Whether a head reads what the model's own pooler makes."""
+        return ENCODERS[self.model_type].has_pooler
+
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
     """Whether config.json holds an encoder that is computed here."""
@@ -86,13 +108,14 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
     hidden, heads = _whole(raw, "hidden_size", where), _whole(raw, "num_attention_heads", where)
     if hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
+    head = _head(raw, where) if raw.get("architectures") == [family.classifier] else None
     rows, first = _whole(raw, "max_position_embeddings", where), _first_position(raw, family, where)
     if rows <= first:
         raise ModelError(
             f"{where}: max_position_embeddings {rows} leaves no position behind the {first} that are kept."
         )
     return EncoderConfig(
-        architecture=family.architecture,
+        architecture=family.architecture if head is None else family.classifier,
         model_type=str(raw["model_type"]),
         vocab_size=_whole(raw, "vocab_size", where),
         hidden_size=hidden,
@@ -105,24 +128,51 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
         layer_norm_eps=positive_number(raw.get("layer_norm_eps"), "layer_norm_eps", where, 1e-12),
         activation=_activation(raw, where),
         dtype=_dtype(raw, where),
+        head=head,
     )
 
 
 def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
     names = raw.get("architectures")
-    if names and names != [family.architecture]:
+    if names and names not in ([family.architecture], [family.classifier]):
         found = names[0] if isinstance(names, list) else names
         raise ModelError(
-            f"{where}: the architecture {shown(found)} is not supported; of this family {family.architecture} is."
+            f"{where}: the architecture {shown(found)} is not supported; of this family {family.architecture} and "
+            f"{family.classifier} are."
         )
     for key, value in raw.items():
         plain = value in ("absolute", None) if key == "position_embedding_type" else is_harmless(key, value)
         causal = key in ("is_decoder", "is_encoder_decoder") and bool(value)
-        if causal or not (key in _HONOURED or plain):
+        if causal or not (key in _HONOURED or plain or (names == [family.classifier] and key in _OF_HEADS)):
             raise ModelError(
                 f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."
             )
+
+
+def _head(raw: Mapping[str, Any], where: str) -> Head:
+    """Labels as transformers names them; the activation as sentence-transformers chooses it for one label, and as
+    transformers' pipeline does for more."""
+    named = raw.get(
+        "id2label", {str(i): f"LABEL_{i}" for i in range(_whole({"num_labels": 2} | dict(raw), "num_labels", where))}
+    )
+    if not isinstance(named, dict) or not named or sorted(named) != sorted(map(str, range(len(named)))):
+        raise ModelError(f"{where}: id2label is {shown(named)} where a name for each of 0, 1, 2, ... was expected.")
+    labels = tuple(str(named[str(i)]) for i in range(len(named)))
+    said = raw.get("sentence_transformers") or {}
+    name = said.get("activation_fn") if isinstance(said, dict) else said
+    name = name or raw.get("sbert_ce_default_activation_function")
+    if name is None:
+        return Head(labels, _usual_activation(raw.get("problem_type"), len(labels)))
+    if (activation := _SCORES.get(str(name).rpartition(".")[2])) is None:
+        raise ModelError(f"{where}: scores are made by {shown(name)}; computed here are {', '.join(_SCORES)}.")
+    return Head(labels, activation)
+
+
+def _usual_activation(problem: Any, labels: int) -> ScoreActivation:
+    if problem == "regression":
+        return "none"
+    return "sigmoid" if labels == 1 or problem == "multi_label_classification" else "softmax"
 
 
 def _whole(raw: Mapping[str, Any], key: str, where: str) -> int:

@@ -92,7 +92,28 @@ class Encoder(nn.Module):
             self.embeddings = Embeddings(config)
             layers = [EncoderLayer(config) for _ in range(config.num_layers)]
             self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
+            if config.head is not None:
+                self._add_head(len(config.head.labels))
         self.to(dtype)
+
+    def _add_head(self, labels: int) -> None:
+        """Under the names of the files: BERT's reads its own pooler, the others' holds the same layer."""
+        size = self.config.hidden_size
+        dense, out = nn.Linear(size, size), nn.Linear(size, labels)
+        if self.config.has_pooler:
+            self.pooler: nn.Module = nn.ModuleDict({"dense": dense})
+            self.classifier: nn.Module = out
+        else:
+            self.classifier = nn.ModuleDict({"dense": dense, "out_proj": out})
+
+    def logits(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """hidden [tokens, H] of some texts -> FP32 [texts, labels], by the head. Each text for itself: its bits do not
+        depend on its neighbours."""
+        names = (
+            ("pooler.dense", "classifier") if self.config.has_pooler else ("classifier.dense", "classifier.out_proj")
+        )
+        dense, out = map(self.get_submodule, names)
+        return torch.cat([out(torch.tanh(dense(part[:1]))).float() for part in torch.split(hidden, list(lengths))])
 
     def forward(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
         """ids and segments integer [T], T the sum of `lengths` -> [T, hidden]. ValueError: the lengths do not add up.

@@ -115,12 +115,22 @@ class Tokenizer:
         """Token ids, with the model's own BOS (or whatever its post-processor adds) unless told otherwise."""
         return self.encode_with_offsets(text, add_special_tokens)[0]
 
+    def encode_pair(self, text: str, second: str | None = None) -> tuple[list[int], list[int]]:
+        """Ids of a text, or of two as the model reads a pair; and which of the two each is of, 0 or 1."""
+        for part in (text, second or ""):
+            _check_unicode(part)
+        encoding = self._backend.encode(text, second)
+        return encoding.ids, encoding.type_ids
+
+    def first_of(self, ids: list[int], most: int) -> list[int]:
+        """The first `most`; what is cut off is the end, but for the special token with which a text ends."""
+        if len(ids) <= most:
+            return ids
+        return ids[: most - 1] + ids[-1:] if ids[-1] in self.special_ids else ids[:most]
+
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[Span]]:
         """Ids and, for each, the characters [start, end) of `text` that it stands for; (0, 0) for added ones."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise RequestError("The text holds half of a surrogate pair, which is not valid Unicode.") from None
+        _check_unicode(text)
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
 
@@ -197,6 +207,13 @@ class Tokenizer:
         if self._template is None:
             raise ModelError("The model has no chat template; send a plain prompt, or add a chat_template.jinja to it.")
         return self._template
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError("The text holds half of a surrogate pair, which is not valid Unicode.") from None
 
 
 class IncrementalDecoder:

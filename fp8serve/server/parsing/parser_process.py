@@ -64,6 +64,12 @@ def _encode(head: Head, body: bytes) -> Answer:
     return {"prompts": [_ids(tokenizer, text, head) for text in split(head, body)]}, b""
 
 
+def _pairs(head: Head, body: bytes) -> Answer:
+    tokenizer, texts = _tokenizer(head["directory"]), iter(split(head, body))
+    pairs = zip(texts, texts, head["single"], strict=True)
+    return {"pairs": [tokenizer.encode_pair(one, None if single else two) for one, two, single in pairs]}, b""
+
+
 def _chat(head: Head, body: bytes) -> Answer:
     tokenizer = _tokenizer(head["directory"])
     return {"prompts": [_ids(tokenizer, _render(tokenizer, head, body), head | {"special": False})]}, b""
@@ -78,11 +84,14 @@ def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
 
 
 def _ids(tokenizer: Tokenizer, text: str, head: Head) -> Head:
-    """How many there are, and the last `keep` of them; without them when they are more than `most`."""
+    """How many there are, and the last `keep` of them, or the `first`; without them when they are more than `most`."""
     if head["keep"] is None and (least := tokenizer.fewest_tokens(text)) > head["most"]:
         return {"count": least, "exact": False, "ids": []}
     ids = tokenizer.encode(text, head["special"])
-    kept = ids[-head["keep"] :] if head["keep"] else ids
+    if head["keep"] and head.get("first"):
+        kept = tokenizer.first_of(ids, head["keep"])
+    else:
+        kept = ids[-head["keep"] :] if head["keep"] else ids
     return {"count": len(kept), "exact": True, "ids": kept if len(kept) <= head["most"] else []}
 
 
@@ -177,6 +186,7 @@ def _rows(head: Head, body: bytes) -> Answer:
 
 JOBS: dict[str, Callable[[Head, bytes], Answer]] = {
     "encode": _encode,
+    "pairs": _pairs,
     "chat": _chat,
     "tokenize": _tokenize,
     "detokenize": _detokenize,

@@ -26,8 +26,9 @@ class Sizes:
         if len(prompts) > self.prompts:
             raise _too_many(len(prompts), "prompts", self.prompts, "prompt")
         cut = getattr(getattr(body, "parameters", None), "truncate", None)
+        cut = getattr(body, "truncate_prompt_tokens", None) or cut
         for ids in (*prompts, getattr(body, "input_ids", None), getattr(body, "tokens", None)):
-            if isinstance(ids, list) and min(len(ids), cut or len(ids)) > self.context:
+            if isinstance(ids, list) and min(len(ids), abs(cut or len(ids))) > self.context:
                 raise too_long(len(ids), self.context)
 
 

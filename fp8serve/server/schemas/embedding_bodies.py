@@ -1,4 +1,4 @@
-"""Bodies of `/v1/embeddings` (OpenAI), `/v1/rerank` (Jina, Cohere) and `/v1/score` (vLLM)."""
+"""Bodies of `/v1/embeddings` (OpenAI), `/v1/rerank` (Jina, Cohere), `/v1/score` and `/classify` (vLLM)."""
 
 from typing import Annotated, Literal
 
@@ -9,12 +9,15 @@ from fp8serve.server.schemas.openai_bodies import Ids, Texts
 
 
 class EmbeddingBody(Body):
-    """`input`: a text, some texts, token ids, or some lists of ids."""
+    """`input`: a text, some texts, token ids, or some lists of ids. prompt_name: which of the model's prompts is put
+    before texts. truncate_prompt_tokens: how many tokens of each are read; -1: as many as the model can."""
 
     model: str | None = None
     input: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    prompt_name: str | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
     user: str | None = None
 
     @property
@@ -27,6 +30,19 @@ class EmbeddingBody(Body):
         if isinstance(self.input, str) or isinstance(self.input[0], int):
             return [self.input]
         return list(self.input)
+
+
+class ClassifyBody(Body):
+    """`input`: a text, or some."""
+
+    model: str | None = None
+    input: str | Texts
+    user: str | None = None
+
+    @property
+    def prompt(self) -> list[str]:
+        """By the name under which sizes are checked."""
+        return [self.input] if isinstance(self.input, str) else self.input
 
 
 class RerankBody(Body):

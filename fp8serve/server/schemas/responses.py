@@ -275,6 +275,22 @@ class Scores(ResponseShape):
     usage: TextUsage
 
 
+class Classification(ResponseShape):
+    index: int
+    label: str  # the likeliest
+    probs: list[float]  # of every label, in their order
+    num_classes: int
+
+
+class Classifications(ResponseShape):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: TextUsage
+
+
 class Model(ResponseShape):
     id: str
     object: Literal["model"]
@@ -283,7 +299,7 @@ class Model(ResponseShape):
     root: str
     parent: None
     max_model_len: int | None
-    task: Literal["generate", "embed"] | None  # None while nothing is loaded
+    task: Literal["generate", "embed", "classify"] | None  # None while nothing is loaded
 
 
 class ModelList(ResponseShape):

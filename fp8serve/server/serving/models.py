@@ -182,9 +182,9 @@ class ServedModels:
         return answers
 
     async def _canary(self, engine: EngineHandle) -> None:
-        """One greedy token, or one vector: an engine that loads but cannot compute is not put in place."""
+        """One greedy token, one vector or one score: an engine that loads but cannot compute is not put in place."""
         if not engine.limits.generates:
-            await engine.embed([[0]])
+            await (engine.embed([[0]]) if engine.limits.task == "embed" else engine.classify([[0]], [[0]]))
             return
         request = Request(
             f"canary-{next(self._canaries)}", (0,), SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)

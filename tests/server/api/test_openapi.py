@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 from fp8serve.server.api.openapi_description import EXAMPLES, ROUTES
 from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
-from tests.server.fakes import Launcher, embedding_engine, model_dir
+from tests.server.fakes import Launcher, classifying_engine, embedding_engine, model_dir
 from tests.server.process import Process, serving
 
 CHECKS = [
@@ -107,8 +107,9 @@ async def test_links_lead_somewhere(start: Start) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES)
 async def test_examples_are_taken_as_they_are(start: Start, path: str) -> None:
-    embeds = path in ("/v1/embeddings", "/v1/rerank", "/v1/score")
-    async with start(Launcher(embedding_engine) if embeds else None) as server:
+    made = dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), embedding_engine)
+    made["/classify"] = classifying_engine
+    async with start(Launcher(made[path]) if path in made else None) as server:
         answer = await server.client.post(path.replace("{name}", "tiny"), json=EXAMPLES[path])
         assert answer.status_code in (200, 202), answer.text
 

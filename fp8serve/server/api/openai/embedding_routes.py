@@ -1,23 +1,24 @@
-"""`/v1/embeddings`, and `/v1/rerank` and `/v1/score` by the cosine of two texts' vectors."""
+"""`/v1/embeddings`, and `/v1/rerank` and `/v1/score` by a cross-encoder or by the cosine of two texts' vectors."""
 
 import base64
 import math
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.api.openai.classifying_routes import relevance
+from fp8serve.server.api.openai.encoding import at_once, usage
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import Prompt
 from fp8serve.server.schemas.embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.admission import Outcome, Places
 from fp8serve.server.serving.served import Served
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)
@@ -27,21 +28,21 @@ JsonObject = dict[str, Any]
 
 @router.post("/embeddings", summary="One vector for each text", response_model=None)
 async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> JsonObject:
-    """Of an embedding model; its default prompt, if it has one, is put before texts."""
-    vectors, tokens = await _vectors(body, body.inputs(), body.dimensions, request, state)
+    """Of an embedding model; the prompt that is named, or its default one, if it has any, is put before texts."""
+    vectors, tokens = await _vectors(body, body.inputs(), _How.of(body), request, state)
     as_text = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": base64.b64encode(v).decode() if as_text else _numbers(v)}
         for i, v in enumerate(vectors)
     ]
-    return {"object": "list", "model": body.model or state.models.name, "data": data, "usage": _usage(tokens)}
+    return {"object": "list", "model": body.model or state.models.name, "data": data, "usage": usage(tokens)}
 
 
 @router.post("/rerank", summary="Documents by their relevance to a query", response_model=None)
 async def rerank(body: RerankBody, request: Request, state: StateDep) -> JsonObject:
-    """By the cosine of their vectors and the query's; documents of equal relevance in their order."""
-    (query, *documents), tokens = await _vectors(body, [body.query, *body.documents], None, request, state)
-    scores = [_cosine(query, document) for document in documents]
+    """By a cross-encoder's own score, or the cosine of vectors; documents of equal relevance in their order."""
+    pairs = [(body.query, document) for document in body.documents]
+    scores, tokens = await _relevance(body, pairs, request, state)
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     results = [
         {"index": i, "relevance_score": scores[i]}
@@ -49,65 +50,96 @@ async def rerank(body: RerankBody, request: Request, state: StateDep) -> JsonObj
         for i in best
     ]
     name = body.model or state.models.name
-    return {"id": request.scope["request_id"], "model": name, "results": results, "usage": _usage(tokens)}
+    return {"id": request.scope["request_id"], "model": name, "results": results, "usage": usage(tokens)}
 
 
 @router.post("/score", summary="How close pairs of texts are", response_model=None)
 async def score(body: ScoreBody, request: Request, state: StateDep) -> JsonObject:
-    """By the cosine of their vectors."""
+    """By a cross-encoder's own score, or the cosine of their vectors."""
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = body.prompt
     if len(first) not in (1, len(second)):
         message = f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many."
         raise Fault(Code.INVALID_PARAMETER, message, param="text_1")
-    vectors, tokens = await _vectors(body, [*first, *second], None, request, state)
-    ones, others = vectors[: len(first)], vectors[len(first) :]
-    pairs = zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True)
-    data = [{"object": "score", "index": i, "score": _cosine(*pair)} for i, pair in enumerate(pairs)]
+    pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+    scores, tokens = await _relevance(body, pairs, request, state)
+    data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
     named = {"id": request.scope["request_id"], "object": "list", "created": int(time.time())}
-    return named | {"model": body.model or state.models.name, "data": data, "usage": _usage(tokens)}
+    return named | {"model": body.model or state.models.name, "data": data, "usage": usage(tokens)}
+
+
+@dataclass(frozen=True)
+class _How:
+    """What a body of `/v1/embeddings` asks for besides; of the other routes, nothing."""
+
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    tokens: int | None = None  # of a text at most; -1: as many as the model can read
+
+    @classmethod
+    def of(cls, body: EmbeddingBody) -> "_How":
+        return cls(body.dimensions, body.prompt_name, body.truncate_prompt_tokens)
+
+    def prompt(self, served: Served, texts: Sequence[Prompt]) -> str:
+        """The text to put before texts. Fault: the model has none of that name, or there is no text."""
+        info = served.engine.info
+        if self.prompt_name is None:
+            return str(info.get("prompt", ""))
+        prompts: dict[str, str] = info.get("prompts", {})
+        if self.prompt_name not in prompts:
+            known = ", ".join(prompts) or "none"
+            raise Fault(
+                Code.INVALID_PARAMETER, f"This model has no prompt of that name; it has {known}.", param="prompt_name"
+            )
+        if not all(isinstance(text, str) for text in texts):
+            message = "A prompt is put before texts, and input holds token ids; leave out prompt_name."
+            raise Fault(Code.INVALID_PARAMETER, message, param="prompt_name")
+        return prompts[self.prompt_name]
+
+    def cut(self, served: Served) -> int | None:
+        """How many tokens of a text are read. Fault: more than the model can."""
+        most = served.engine.limits.max_model_len
+        if self.tokens is not None and self.tokens > most:
+            message = f"truncate_prompt_tokens is {self.tokens}, but this model reads {most} tokens of a text at most."
+            raise Fault(Code.INVALID_PARAMETER, message, param="truncate_prompt_tokens")
+        return most if self.tokens == -1 else self.tokens
+
+
+async def _relevance(
+    body: RerankBody | ScoreBody, pairs: Sequence[tuple[str, str]], request: Request, state: ServerState
+) -> tuple[list[float], int]:
+    """The score of each pair, and how many tokens were read: by vectors each different text once."""
+    if state.served(body.model).engine.limits.task == "classify":
+        return await relevance(body, pairs, request, state)
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    vectors, tokens = await _vectors(body, texts, _How(), request, state)
+    by_text = dict(zip(texts, vectors, strict=True))
+    return [_cosine(by_text[one], by_text[other]) for one, other in pairs], tokens
 
 
 async def _vectors(
     body: EmbeddingBody | RerankBody | ScoreBody,
     texts: Sequence[Prompt],
-    dimensions: int | None,
+    how: "_How",
     request: Request,
     state: ServerState,
 ) -> tuple[list[bytes], int]:
     """The vectors as FP32, and how many tokens were read. What can be refused is refused before work is done."""
     served = state.served(body.model)
-    if served.engine.limits.generates:
-        message = "This model writes text and makes no vectors; serve an embedding model for this route."
+    if (task := served.engine.limits.task) != "embed":
+        does = "writes text" if task == "generate" else "scores labels"
+        message = f"This model {does} and makes no vectors; serve an embedding model for this route."
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
-    before = served.engine.info.get("prompt", "")
+    before, cut = how.prompt(served, texts), how.cut(served)
     prompts = [before + text if isinstance(text, str) else text for text in texts]
     with served.lease(), state.admission.reserve(len(prompts)) as places:
-        read = await until_disconnect(request, state.parser.prompts(served, prompts))
-        found = await until_disconnect(request, _embedded(served, read, dimensions, places))
-    return found, sum(map(len, read))
-
-
-async def _embedded(
-    served: Served, read: Sequence[Sequence[int]], dimensions: int | None, places: Places
-) -> list[bytes]:
-    tickets, outcome = places.take([len(ids) for ids in read]), _FAILED
-    try:
-        found = await served.engine.embed(read, dimensions)
-        outcome = _OK
-        return found
-    except RequestError as error:
-        raise Fault(Code.INVALID_PARAMETER, str(error)) from None
-    except Fp8ServeError as error:
-        raise Fault(Code.ENGINE_DOWN, f"The engine stopped while it was answering: {error}", retry_after=2) from None
-    finally:
-        for ticket in tickets:
-            ticket.close(outcome)
-
-
-_OK: Outcome = "ok"
-_FAILED: Outcome = "failed"
+        read = await until_disconnect(request, state.parser.prompts(served, prompts, cut, first=True))
+        tokens = [len(ids) for ids in read]
+        found = await until_disconnect(
+            request, at_once(lambda: served.engine.embed(read, how.dimensions), tokens, places)
+        )
+    return found, sum(tokens)
 
 
 def _numbers(vector: bytes) -> list[float]:
@@ -122,7 +154,3 @@ def _cosine(one: bytes, other: bytes) -> float:
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True))
-
-
-def _usage(tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": tokens, "total_tokens": tokens}

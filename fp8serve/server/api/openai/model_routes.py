@@ -34,5 +34,5 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "root": state.models.name,
         "parent": None,
         "max_model_len": length,
-        "task": None if served is None else "generate" if served.engine.limits.generates else "embed",
+        "task": None if served is None else served.engine.limits.task,
     }

@@ -1,0 +1,92 @@
+"""An encoder ready to run over texts, as many together as fit a step: what embedding and classifying share.
+
+Texts lie one behind the other, without padding; what a text gets does not depend on the others (invariant.py,
+model/network/encoder.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8serve.engine.accelerator import check_device
+from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
+from fp8serve.engine.loading import parse_recipe
+from fp8serve.engine.options import EngineOptions
+from fp8serve.errors import RequestError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.model.checkpoint import load_encoder
+from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Step:
+    """Some texts of a call, by their indexes; hidden [tokens, H] of all of them."""
+
+    indexes: list[int]
+    lengths: list[int]
+    hidden: Tensor
+
+
+class TextEncoder:
+    """A directory's encoder and tokenizer. Raises ModelError, ScalesError and RecipeError, as loading does, and
+    RequestError for an option that only a model which generates can have."""
+
+    def __init__(self, model_dir: str | Path, options: EngineOptions, max_length: int | None = None) -> None:
+        """max_length: tokens of a text at most; None: as many as the model has positions."""
+        if options.speculative_tokens:
+            raise RequestError("An encoder writes nothing that could be drafted; leave speculative_tokens out.")
+        if options.roll_history:
+            raise RequestError("roll_history is for models that generate, and this is an encoder; leave it out.")
+        check_device(options.device)
+        scales = None if options.scales is None else Path(options.scales)
+        self.options = options
+        self.model = load_encoder(model_dir, parse_recipe(options.recipe), scales, options.device)
+        self.tokenizer = Tokenizer.from_dir(model_dir)
+        self.frozen = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}
+        self.max_length = min(max_length or self.model.config.max_length, self.model.config.max_length)
+        _separate_rows(self.model, self.frozen, options)
+
+    def check(self, ids: Sequence[int]) -> None:
+        """RequestError: too few or too many tokens, or one that is none."""
+        size = self.model.config.vocab_size
+        if not 0 < len(ids) <= self.max_length:
+            raise RequestError(f"The text has {len(ids)} tokens; this model reads texts of 1 to {self.max_length}.")
+        if odd := [i for i in ids if not 0 <= i < size]:
+            raise RequestError(f"Token id {odd[0]} is outside the vocabulary of {size} tokens.")
+
+    def run(
+        self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[Step]:
+        """Hidden states of texts, some together. segments: 0 or 1 for every token; None: all 0."""
+        for group in self._groups([len(ids) for ids in sequences]):
+            parts = None if segments is None else self._flat([segments[i] for i in group])
+            lengths = [len(sequences[i]) for i in group]
+            yield Step(group, lengths, self.model(self._flat([sequences[i] for i in group]), lengths, parts))
+
+    def _groups(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Indexes of texts that are computed together: neighbours, as many as fit a step, and at least one."""
+        group: list[int] = []
+        for index, length in enumerate(lengths):
+            if group and sum(lengths[i] for i in group) + length > self.options.step_tokens:
+                yield group
+                group = []
+            group.append(index)
+        yield group
+
+    def _flat(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor([i for row in rows for i in row], device=self.options.device)
+
+
+def _separate_rows(model: Encoder, frozen: dict[str, FrozenLinear], options: EngineOptions) -> None:
+    """Makes every linear's rows independent of each other; see loading.py for the same of a decoder."""
+    for layer in frozen.values():
+        layer.make_rows_independent()
+    if own_products(options.device):
+        use_own_products(model)
+    elif torch.device(options.device).type != "cuda":
+        plain = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        make_row_independent(model, {**frozen, **plain}, torch.bfloat16, options.step_tokens)

@@ -1,0 +1,71 @@
+"""`/classify`, and what `/v1/rerank` and `/v1/score` ask of a cross-encoder: scores of texts and of pairs."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from fp8serve.server.api.bounded_route import BoundedRoute
+from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.api.openai.encoding import at_once, usage
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.http.streams import until_disconnect
+from fp8serve.server.parsing.request_parser import Pair
+from fp8serve.server.schemas.embedding_bodies import ClassifyBody, RerankBody, ScoreBody
+from fp8serve.server.server_state import ServerState
+from fp8serve.server.serving.served import Served
+
+router = APIRouter(tags=["OpenAI"], route_class=BoundedRoute)
+
+
+@router.post("/classify", summary="The likeliest label of each text", response_model=None)
+async def classify(body: ClassifyBody, request: Request, state: StateDep) -> dict[str, Any]:
+    """Of a classifier, with the score of every label. vLLM's route."""
+    served = state.served(body.model)
+    labels = _labels(served)
+    rows, tokens = await _scores(body, [(text, None) for text in body.prompt], served, request, state)
+    data = [
+        {"index": i, "label": labels[max(range(len(row)), key=row.__getitem__)], "probs": row, "num_classes": len(row)}
+        for i, row in enumerate(rows)
+    ]
+    named = {"id": request.scope["request_id"], "object": "list", "created": int(time.time())}
+    return named | {"model": body.model or state.models.name, "data": data, "usage": usage(tokens)}
+
+
+async def relevance(
+    body: RerankBody | ScoreBody, pairs: Sequence[Pair], request: Request, state: ServerState
+) -> tuple[list[float], int]:
+    """One score for each pair, and how many tokens were read. Fault: the model has more labels than one."""
+    served = state.served(body.model)
+    if (labels := len(_labels(served))) != 1:
+        message = f"This model scores {labels} labels and no relevance; ask /classify for them."
+        raise Fault(Code.INVALID_PARAMETER, message, param="model")
+    rows, tokens = await _scores(body, pairs, served, request, state)
+    return [row[0] for row in rows], tokens
+
+
+def _labels(served: Served) -> list[str]:
+    """Fault: the model has none."""
+    if served.engine.limits.task != "classify":
+        message = "This model has no labels; serve a classifier or a cross-encoder for this route."
+        raise Fault(Code.INVALID_PARAMETER, message, param="model")
+    labels: list[str] = served.engine.info["labels"]
+    return labels
+
+
+async def _scores(
+    body: ClassifyBody | RerankBody | ScoreBody,
+    pairs: Sequence[Pair],
+    served: Served,
+    request: Request,
+    state: ServerState,
+) -> tuple[list[list[float]], int]:
+    """Of each text, or pair of texts, the score of every label, and how many tokens were read."""
+    state.parser.sizes(served.engine.limits.max_model_len).check(body)
+    with served.lease(), state.admission.reserve(len(pairs)) as places:
+        read = await until_disconnect(request, state.parser.pairs(served, pairs))
+        ids, segments = [r[0] for r in read], [r[1] for r in read]
+        tokens = [len(i) for i in ids]
+        found = await until_disconnect(request, at_once(lambda: served.engine.classify(ids, segments), tokens, places))
+    return found, sum(tokens)

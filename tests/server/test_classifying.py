@@ -1,0 +1,85 @@
+"""Classifiers and cross-encoders behind the routes: a real engine in a real process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8serve.engine.classifying import Classifier
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.server.parsing.parser_process import JOBS
+from tests.engine.test_classifying import headed
+from tests.model.encoders import BERT
+from tests.server.process import Process, serving
+
+DOCUMENTS = ["some text", "other words", "a tent"]
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one label", "three labels"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Path]]:
+    folder = tmp_path_factory.mktemp("live")
+    model = headed(folder / "tiny", BERT, request.param)
+    with serving(folder / "log", model=str(model), data_dir=str(folder / "data"), recipe="rowwise") as p:
+        yield p, model
+        assert p.stop() == 0
+        assert "Traceback" not in p.log.read_text()
+
+
+def test_what_a_head_scores_is_what_clients_get(served: tuple[Process, Path]) -> None:
+    server, folder = served
+    classifier = Classifier(folder, recipe="rowwise")
+    labels = classifier.head.labels
+    expected = classifier.classify(DOCUMENTS)
+    answer = server.client.post("/classify", json={"input": DOCUMENTS}).json()
+    assert [row["probs"] for row in answer["data"]] == expected.scores.tolist()
+    assert [row["label"] for row in answer["data"]] == [labels[i] for i in expected.scores.argmax(1)]
+    assert {row["num_classes"] for row in answer["data"]} == {len(labels)}
+    assert answer["usage"]["prompt_tokens"] == sum(expected.tokens)
+    assert server.client.post("/classify", json={"input": DOCUMENTS[0]}).json()["data"] == answer["data"][:1]
+    assert server.client.get("/v1/models").json()["data"][0]["task"] == "classify"
+    assert server.client.get("/info").status_code == server.client.get("/metrics").status_code == 200
+    pairs = classifier.classify([("a b", document) for document in DOCUMENTS]).scores
+    ranked = server.client.post("/v1/rerank", json={"query": "a b", "documents": DOCUMENTS})
+    scores = server.client.post("/v1/score", json={"text_1": "a b", "text_2": DOCUMENTS})
+    if len(labels) == 1:
+        assert [s["score"] for s in scores.json()["data"]] == pairs[:, 0].tolist()
+        assert ranked.json()["results"][0]["index"] == int(pairs.argmax())
+    else:
+        assert ranked.status_code == scores.status_code == 400
+        assert "scores 3 labels and no relevance" in scores.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "words"),
+    [
+        ("/classify", {"input": "a" * 60}, "context holds 40"),
+        ("/classify", {"input": "a" * 70_000}, "context holds 40"),
+        ("/classify", {"input": []}, "input"),
+        ("/classify", {"input": [[1]]}, "input"),
+        ("/v1/embeddings", {"input": "a"}, "scores labels and makes no vectors"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "classifier, which writes no text"),
+    ],
+)
+def test_refusals_are_one_sentence(
+    served: tuple[Process, Path], route: str, body: dict[str, object], words: str
+) -> None:
+    answer = served[0].client.post(route, json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_half_of_a_surrogate_pair_is_refused(served: tuple[Process, Path]) -> None:
+    kind = {"content-type": "application/json"}
+    for long in ("", "a" * 9000):
+        body = b'{"input": ["%s\\ud800"]}' % long.encode()
+        answer = served[0].client.post("/classify", content=body, headers=kind)
+        assert answer.status_code == 400
+        assert "Traceback" not in served[0].log.read_text()
+
+
+def test_a_parser_process_reads_pairs_as_the_front_does(served: tuple[Process, Path]) -> None:
+    pairs = [("some text", "a b"), ("some text", None), ("", "ä")]
+    pieces = [(text or "").encode() for pair in pairs for text in pair]
+    head = {"directory": str(served[1]), "lengths": [*map(len, pieces)], "single": [pair[1] is None for pair in pairs]}
+    tokenizer = Tokenizer.from_dir(served[1])
+    assert JOBS["pairs"](head, b"".join(pieces))[0]["pairs"] == [tokenizer.encode_pair(*pair) for pair in pairs]
