@@ -38,11 +38,12 @@ def check_settings(
 
 
 def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:
-    """RecipeError: a method that has to know which layers read what, of a model that only transformers knows."""
-    methods = {"Smoothing": asked.smoothing is not None, "Rounding by gptq": asked.rounding == "gptq"}
-    for method, is_asked in methods.items():
-        if is_asked and config.computed_by is not None:
-            raise RecipeError(f"{method} goes layer by layer, and {config.architecture} has no family; leave it out.")
+    """RecipeError: smoothing has to know which layers read what, of a model that only transformers knows."""
+    if asked.smoothing is not None and config.computed_by is not None:
+        raise RecipeError(
+            f"Smoothing changes a layer together with the norm before it, and {config.architecture} has no family that "
+            "says which; leave it out."
+        )
 
 
 def _check_scales(recipe: Recipe, asked: CalibrationOptions) -> None:

@@ -8,9 +8,10 @@ but its sequence (invariant.py), so answers have every bit that they have withou
 
 A drafted token costs time, so it is bought. A sequence has a balance, in steps of its own: it begins with a little,
 grows by `ALLOWANCE` a step, pays for every token that it drafts, and earns one for each that is right. Nothing is
-drafted that it cannot pay: what finds nothing to repeat loses `ALLOWANCE` of its time, and `START` steps in all. One
-more row of a step costs `ROW` of what a step of one row costs, up to some ten rows (docs/performance.md); in a step
-that already has many it is worth more of what a sequence pays for that step.
+drafted that it cannot pay: what finds nothing to repeat loses `ALLOWANCE` of its time, and `START` steps in all. The
+price of one more row is `ROW` steps of one row, about twice what it costs up to some ten rows (docs/performance.md), so
+that a machine on which it costs that much loses no more; where many sequences share a step, it is a larger share of
+what each pays for that step.
 
 Not drafted: answers of a given form (grammar.py) or without bad words (bad_words.py), because what may come would have
 to be found ahead of what was drawn.
@@ -22,9 +23,9 @@ from dataclasses import replace
 
 from fp8serve.engine.sequence import Sequence
 
-SHORTEST, LONGEST = 2, 8  # tokens that are looked for
-FIRST = 4  # tokens of the first draft
-ROW = 0.08
+SHORTEST, LONGEST = 1, 8  # tokens that are looked for
+FIRST, LEAST = 4, 3  # tokens of the first draft, and of one after a draft that was wrong
+ROW = 0.16  # twice what was measured
 ALLOWANCE = 0.03
 START, MOST = 1.0, 4.0  # steps on the balance at first, and at most
 CHARACTERS = 0x110000
@@ -53,7 +54,7 @@ class Drafter:
     def learn(self, drafted: int, accepted: int) -> None:
         """Of the tokens drafted last the first `accepted` were right. All of them: the next may be twice as many."""
         self._balance = min(MOST, self._balance + accepted - drafted * self._price)
-        self._length = min(self._most, 2 * drafted if accepted == drafted else accepted + 1)
+        self._length = min(self._most, 2 * drafted if accepted == drafted else max(LEAST, accepted + 1))
 
     def _last_time(self) -> int | None:
         """Where the longest known ending of the text ended the last time; None where there is none."""

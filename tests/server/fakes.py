@@ -64,6 +64,7 @@ class FakeEngine:
         self.finished: list[str] = []
         self.aborted: list[str] = []
         self.closed = False
+        self.requests: list[Request] = []
         self._tokenizer = byte_tokenizer()
 
     def check(self, request: Request) -> None:
@@ -73,6 +74,7 @@ class FakeEngine:
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         self.check(request)
+        self.requests.append(request)
         self.running.add(request.request_id)
         try:
             async for output in self._outputs(request):

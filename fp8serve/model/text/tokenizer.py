@@ -48,6 +48,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._bound: TextBound | None = text_bound(backend)
         added = backend.get_added_tokens_decoder()
+        self.added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
         ends = (backend.id_to_token(i) for i in self.eos_ids)

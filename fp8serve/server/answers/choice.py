@@ -6,13 +6,14 @@ at all gets Hermes' form, which is then described to the model (`model/text/tool
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
 from fp8serve.server.answers import formats, thinking
 from fp8serve.server.answers.feed import Content, Incremental, Part, Reader
 from fp8serve.server.answers.formats import Tools
+from fp8serve.server.answers.grammars import SHAPES, CallGrammar, Thought
 from fp8serve.server.answers.harmony import harmony
 
 ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "granite", "deepseek", "qwen3-coder", "gpt-oss", "none"]
@@ -72,6 +73,23 @@ class AnswerFormat:
     tools: ToolFormat = "none"
     reasoning: ReasoningFormat = "none"
 
+    @property
+    def forced(self) -> "AnswerFormat":
+        """How a call is written that has to come: in Hermes' form where the model's own has no grammar."""
+        return self if self.tools in SHAPES else replace(self, tools="hermes")
+
+    def call_grammar(self, tools: Tools, tokens: Mapping[str, int], prompt_end: str) -> CallGrammar:
+        """For answers to a prompt that ends so. `tokens`: ids of the vocabulary's added tokens."""
+        return CallGrammar(SHAPES[self.tools], tools, tokens, self._thought(prompt_end))
+
+    def _thought(self, prompt_end: str) -> Thought | None:
+        if self.tools == "gpt-oss":
+            return ("<|channel|>analysis<|message|>",), ("<|end|><|start|>assistant",), False
+        if self.reasoning not in THOUGHTS:
+            return None
+        openings, closings = THOUGHTS[self.reasoning]
+        return openings, closings, prompt_end.rstrip().endswith(openings)
+
     def reader(self, tools: Tools | None, prompt_end: str = "") -> "AnswerReader":
         """For one answer to a request that declares `tools`, if it does, and whose prompt ends with `prompt_end`."""
         call_reader = None if tools is None or self.tools not in CALLS else partial(CALLS[self.tools], tools=tools)
@@ -80,10 +98,8 @@ class AnswerFormat:
     def _first(self, prompt_end: str) -> Reader | None:
         if "gpt-oss" in (self.tools, self.reasoning):
             return harmony
-        if self.reasoning not in THOUGHTS:
-            return None
-        openings, closings = THOUGHTS[self.reasoning]
-        return thinking.between(openings, closings, opened=prompt_end.rstrip().endswith(openings))
+        thought = self._thought(prompt_end)
+        return None if thought is None else thinking.between(*thought)
 
     def marks(self, with_tools: bool) -> set[str]:
         """What must not be left out of the text, special token or not."""

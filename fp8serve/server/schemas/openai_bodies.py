@@ -196,6 +196,10 @@ class ChatBody(SampledBody):
         return self
 
     @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
     def offered(self) -> list[Tool]:
         """The tools that the model is told of."""
         return [] if self.tool_choice == "none" else self.tools or []

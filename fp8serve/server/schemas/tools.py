@@ -1,9 +1,10 @@
 """Tools that a model may call, and which of them it may, as OpenAI's clients say it."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from fp8serve.server.schemas.bodies import Strict
 from fp8serve.server.schemas.messages import ToolName
@@ -13,12 +14,24 @@ NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class Function(Strict):
-    """`parameters` is the JSON schema of the arguments. `strict`: a call of it has valid arguments in any case."""
+    """`parameters` is the JSON schema of the arguments. `strict`: a call of it has valid arguments in any case, where
+    the model's form of calls has a mark that begins them.
+    """
 
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> Self:
+        if (self.parameters or NO_ARGUMENTS).get("type", "object") != "object":
+            raise PydanticCustomError("parameters", 'parameters must describe an object: "type": "object"')
+        return self
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return self.parameters or NO_ARGUMENTS
 
 
 class Tool(Strict):
@@ -28,7 +41,7 @@ class Tool(Strict):
     def plain(self) -> dict[str, Any]:
         """What chat templates understand."""
         said = {"name": self.function.name, "description": self.function.description or ""}
-        return {"type": "function", "function": said | {"parameters": self.function.parameters or NO_ARGUMENTS}}
+        return {"type": "function", "function": said | {"parameters": self.function.schema_of_arguments}}
 
 
 def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:

@@ -107,7 +107,7 @@ async def test_pages_load_nothing_from_elsewhere(start: Start, path: str) -> Non
 async def test_info_shows_limits_and_no_place_on_our_disk(start: Start) -> None:
     async with start() as server:
         info = (await server.client.get("/info")).json()
-        assert info["limits"]["n"] == 16
+        assert info["limits"]["n"] == 128
         assert info["max_total_tokens"] == 512
         assert "/secret" not in json.dumps(info)
 

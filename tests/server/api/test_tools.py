@@ -168,3 +168,43 @@ async def test_nonsense_is_refused_by_name(talking: Any, change: dict[str, Any],
 def test_formats_are_found_from_the_template(template: str, takes: bool, tools: Any, reasoning: Any) -> None:
     assert choose(template, takes, AnswerFormat("auto", "auto")) == AnswerFormat(tools, reasoning)
     assert choose(template, takes, AnswerFormat("llama3", "none")) == AnswerFormat("llama3", "none")
+
+
+@pytest.mark.parametrize(
+    ("further", "said", "unsaid"),
+    [
+        ({"tool_choice": "required"}, ("named_0", "call)*"), "begun"),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ("named_0",), "call)*"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, ("weather",), "call)*"),
+        ({"tools": [{"type": "function", "function": WEATHER["function"] | {"strict": True}}]}, ("begun",), "call)*"),
+        ({"response_format": {"type": "json_object"}}, ("content: %json", "call)*"), "begun"),
+    ],
+)
+async def test_calls_are_held_to_a_grammar(talking: Any, further: Any, said: tuple[str, ...], unsaid: str) -> None:
+    async with talking() as server:
+        assert (await ask(server, "hi", **further)).status_code == 200
+        params = server.launcher.engine.requests[-1].params
+        assert params.form.keys() == {"grammar"}
+        assert all(text in params.grammar for text in said)
+        assert unsaid not in params.grammar
+
+
+async def test_a_grammar_without_need_is_none(talking: Any) -> None:
+    async with talking() as server:
+        await ask(server, "hi")
+        assert not server.launcher.engine.requests[-1].params.form
+
+
+async def test_a_call_can_be_forced_where_no_format_is_known(talking: Any) -> None:
+    async with talking(tool_parser="none") as server:
+        assert (await choice(server, CALL, tool_choice="required"))["message"]["tool_calls"]
+
+
+async def test_a_schema_that_no_grammar_can_hold_is_refused(talking: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "colour"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    async with talking() as server:
+        assert (await ask(server, "hi", tools=[tool])).status_code == 200
+        assert (await ask(server, "hi", tools=[tool], tool_choice="required")).status_code == 400
+        tool["function"] = {"name": "f", "parameters": {"type": "string"}}
+        assert (await ask(server, "hi", tools=[tool])).status_code == 400

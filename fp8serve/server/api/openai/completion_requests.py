@@ -3,6 +3,7 @@
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
 from fp8serve.server.api.openai.tool_requests import fit
+from fp8serve.server.parsing.request_parser import Ids
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 from fp8serve.server.schemas.tools import plain_tools
 from fp8serve.server.serving.served import Served
@@ -20,8 +21,8 @@ def parse_chat(body: ChatBody) -> ParsedRequest:
     def sampling(room: int) -> SamplingParams:
         return body.params(body.token_limit or max(1, room))
 
-    def fitted(served: Served, params: SamplingParams) -> SamplingParams:
-        return fit(served, body, params)
+    def fitted(served: Served, prompts: list[Ids], params: SamplingParams) -> SamplingParams:
+        return fit(served, body, prompts[0], params)
 
     return ParsedRequest(
         sampling,

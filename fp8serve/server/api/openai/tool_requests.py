@@ -4,10 +4,14 @@ from dataclasses import replace
 
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.server.answers.choice import AnswerFormat
+from fp8serve.server.answers.formats import Tools
+from fp8serve.server.answers.grammars import SHAPES
 from fp8serve.server.api.openai.chat_answer import ChatAnswer
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.parsing.request_parser import Ids
 from fp8serve.server.schemas.openai_bodies import ChatBody
-from fp8serve.server.schemas.tools import NO_ARGUMENTS
+from fp8serve.server.schemas.tools import NamedTool, Tool
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served import Served
 
@@ -15,19 +19,48 @@ LOOKED_AT = 16
 """Tokens at the end of a prompt that may hold the mark with which reasoning begins."""
 
 
-def fit(served: Served, body: ChatBody, params: SamplingParams) -> SamplingParams:
+def fit(served: Served, body: ChatBody, prompt: Ids, params: SamplingParams) -> SamplingParams:
     """The parameters with which these weights write an answer that can be read. Fault when none can."""
-    if body.offered and served.answers.tools == "none":
+    if body.offered and not body.must_call and served.answers.tools == "none":
         message = "How this model writes tool calls is not known."
         raise Fault(Code.INVALID_PARAMETER, message, param="tools", hint="Start the server with --tool-parser.")
-    shown = served.answers.marks(with_tools=bool(body.offered))
+    if (grammar := _grammar(served, body, prompt, params)) is not None:
+        params = replace(params, json_schema=None, grammar=grammar)
+    shown = _format(served, body).marks(with_tools=bool(body.offered))
     return replace(params, skip_special_tokens=False) if shown & served.tokenizer.special_texts else params
 
 
 def chat_answer(body: ChatBody, generation: Generation, request: Request) -> ChatAnswer:
     """The reader of one choice."""
-    served = generation.served
-    end = served.tokenizer.decode(list(request.prompt_token_ids[-LOOKED_AT:]), skip_special_tokens=False)
-    tools = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in body.offered}
-    reader = served.answers.reader(tools if body.offered else None, end)
-    return ChatAnswer(reader, body.parallel_tool_calls is False, served.answers.tools == "mistral")
+    form = _format(generation.served, body)
+    reader = form.reader(_declared(body.offered), _end(generation.served, request.prompt_token_ids))
+    return ChatAnswer(reader, body.parallel_tool_calls is False, form.tools == "mistral")
+
+
+def _grammar(served: Served, body: ChatBody, prompt: Ids, params: SamplingParams) -> str | None:
+    """Of calls where these must come, or must be valid; None where the model may write what it likes."""
+    form, tools = _format(served, body), body.offered
+    if isinstance(body.tool_choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
+    strict = any(tool.function.strict for tool in tools)
+    if not body.must_call and (form.tools not in SHAPES or not tools or params.regex or params.grammar):
+        return None
+    grammar = form.call_grammar(_declared(tools) or {}, served.tokenizer.added_ids, _end(served, prompt))
+    if body.must_call:
+        several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+        return grammar.of_calls(several)
+    if params.json_schema is not None:
+        return grammar.of_calls(body.parallel_tool_calls is not False, params.json_schema)
+    return grammar.of_strict_calls() if strict and SHAPES[form.tools].mark else None
+
+
+def _format(served: Served, body: ChatBody) -> AnswerFormat:
+    return served.answers.forced if body.must_call else served.answers
+
+
+def _declared(tools: list[Tool]) -> Tools | None:
+    return {tool.function.name: tool.function.schema_of_arguments for tool in tools} or None
+
+
+def _end(served: Served, prompt: Ids) -> str:
+    return served.tokenizer.decode(list(prompt[-LOOKED_AT:]), skip_special_tokens=False)
