@@ -1,5 +1,6 @@
 """`bench ops | engine` measure what they say; how fast things are is no business of a test."""
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
