@@ -25,7 +25,8 @@ CONCEPTS: dict[type, str] = {
     "have the bounds that OpenAI documents. The form of an answer is asked for as OpenAI (`response_format`), vLLM "
     "(`structured_outputs`, `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`), llama.cpp (`grammar`) "
     "or text-generation-inference (`grammar`, of `/generate` alone) spell it; "
-    "`prompt_logprobs` is `echo` with `logprobs` of `/v1/completions`, and no parameter of `/generate`.",
+    "`prompt_logprobs` is `decoder_input_details` on `/generate`, and `echo` with `logprobs` of `/v1/completions` "
+    "reports the same.",
     EngineOptions: "Keyword arguments of `Engine`.",
     TrainConfig: "The fields of a training job. `POST /finetune` takes those that are not the operator's, `lr` as "
     "`learning_rate`.",

@@ -26,7 +26,6 @@ class GenerateParameters(Formed):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "adapter_id": (None,),
         "best_of": (None, 1),
-        "decoder_input_details": (False, None),
         "typical_p": (None,),
         "watermark": (False, None),
     }
@@ -44,6 +43,12 @@ class GenerateParameters(Formed):
     typical_p: float | None = None
     watermark: bool | None = None
 
+    @model_validator(mode="after")
+    def _prompts_are_details(self) -> Self:
+        if self.decoder_input_details and not self.details:
+            raise PydanticCustomError("decoder_input_details", "decoder_input_details needs details: true")
+        return self
+
 
 class GenerateBody(Body):
     """`POST /generate`: `inputs` (text) or `input_ids` (tokens), not both."""
@@ -58,6 +63,8 @@ class GenerateBody(Body):
     def _one_prompt(self) -> Self:
         if (self.inputs is None) == (self.input_ids is None):
             raise PydanticCustomError("one_prompt", "give either inputs or input_ids")
+        if self.stream and self.parameters.decoder_input_details:
+            raise PydanticCustomError("decoder_input_details", "decoder_input_details cannot be streamed")
         return self
 
 

@@ -48,6 +48,7 @@ class SampledBody(Body, Formed):
     stop: Stop | None = None
     top_k: Annotated[int, Ge(-1), Le(INT32)] | None = None  # vLLM's -1 means all
     logit_bias: LogitBias | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # as vLLM answers it
     grammar: Text | None = None
     user: str | None = None
 
@@ -55,6 +56,12 @@ class SampledBody(Body, Formed):
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options needs stream: true")
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_are_told_at_once(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
         return self
 
     @property
@@ -98,8 +105,8 @@ class CompletionBody(SampledBody):
 
     @model_validator(mode="after")
     def _something_is_returned(self) -> Self:
-        if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError("max_tokens", "max_tokens: 0 needs echo: true")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise PydanticCustomError("max_tokens", "max_tokens: 0 needs echo: true or prompt_logprobs")
         return self
 
     @property
@@ -121,7 +128,10 @@ class CompletionBody(SampledBody):
 
     def params(self, max_tokens: int) -> SamplingParams:
         """One token is generated where none is wanted, because it ends the request; it is not shown."""
-        of_prompt = self.logprobs if self.echo else None
+        wanted = [
+            number for number in (self.prompt_logprobs, self.logprobs if self.echo else None) if number is not None
+        ]
+        of_prompt = max(wanted, default=None)
         logprobs = 0 if self.chooses and self.logprobs is None else self.logprobs  # by which the best are chosen
         options = {"logprobs": logprobs, "prompt_logprobs": of_prompt, **self.sampling_values()}
         return SamplingParams(max_new_tokens=max(1, max_tokens), **options)
@@ -200,4 +210,5 @@ class ChatBody(SampledBody):
 
     def params(self, max_tokens: int) -> SamplingParams:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return SamplingParams(max_new_tokens=max_tokens, logprobs=logprobs, **self.sampling_values())
+        options = {"logprobs": logprobs, "prompt_logprobs": self.prompt_logprobs, **self.sampling_values()}
+        return SamplingParams(max_new_tokens=max_tokens, **options)

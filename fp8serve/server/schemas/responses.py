@@ -149,12 +149,23 @@ class TextLogprobs(ResponseShape):
     text_offset: list[int]
 
 
+class PromptLogprob(ResponseShape):
+    logprob: float
+    rank: int | None  # null below the alternatives that were asked for
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, of each place of a prompt; null for the first. There when the request asks for it."""
+
+
 class TextChoice(ResponseShape):
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
     stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Usage(ResponseShape):
@@ -223,6 +234,7 @@ class ChatCompletion(ResponseShape):
     choices: list[ChatChoice]
     system_fingerprint: str
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Vector(ResponseShape):

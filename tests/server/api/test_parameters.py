@@ -148,6 +148,47 @@ async def test_a_template_gets_further_variables(start: Start, settings: Any) ->
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
 
 
+async def test_log_probabilities_of_the_prompt(start: Start) -> None:
+    """The fake engine gives token n of a prompt the log-probability -n, and itself as the best one."""
+    async with start() as server:
+        for route, body in (("/v1/completions", {"prompt": "abc"}), ("/v1/chat/completions", CHAT)):
+            said = (await server.client.post(route, json=body | {"max_tokens": 1, "prompt_logprobs": 1})).json()
+            table = (said if "chat" in route else said["choices"][0])["prompt_logprobs"]
+            assert table[0] is None
+            assert len(table) == said["usage"]["prompt_tokens"]
+            if "chat" not in route:
+                (token,) = table[2].values()
+                assert token == {"logprob": -2.0, "rank": 1, "decoded_token": "c"}
+            streamed = await server.client.post(route, json=body | {"stream": True, "prompt_logprobs": 1})
+            assert (streamed.status_code, streamed.headers["content-type"]) == (400, "application/json")
+        plain = (await server.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1})).json()
+        assert "prompt_logprobs" not in plain["choices"][0]
+
+
+async def test_an_echo_and_prompt_logprobs_do_not_mix(start: Start) -> None:
+    async with start() as server:
+        ask = {"prompt": "abc", "max_tokens": 0, "prompt_logprobs": 1}
+        for echo, logprobs in ((True, 0), (True, None), (False, None)):
+            said = (await server.client.post("/v1/completions", json=ask | {"echo": echo, "logprobs": logprobs})).json()
+            (choice,) = said["choices"]
+            assert choice["text"] == ("abc" if echo else "")
+            assert len(choice["prompt_logprobs"]) == 3
+            tops = None if choice["logprobs"] is None else choice["logprobs"]["top_logprobs"]
+            assert tops == ([None, {}, {}] if logprobs == 0 else None)
+
+
+async def test_details_of_the_prompt_on_the_native_route(start: Start) -> None:
+    async with start() as server:
+        parameters = {"max_new_tokens": 1, "details": True, "decoder_input_details": True}
+        said = (await server.client.post("/generate", json={"inputs": "abc", "parameters": parameters})).json()
+        found = [(token["text"], token["logprob"]) for token in said["details"]["prefill"]]
+        assert found == [("a", None), ("b", -1.0), ("c", -2.0)]
+        for wrong in ({"stream": True, "parameters": parameters}, {"parameters": parameters | {"details": False}}):
+            assert (await server.client.post("/generate", json={"inputs": "abc"} | wrong)).status_code == 422
+        streamed = await server.client.post("/generate_stream", json={"inputs": "abc", "parameters": parameters})
+        assert (streamed.status_code, streamed.json()["param"]) == (422, "parameters.decoder_input_details")
+
+
 async def test_health_answers_to_head(start: Start) -> None:
     async with start() as server:
         answer = await server.client.head("/health")

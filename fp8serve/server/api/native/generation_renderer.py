@@ -6,7 +6,7 @@ there is no `[DONE]`. Answers also name `model`, `weight_version`, `request_id`.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class NativeRenderer(Renderer[NewTokens]):
         self.text = ""
         self.tokens: list[JsonObject] = []
         self.top_tokens: list[list[JsonObject]] = []
+        self.prefill: list[JsonObject] = []
         self._last = RequestOutput(request_id)
         self._shown = 0  # events so far
 
@@ -54,6 +55,8 @@ class NativeRenderer(Renderer[NewTokens]):
         self.tokens += new
         self.top_tokens += tops
         self._last = output
+        if output.prompt_logprobs is not None:
+            self.prefill = self._prefill(output.prompt_logprobs)
         return NewTokens(new, tops)
 
     # -- as a whole ----------------------------------------------------------------------------------------------------
@@ -62,7 +65,7 @@ class NativeRenderer(Renderer[NewTokens]):
         answer: JsonObject = {"generated_text": self._full_text()}
         if self.asked.parameters.details:
             tops = {"top_tokens": self.top_tokens} if self.asked.parameters.top_n_tokens else {}
-            more = {"prefill": [], "tokens": self.tokens, "best_of_sequences": None} | tops
+            more = {"prefill": self.prefill, "tokens": self.tokens, "best_of_sequences": None} | tops
             answer["details"] = self._details(self._last) | more
         return answer | self._origin()
 
@@ -115,6 +118,12 @@ class NativeRenderer(Renderer[NewTokens]):
             "seed": self.params.seed if self.params.temperature > 0 else None,
             "input_length": output.num_prompt_tokens,
         }
+
+    def _prefill(self, found: Sequence[TokenLogprob]) -> list[JsonObject]:
+        """The prompt's tokens, of which the first has no log-probability."""
+        tokenizer, first = self.generation.served.tokenizer, self.generation.requests[0].prompt_token_ids[0]
+        tokens = [(first, None), *((item.token_id, item) for item in found)]
+        return [_token(tokenizer, token_id, tokenizer.token_text(token_id), item) for token_id, item in tokens]
 
     def _origin(self) -> dict[str, str]:
         served = self.generation.served

@@ -26,5 +26,6 @@ def sampling(p: GenerateParameters) -> SamplingParams:
         asked["temperature"] = 0.0
     drawn = asked.get("temperature") != 0
     asked["seed"] = asked.get("seed", secrets.randbits(53)) if drawn else None
+    asked["prompt_logprobs"] = 0 if p.decoder_input_details else None
     asked["logprobs"] = p.top_n_tokens or (0 if p.details else None)
     return SamplingParams(**asked | p.form())

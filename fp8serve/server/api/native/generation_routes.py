@@ -9,6 +9,7 @@ from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.generation_renderer import ListRenderer, NativeRenderer
 from fp8serve.server.api.native.generation_requests import parse
 from fp8serve.server.api.wire import STREAM_RESPONSE
+from fp8serve.server.faults import Code, Fault
 from fp8serve.server.schemas.generation_bodies import GenerateBody
 
 router = APIRouter(tags=["generation"], route_class=BoundedRoute)
@@ -24,6 +25,9 @@ async def generate(body: GenerateBody, request: Request, state: StateDep) -> Res
     "/generate_stream", summary="Generate text as server-sent events", response_model=None, responses=STREAM_RESPONSE
 )
 async def generate_stream(body: GenerateBody, request: Request, state: StateDep) -> Response:
+    if body.parameters.decoder_input_details:
+        param = "parameters.decoder_input_details"
+        raise Fault(Code.INVALID_PARAMETER, "decoder_input_details cannot be streamed.", param=param)
     return await respond(body, parse, NativeRenderer, request, state, stream=True)
 
 

@@ -18,6 +18,7 @@ from fp8serve.server.api.openai.logprobs import (
     Placed,
     chat_logprobs,
     placed_prompt,
+    prompt_table,
     prompt_text,
     text_logprobs,
 )
@@ -38,6 +39,7 @@ class Choice:
     finish: str | None = None
     stop_reason: str | int | None = None
     tokens: int = 0
+    of_prompt: list[JsonObject | None] | None = None
     total: float = 0.0  # of its tokens' log-probabilities, where these are known
 
     @property
@@ -81,7 +83,14 @@ class CompletionRenderer(Renderer[list[Placed]]):
         return self.choices
 
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
+        if output.prompt_logprobs is not None and self.asked.prompt_logprobs is not None:
+            table = prompt_table(output.prompt_logprobs, self.asked.prompt_logprobs, self.tokenizer)
+            self.choices[index].of_prompt = table
         return self.choices[index].take(output)
+
+    def prompt_logprobs(self, choice: Choice) -> JsonObject:
+        """The field of this name, where it was asked for."""
+        return {} if choice.of_prompt is None else {"prompt_logprobs": choice.of_prompt}
 
     def whole(self) -> JsonObject:
         choices = [self.choice(i, choice) for i, choice in enumerate(self.kept())]
@@ -123,6 +132,8 @@ class TextRenderer(CompletionRenderer):
         super().__init__(body, generation, request_id)
         self._hides_answer = body.max_tokens == 0
         self._shows_logprobs = body.logprobs is not None
+        self._shows_prompt = bool(body.echo) and self._shows_logprobs
+        self._top = body.logprobs or 0
         self._echoes = [request.prompt_token_ids for request in generation.requests] if body.echo else []
         self._unsaid = set(range(len(self._echoes)))  # prompts that are still to be streamed
         for ids, choice in zip(self._echoes, self.choices, strict=False):
@@ -130,7 +141,7 @@ class TextRenderer(CompletionRenderer):
             choice.stream = LogprobStream(self.tokenizer, self.params, len(choice.text))
 
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
-        if output.prompt_logprobs is not None:
+        if output.prompt_logprobs is not None and self._shows_prompt:
             self.choices[index].logprobs = self._placed(index, output.prompt_logprobs)
         return super().add(index, self._shown(output))
 
@@ -147,7 +158,8 @@ class TextRenderer(CompletionRenderer):
         if not self._hides_answer:
             return output
         finish = "length" if output.finish_reason == "stop" else output.finish_reason
-        return RequestOutput(output.request_id, finish_reason=finish, error=output.error)
+        told = output.prompt_logprobs
+        return RequestOutput(output.request_id, finish_reason=finish, error=output.error, prompt_logprobs=told)
 
     def _echo(self, index: int, output: RequestOutput) -> JsonObject:
         """The prompt as a part of a stream."""
@@ -159,7 +171,8 @@ class TextRenderer(CompletionRenderer):
         return {"index": index, "text": text, "logprobs": self._logprobs(placed), **rest}
 
     def _placed(self, index: int, found: Sequence[TokenLogprob]) -> list[Placed]:
-        return placed_prompt(self._echoes[index], found, self.tokenizer, self.params)
+        asked = [TokenLogprob(item.token_id, item.logprob, item.top[: self._top]) for item in found]
+        return placed_prompt(self._echoes[index], asked, self.tokenizer, self.params)
 
     def kept(self) -> Iterator[Choice]:
         """Of each prompt's answers the most probable, by the mean over their tokens; equal ones in their order."""
@@ -176,7 +189,7 @@ class TextRenderer(CompletionRenderer):
             "logprobs": self._logprobs(shown),
             "finish_reason": choice.finish,
             "stop_reason": choice.stop_reason,
-        }
+        } | self.prompt_logprobs(choice)
 
     def _delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
         """What `output` adds to a choice."""
@@ -204,6 +217,9 @@ class ChatRenderer(CompletionRenderer):
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
         self._answers[index].take(output)
         return super().add(index, output)
+
+    def whole(self) -> JsonObject:
+        return super().whole() | self.prompt_logprobs(self.choices[0])
 
     def choice(self, index: int, choice: Choice) -> JsonObject:
         answer = self._answers[index]

@@ -93,6 +93,25 @@ def placed_prompt(
     return placed
 
 
+def prompt_table(found: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer) -> list[JsonObject | None]:
+    """vLLM's `prompt_logprobs`: of each place the token that stands there and the `top` best, by token id."""
+    return [None, *(_by_id(item, top, tokenizer) for item in found)]
+
+
+def _by_id(item: TokenLogprob, top: int, tokenizer: Tokenizer) -> JsonObject:
+    best = item.top[:top]
+    ranks: dict[int, int | None] = {token_id: rank for rank, (token_id, _) in enumerate(best, 1)}
+    values = dict(best)
+    return {
+        str(token_id): {
+            "logprob": finite(values.get(token_id, item.logprob)),
+            "rank": ranks.get(token_id),
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id in dict.fromkeys((item.token_id, *ranks))
+    }
+
+
 def text_logprobs(placed: list[Placed], tokenizer: Tokenizer) -> JsonObject:
     """The object of /v1/completions."""
     return {
