@@ -24,8 +24,13 @@ To call a function, write a JSON object with its name and its arguments between 
 </tool_call>"""
 
 
-def with_tools(messages: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
-    """The conversation in messages of system, user and assistant alone. `tools`: as OpenAI's API describes them."""
+def with_tools(messages: list[Message], tools: list[dict[str, Any]] | None, knows_calls: bool = False) -> list[Message]:
+    """The conversation in messages of system, user and assistant alone. `tools`: as OpenAI's API describes them.
+
+    `knows_calls`: calls and results can be written as they are.
+    """
+    if knows_calls:
+        return _described(messages, tools) if tools else messages
     rewritten: list[Message] = []
     for is_result, group in groupby(messages, key=lambda message: message.get("role") == "tool"):
         if is_result:
