@@ -8,7 +8,8 @@ without padding, so that no padding token ever enters an amax.
 
 Examples are visited in the order of a seeded hash of their content and tokenized only until enough samples are there: a
 large file costs no more than a small one, and neither the order of files and lines nor a repetition changes anything.
-Of a long text later windows are read only when all texts together have too few first ones.
+Of a long text later windows are read only when all texts together have too few first ones, and of none is more
+tokenized than all samples together can hold.
 
 All of a user's data are calibration data. What quality is measured on is named by the user, or is the passages that
 ship with fp8serve; without any data an eighth of those passages. Whole examples are held out, and one that is on both
@@ -34,7 +35,7 @@ from fp8serve.model.text.examples import (
     TextExample,
     TokenizedExample,
     read_examples,
-    tokenize_whole,
+    tokenize_pieces,
 )
 from fp8serve.model.text.tokenizer import Tokenizer
 
@@ -127,7 +128,7 @@ class _Source:
         windows: list[list[Sample]] = []
         read = 0
         for key in keys:
-            pieces = self._pieces(self._examples[key], tokenizer, seq_len)
+            pieces = self._pieces(self._examples[key], tokenizer, seq_len, count)
             samples = [Sample(tuple(p.ids), tuple(p.loss_mask), key) for p in pieces if len(p.ids) >= 2]
             windows += [samples] if samples else []
             read += 1
@@ -139,14 +140,14 @@ class _Source:
         _check_vocabulary(found, vocab_size)
         return found, read
 
-    def _pieces(self, example: Example, tokenizer: Tokenizer, seq_len: int) -> list[TokenizedExample]:
+    def _pieces(self, example: Example, tokenizer: Tokenizer, seq_len: int, count: int) -> list[TokenizedExample]:
         """A shipped conversation is plain text to a model without a chat template, or with one that refuses it."""
         try:
-            return tokenize_whole(example, tokenizer, seq_len)
+            return tokenize_pieces(example, tokenizer, seq_len, count)
         except DataError:
             if not (self._shipped and isinstance(example, ChatExample)):
                 raise
-            return tokenize_whole(as_text(example), tokenizer, seq_len)
+            return tokenize_pieces(as_text(example), tokenizer, seq_len, count)
 
 
 def as_text(example: ChatExample) -> TextExample:

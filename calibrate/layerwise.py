@@ -1,4 +1,4 @@
-"""A decoder run layer by layer: one layer over all batches before the next is touched.
+"""A model run layer by layer: one layer over all batches before the next is touched.
 
 So every weight is read from its file once, however many batches there are, and a model larger than memory costs one
 pass over the disk. In memory are one layer's weights and the hidden states of all batches, [tokens, hidden] in BF16.
@@ -7,11 +7,12 @@ The numbers are those of whole passes, bit for bit. A model that transformers co
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from fp8serve.model.building import Model
+from fp8serve.model.building import AnyModel, Model
+from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.mapped import release_pages
 
 from .data import Batch
@@ -22,27 +23,35 @@ T = TypeVar("T")
 
 
 class Stream:
-    """A batch on its way through the decoder. `hidden`: its state so far, BF16 [tokens, hidden]."""
+    """A batch on its way through the model. `hidden`: its state so far, BF16 [tokens, hidden]."""
 
-    def __init__(self, decoder: Model, batch: Batch, tap: Tap | None = None) -> None:
-        self._parts, self._attend = decoder.parts, attending(decoder, batch, tap)
-        self.batch, self.hidden = batch, decoder.enter(batch.ids)
-        self._places = decoder.places(batch.positions, self.hidden.dtype)
+    def __init__(self, model: AnyModel, batch: Batch, tap: Tap | None = None) -> None:
+        self._parts, self.batch = model.parts, batch
+        self.hidden, self._told = _entered(model, batch, tap)
 
     def run(self, index: int) -> Tensor:
         """What the layer makes of the hidden state, which stays as it is."""
         layer: Callable[..., Tensor] = self._parts[index]
-        return layer(self.hidden, self._places[index], self._attend)
+        return layer(self.hidden, *self._told(index))
 
     def advance(self, index: int) -> None:
         self.hidden = self.run(index)
 
 
-def streams(decoder: Model, batches: Sequence[Batch], tap: Tap | None = None) -> list[Stream]:
+def _entered(model: AnyModel, batch: Batch, tap: Tap | None) -> tuple[Tensor, Callable[[int], tuple[Any, ...]]]:
+    """What the first layer reads, and what else every layer is told."""
+    if isinstance(model, Encoder):
+        return model.enter(batch.ids, batch.lengths), lambda index: (batch.lengths,)
+    hidden, attend = model.enter(batch.ids), attending(model, batch, tap)
+    places = model.places(batch.positions, hidden.dtype)
+    return hidden, lambda index: (places[index], attend)
+
+
+def streams(decoder: AnyModel, batches: Sequence[Batch], tap: Tap | None = None) -> list[Stream]:
     return [Stream(decoder, batch, tap) for batch in batches]
 
 
-def layers(decoder: Model, stage: str, stages: Stages | None) -> Iterator[int]:
+def layers(decoder: AnyModel, stage: str, stages: Stages | None) -> Iterator[int]:
     """The index of every layer; the pages of one that is done are released.
 
     So nobody may write to a weight that is a view of the file, which would be forgotten: who changes it replaces it.
@@ -70,6 +79,6 @@ def _release(layer: nn.Module) -> None:
         release_pages(parameter)
 
 
-def within(decoder: Model, index: int, named: Mapping[str, T]) -> dict[str, T]:
+def within(decoder: AnyModel, index: int, named: Mapping[str, T]) -> dict[str, T]:
     """What belongs to a layer, of things by the names of tensors or modules."""
     return {name: named[name] for name in decoder.named_in(index, named)}

@@ -9,10 +9,11 @@ from fp8serve.model.checkpoint import load_servable
 from .healing import Schedule, heal
 from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
 from .job import Job
+from .options import HEAL_RATE
 from .pairs import pairs
 from .precision import Target, fewest, ordered, restore
 from .ranks import Ranks
-from .result import HealingReport, KeptReport, Quality, SmoothingReport
+from .result import HealingReport, KeptReport, SmoothingReport
 from .smoothing import FACTORS, smooth
 from .unfinished import Once
 from .words import count
@@ -51,12 +52,12 @@ def said_of_smoothing(report: SmoothingReport | None) -> tuple[str, ...]:
 def meet(job: Job, target: Target) -> None:
     """Leave as many linears in high precision as the target asks for. RecipeError when it asks for all."""
 
-    def measure(kept: Sequence[KeptReport]) -> Quality:
+    def enough(kept: Sequence[KeptReport]) -> bool:
         names = {name for group in kept for name in group.names}
-        return job.compare({name: linear for name, linear in job.linears.items() if name not in names})[0]
+        return target.is_met(job.compare({n: linear for n, linear in job.linears.items() if n not in names})[0])
 
     candidates = ordered(job.linears, job.shares())
-    count = fewest(candidates, measure, target)
+    count = fewest(candidates, enough)
     if count == len(candidates):
         raise RecipeError("The target asks for every linear layer in high precision; allow more, or do not calibrate.")
     restore(job.decoder, job.keep(candidates[:count]))
@@ -65,6 +66,7 @@ def meet(job: Job, target: Target) -> None:
 def heal_weights(job: Job) -> None:
     """Train the model in FP8; what that gave is dropped again if it is no better on the held-out batches."""
     asked, observer = job.asked, job.observer
+    rate = asked.heal_rate or HEAL_RATE
     old, seen = copy.deepcopy(job.states), copy.deepcopy(observer.seen)
     before = job.compare()[0].kl_divergence
     healed, losses = heal(
@@ -73,14 +75,14 @@ def heal_weights(job: Job) -> None:
         load_servable(job.source, "bf16", device=asked.device),
         job.batches.calibration,
         job.recipe,
-        Schedule(asked.heal, asked.heal_rate),
+        Schedule(asked.heal, rate),
         observer,
         rounded=job.rounded,
         seed=asked.seed,
         stages=job.stages,
     )
     after = job.compare(rounded=healed)[0].kl_divergence
-    job.healing = HealingReport(asked.heal, asked.heal_rate, tuple(losses), before, after)
+    job.healing = HealingReport(asked.heal, rate, tuple(losses), before, after)
     if job.healing.helped:
         job.rounded = healed
     else:

@@ -15,6 +15,7 @@ from fp8serve.model.text.data_files import DATA, STDIN
 from fp8serve.options import About, check, known_fields
 
 SHIPPED = "passages that ship with fp8serve"
+HEAL_RATE = 3e-5
 Files = tuple[str, ...]
 Patterns = tuple[str, ...]
 Rounding = Literal["nearest", "gptq"]
@@ -96,10 +97,15 @@ class CalibrationOptions(SampleOptions):
         float | None, Gt(0), About("Leave layers in BF16 until the KL divergence is this small.", metavar="NATS")
     ] = None
     max_ppl_increase: Annotated[
-        float | None, Ge(0), About("Leave layers in BF16 until perplexity rises by less.", metavar="PERCENT")
+        float | None, Gt(0), About("Leave layers in BF16 until perplexity rises by less.", metavar="PERCENT")
+    ] = None
+    target_cosine: Annotated[
+        float | None, Gt(0), Le(1), About("Of an encoder: leave layers in BF16 until the median cosine is this large.")
     ] = None
     heal: Annotated[int, Ge(0), About("Steps of training towards what the model said before, on the samples.")] = 0
-    heal_rate: Annotated[float, Gt(0), Le(1), About("Largest learning rate of these steps.")] = 3e-5
+    heal_rate: Annotated[
+        float | None, Gt(0), Le(1), About("Largest learning rate of these steps.", unset=f"{HEAL_RATE:g}")
+    ] = None
     input_scales: Annotated[
         InputScales, About("Which range of inputs a stored scale represents: all that was seen, or less (delayed).")
     ] = "history"

@@ -83,8 +83,8 @@ def hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., 
 
 
 @contextmanager
-def in_place(decoder: Model, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Inside, these stand in the decoder, by their names."""
+def in_place(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, these stand in the model, by their names."""
     before = {name: decoder.get_submodule(name) for name in modules}
     try:
         _put(decoder, modules)
@@ -93,7 +93,7 @@ def in_place(decoder: Model, modules: Mapping[str, nn.Module]) -> Iterator[None]
         _put(decoder, before)
 
 
-def _put(decoder: Model, modules: Mapping[str, nn.Module]) -> None:
+def _put(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         decoder.set_submodule(name, module)
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
-from fp8serve.model.building import Model
 from fp8serve.model.formats.targets import matches
 
 from .options import CalibrationOptions
@@ -22,7 +21,8 @@ from .result import KeptReport, Quality
 Names = tuple[str, ...]
 EXPERTS = ".experts."
 # What linears read, by the last part of their name, where several read the same.
-_INPUTS = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+_INPUTS = {**dict.fromkeys(("query", "key", "value"), "qkv"),
+           **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
            **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up")}  # fmt: skip
 
 
@@ -82,25 +82,25 @@ class Target:
 def ordered(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[KeptReport]:
     """The groups of `linears`, those first whose FP8 adds most KL divergence for each byte that it saves."""
     found = [
-        KeptReport(names, sum(_saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
+        KeptReport(names, sum(saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
         for names in choices(linears)
     ]
     return sorted(found, key=lambda group: -(group.kl or 0.0) / group.bytes)
 
 
-def _saved(linear: nn.Module) -> int:
+def saved(linear: nn.Module) -> int:
     """Bytes by which FP8 is less than BF16."""
     return int(linear.get_parameter("weight").numel())
 
 
-def kept_reports(decoder: Model, names: Sequence[str]) -> tuple[KeptReport, ...]:
+def kept_reports(decoder: nn.Module, names: Sequence[str]) -> tuple[KeptReport, ...]:
     """Of linears that somebody named: what they would cost is not measured."""
-    found = ((group, sum(_saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
+    found = ((group, sum(saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
     return tuple(KeptReport(group, saved, None) for group, saved in found)
 
 
-def restore(decoder: Model, names: Iterable[str]) -> None:
-    """Make the converted linears of these names of `decoder` what they were, with the same weights."""
+def restore(decoder: nn.Module, names: Iterable[str]) -> None:
+    """Make the converted linears of these names of a model what they were, with the same weights."""
     for name in names:
         linear = decoder.get_submodule(name)
         plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")  # type: ignore[arg-type]
@@ -108,15 +108,15 @@ def restore(decoder: Model, names: Iterable[str]) -> None:
         decoder.set_submodule(name, plain)
 
 
-def fewest(candidates: Sequence[KeptReport], measure: Callable[[Sequence[KeptReport]], Quality], target: Target) -> int:
-    """How many of the first `candidates` have to stay in high precision for the target to be met.
+def fewest(candidates: Sequence[KeptReport], enough: Callable[[Sequence[KeptReport]], bool]) -> int:
+    """How many of the first `candidates` have to stay in high precision.
 
-    measure: the quality with these of the candidates in high precision. With all of them every target is met.
+    enough: whether the target is met with these of the candidates in high precision; with all of them every one is.
     """
-    if target.is_met(measure([])):
+    if enough([]):
         return 0
     low, high = 0, len(candidates)  # with `high` it is met
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if target.is_met(measure(candidates[:middle])) else (middle, high)
+        low, high = (low, middle) if enough(candidates[:middle]) else (middle, high)
     return high

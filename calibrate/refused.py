@@ -13,7 +13,9 @@ from .options import CalibrationOptions
 from .precision import Target
 
 
-def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions, processes: int = 1) -> Recipe:
+def check_settings(
+    out: Path, recipe: Recipe | None, asked: CalibrationOptions, processes: int = 1, *, is_encoder: bool = False
+) -> Recipe:
     """The recipe. ModelError, DataError, RecipeError, MachineError: an option cannot be used, or not with another."""
     check_absent(out)
     _ = asked.max_shard_bytes  # DataError when it is no size
@@ -27,6 +29,8 @@ def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions, 
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
     if processes > 1 and asked.reads_stdin:
         raise DataError("Standard input ('-') cannot be read by several processes; give them a file.")
+    if asked.target_cosine is not None and not is_encoder:
+        raise RecipeError("target_cosine is of encoders, and this is a language model; use target_kl.")
     _check_scales(recipe, asked)
     _check_weights(recipe, asked)
     check_device(asked.device)
@@ -34,11 +38,12 @@ def check_settings(out: Path, recipe: Recipe | None, asked: CalibrationOptions, 
 
 
 def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:
-    """RecipeError: a method that has to know which layers read what, of a model that only transformers knows."""
-    methods = {"Smoothing": asked.smoothing is not None, "Rounding by gptq": asked.rounding == "gptq"}
-    for method, is_asked in methods.items():
-        if is_asked and config.computed_by is not None:
-            raise RecipeError(f"{method} goes layer by layer, and {config.architecture} has no family; leave it out.")
+    """RecipeError: smoothing has to know which layers read what, of a model that only transformers knows."""
+    if asked.smoothing is not None and config.computed_by is not None:
+        raise RecipeError(
+            f"Smoothing changes a layer together with the norm before it, and {config.architecture} has no family that "
+            "says which; leave it out."
+        )
 
 
 def _check_scales(recipe: Recipe, asked: CalibrationOptions) -> None:
@@ -66,5 +71,7 @@ def _check_weights(recipe: Recipe, asked: CalibrationOptions) -> None:
         raise RecipeError("scales_only writes no weights, and smoothing changes them; leave out one of the two.")
     if asked.heal and (asked.scales_only or asked.input_scales != "history"):
         raise RecipeError("Healing changes weights and lets scales follow them; leave out scales_only, input_scales.")
+    if asked.heal_rate is not None and not asked.heal:
+        raise RecipeError("heal_rate is the learning rate of healing, which is off; give heal, or leave out heal_rate.")
     if asked.heal and not trains(recipe):
         raise RecipeError(f"Nothing trains under the recipe {name_of(recipe)!r}, so it cannot heal.")

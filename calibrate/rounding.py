@@ -18,7 +18,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.building import Model
+from fp8serve.model.building import AnyModel
 
 from .compare import freezer
 from .data import Batch
@@ -35,7 +35,7 @@ FrozenLinears = Mapping[str, FrozenLinear]
 
 @torch.no_grad()
 def round_weights(
-    decoder: Model,
+    decoder: AnyModel,
     linears: Linears,
     batches: Sequence[Batch],
     recipe: Recipe,

@@ -16,6 +16,7 @@ import typer
 from fp8serve import __version__
 from fp8serve.commands import (
     calibrate,
+    chat,
     convert,
     demo,
     doctor,
@@ -23,6 +24,8 @@ from fp8serve.commands import (
     finetune,
     generate,
     inspect,
+    jobs,
+    models,
     serve,
     studies,
     verify,
@@ -38,12 +41,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 COMMANDS: dict[str, Any] = {
-    "calibrate": calibrate, "serve": serve, "generate": generate, "finetune": finetune, "eval": evaluate,
+    "calibrate": calibrate, "serve": serve, "generate": generate, "chat": chat,
+    "finetune": finetune, "eval": evaluate,
     "convert": convert, "inspect": inspect, "verify": verify, "doctor": doctor, "demo": demo,
 }  # fmt: skip
 for name, module in COMMANDS.items():
     app.command(name, help=module.__doc__)(module.command)
-app.add_typer(studies.app, name="bench")
+for group, inner in {"models": models.app, "jobs": jobs.app, "bench": studies.app}.items():
+    app.add_typer(inner, name=group)
 
 
 def _print_version(wanted: bool) -> None:

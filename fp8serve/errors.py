@@ -49,5 +49,13 @@ class JobError(Fp8ServeError):
     """A fine-tune job does not exist, or is not in a state that allows what was asked."""
 
 
+class ServerError(Fp8ServeError):
+    """A server that we ask is away, refuses, or breaks off. `status` and `code` are those of its answer, if any."""
+
+    def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
 class MachineError(Fp8ServeError):
     """This machine lacks what was asked for: a device, a free port, memory, disk."""

@@ -6,6 +6,7 @@ A progress bar appears only when standard error is a terminal; with --json stand
 import json
 import shlex
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,11 @@ def _finite(value: Any) -> Any:
 def remark(text: str) -> None:
     """A line for the person at the terminal."""
     print(text, file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """`text` without what would steer the terminal: a stranger's escape sequences lose their first character."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -13,7 +13,19 @@ from fp8serve.cli import main
 from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
 
-COMMANDS = ("calibrate", "serve", "generate", "finetune", "eval", "convert", "inspect", "verify", "doctor", "demo")
+COMMANDS = (
+    "calibrate",
+    "serve",
+    "generate",
+    "chat",
+    "finetune",
+    "eval",
+    "convert",
+    "inspect",
+    "verify",
+    "doctor",
+    "demo",
+)
 HEAVY = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "safetensors", "tokenizers", "jinja2", "rich"}
 
 

@@ -148,16 +148,21 @@ def test_profiles() -> None:
 
 
 def test_what_is_observed_is_what_a_server_shows(routes: set[str]) -> None:
-    """Targets are services of the file, with the key; every metric on the dashboard is one of ours."""
+    """Targets are services of the file, with the key; every metric of the dashboard and the alerts is one of ours."""
     from fp8serve.server.metrics import ENGINE_COUNTERS, ENGINE_GAUGES, Metrics
 
     compose = documents(DOCKER / "compose.yaml")[0]
-    (job,) = yaml.safe_load(compose["configs"]["prometheus"]["content"])["scrape_configs"]
+    prometheus = yaml.safe_load(compose["configs"]["prometheus"]["content"])
+    (job,) = prometheus["scrape_configs"]
     assert job["metrics_path"] in routes
     assert job["authorization"]["credentials"].startswith("${FP8SERVE_API_KEY")
     assert {t for s in job["static_configs"] for t in s["targets"]} == {"cpu:8000", "gpu:8000"}
     dashboard = json.loads((DOCKER / "observability/fp8serve.json").read_text())
-    wanted = set(re.findall(r"fp8serve_\w+", " ".join(t["expr"] for p in dashboard["panels"] for t in p["targets"])))
+    (group,) = yaml.safe_load((DOCKER / "observability/alerts.yaml").read_text())["groups"]
+    asked = [t["expr"] for p in dashboard["panels"] for t in p["targets"]] + [rule["expr"] for rule in group["rules"]]
+    wanted = set(re.findall(r"fp8serve_\w+", " ".join(asked)))
+    mounted = {v.split(":")[1] for v in compose["services"]["prometheus"]["volumes"]}
+    assert set(prometheus["rule_files"]) <= mounted
     metrics = Metrics()
     metrics.engine_stats = lambda: dict.fromkeys((*ENGINE_GAUGES, *ENGINE_COUNTERS), 1)
     shown = set(re.findall(r"^# TYPE (fp8serve_\w+)", metrics.render().decode(), flags=re.M))

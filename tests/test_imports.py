@@ -16,6 +16,8 @@ ALLOWED = {
     "engine": {"engine", "model", "fp8", "errors", "options", "ending"},
     "calibration": {"calibration", "model", "fp8", "errors", "options"},
     "train": {"train", "model", "fp8", "errors", "options", "ending"},
+    "client": {"client", "errors"},
+    "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options"},
 }
 FOUNDATION = {"faults", "settings", "metrics", "tasks"}

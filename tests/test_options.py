@@ -18,9 +18,10 @@ from fp8serve.errors import RecipeError, RequestError
 from fp8serve.options import About, check, known_fields, options_of
 from fp8serve.options_page import page
 from fp8serve.server.schemas import generation_bodies, openai_bodies
-from fp8serve.server.schemas.finetune_bodies import NOT_ON_THE_WIRE, WIRE_NAMES, FinetuneBody
+from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.schemas.generation_bodies import GenerateParameters
 from fp8serve.server.schemas.openai_bodies import MAX_STOPS, ChatBody, CompletionBody
+from fp8serve.server.schemas.wire_names import NOT_ON_THE_WIRE, WIRE_NAMES
 from fp8serve.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +101,10 @@ def test_help_comes_from_the_field() -> None:
     assert "secret" not in text
 
 
-@pytest.mark.parametrize("args", [["--heat", "301"], ["--trays", "0"], ["--mode", "wave"], ["--secret", "1"]])
+VALUES = [["--heat", "301"], ["--heat", "nan"], ["--trays", "0"], ["--mode", "wave"], ["--secret", "1"]]
+
+
+@pytest.mark.parametrize("args", VALUES)
 def test_a_value_out_of_bounds_is_wrong_usage(args: list[str]) -> None:
     assert run("home", *args)[0] == 2
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len
 
@@ -44,16 +44,41 @@ class EngineLoad(Checked):
     new: New = 64
 
 
+DEFAULT_OUTPUT = 64
+
+
+@dataclass(frozen=True)
+class SpeculationLoad(Checked):
+    recipe: Annotated[str, About("Recipe, bf16, or 'stored': what the directory stores.")] = _ENGINE["recipe"]
+    kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = _ENGINE["kv_cache_dtype"]
+    speculative_tokens: Annotated[int, Ge(1), Le(64), About("Tokens of a draft, at most.")] = 8
+    new: New = 128
+    rounds: Annotated[int, Ge(1), About("Answers of each kind, in turn with and without drafts.")] = 5
+    temperature: Annotated[float, Ge(0), Le(100), About("0: greedy.")] = 0.0
+
+
 @dataclass(frozen=True)
 class Load(Checked):
-    """What clients ask for."""
+    """What clients ask for, and when."""
 
-    requests: Annotated[int, Ge(1), About("Requests in all.")] = 32
-    concurrency: Annotated[int, Ge(1), About("Requests at the same time.")] = 8
-    prompt: Prompt = 256
-    new: New = 64
-    vocab: int = 1000  # prompts use ids below this
-    api_key: Annotated[str | None, About("The server's key.", unset="none")] = field(default=None, repr=False)
+    num_prompts: Annotated[int, Ge(1), About("Requests in all.")] = 32
+    max_concurrency: Annotated[int | None, Ge(1), About("Requests at the same time.", unset="no limit")] = None
+    request_rate: Annotated[float | None, Gt(0), About("Requests sent in a second.", unset="all at once")] = None
+    burstiness: Annotated[float, Gt(0), About("1: a Poisson process; less: burstier; more: more even.")] = 1.0
+    dataset: Annotated[
+        Literal["random", "sharegpt", "jsonl"], About("Random token ids, ShareGPT's JSON, or JSON lines with prompt.")
+    ] = "random"
+    dataset_path: Annotated[str | None, About("The file of the data set.", unset="none", metavar="FILE")] = None
+    input_len: Annotated[int, Ge(1), About("Tokens of each random prompt.")] = 256
+    output_len: Annotated[
+        int | None, Ge(1), About("Longest answer, in tokens.", unset=f"the data set's, or {DEFAULT_OUTPUT}")
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, About("Answers go on after the end-of-text token.", unset="for random prompts")
+    ] = None
+    api: Annotated[Literal["completions", "chat"], About("The route that is asked.")] = "completions"
+    seed: Annotated[int, Ge(0), About("Of prompts, their order, and the times at which they are sent.")] = 0
+    vocab: int = 1000  # random prompts use ids below this
 
 
 @dataclass(frozen=True)

@@ -1,111 +1,78 @@
-"""A server under load: time to first token and between tokens, as clients see them over HTTP.
+"""A server under load, as its clients see it: the figures of `vllm bench serve`, of any server with OpenAI's routes.
 
-Any server with OpenAI's `/v1/completions` and streaming can be measured, so peers are measured by the same code.
-Prompts are lists of random token ids, the answers greedy and of fixed length (`ignore_eos`, which servers of this kind
-have). Each of `concurrency` clients sends its next request when its last one is answered (a closed loop), from threads
-of one process: a client's work is to read lines, and its share of the machine is part of what a user of it has.
-
-Every event counts when its line arrives. An event that carries several tokens (or a part of a character that shows
-later) would hide time between tokens, so rates are computed from the number of tokens that were asked for.
+Time to first token (TTFT) ends with the first event that carries text; a token's own time (TPOT) is what follows, by
+the number of tokens less one; between two events lies one inter-token latency (ITL), and the last of them ends the
+whole answer (E2EL). Tokens are counted by the server's own `usage`, or by events where it tells none. Peers are thus
+measured by the same code; a client's share of the machine is part of what a user of it has.
 """
 
-import http.client
-import json
-import random
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from fp8serve.bench.clock import latencies
 from fp8serve.bench.options import Load
-from fp8serve.errors import MachineError
+from fp8serve.bench.prompts import body, prompts
+from fp8serve.bench.traffic import Outcome, send
+from fp8serve.client.api import Api
+from fp8serve.errors import ServerError
+
+Tell = Callable[[str, int, int], None]
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Seconds from sending the request to each event with text."""
+def measure(
+    url: str, load: Load, tell: Tell, *, key: str | None = None, model: str | None = None, tokenizer: Path | None = None
+) -> dict[str, Any]:
+    """Figures of all requests, sent after one that is not counted. `model`: the server's first, if not given.
 
-    arrivals: list[float]
-    seconds: float
+    ServerError when the server is not there or answers nothing at all.
+    """
+    asked = prompts(load, tokenizer)
+    with Api(url, key) as api:
+        name, place = model or api.first_model(), api.url
+    count = 0
+
+    def done() -> None:
+        nonlocal count
+        count += 1
+        tell("requests", count, len(asked))
+
+    outcomes, seconds = send(place, key, [body(prompt, load, name) for prompt in asked], load, done)
+    return {"server": place, "served_model": name, **figures(outcomes, seconds)}
 
 
-def measure(url: str, load: Load, tell: Callable[[str, int, int], None]) -> dict[str, Any]:
-    """Figures of all requests, sent after one that is not counted. MachineError when the server refuses one."""
-    model = _model(url, load)
-    _ask(url, model, load)
-    began, answers = time.perf_counter(), []
-    with ThreadPoolExecutor(load.concurrency) as clients:
-        jobs = [clients.submit(_ask, url, model, load) for _ in range(load.requests)]
-        for index, job in enumerate(jobs):
-            answers.append(job.result())
-            tell("requests", index + 1, len(jobs))
-    return {"server": url, "served_model": model, **_figures(answers, load, time.perf_counter() - began)}
-
-
-def _figures(answers: list[Answer], load: Load, seconds: float) -> dict[str, Any]:
-    gaps = [b - a for answer in answers for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
+def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+    """Of requests that took `seconds` together. ServerError when none was answered."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    errors = list(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None))
+    if not good:
+        raise ServerError(f"No request was answered: {errors[0]}")
+    read, written = sum(o.input_tokens for o in good), sum(o.output_tokens for o in good)
+    with_text = [o for o in good if o.arrivals]
+    latencies = {
+        "ttft": [o.arrivals[0] for o in with_text],
+        "tpot": [(o.seconds - o.arrivals[0]) / (o.output_tokens - 1) for o in with_text if o.output_tokens > 1],
+        "itl": [b - a for o in with_text for a, b in zip(o.arrivals, o.arrivals[1:], strict=False)],
+        "e2el": [o.seconds for o in good],
+    }
     return {
-        "seconds": seconds,
-        "requests_per_second": len(answers) / seconds,
-        "generated_tokens_per_second": len(answers) * load.new / seconds,
-        "time_to_first_token": latencies([answer.arrivals[0] for answer in answers if answer.arrivals]),
-        "between_tokens": latencies(gaps),
-        "whole_answer": latencies([answer.seconds for answer in answers]),
+        "completed": len(good),
+        "failed": len(outcomes) - len(good),
+        "errors": errors[:3],
+        "duration_seconds": seconds,
+        "input_tokens": read,
+        "output_tokens": written,
+        "request_throughput": len(good) / seconds,
+        "output_throughput": written / seconds,
+        "total_token_throughput": (read + written) / seconds,
+        **{f"{name}_ms": _summary(latencies[name]) for name in LATENCIES},
     }
 
 
-def _connect(url: str) -> http.client.HTTPConnection:
-    place = urlsplit(url)
-    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-    return kind(place.hostname or "127.0.0.1", place.port, timeout=600)
+def _summary(values: list[float]) -> dict[str, float]:
+    """Milliseconds; percentiles between two values are interpolated, as numpy and vLLM do."""
+    import numpy as np
 
-
-def _headers(load: Load) -> dict[str, str]:
-    key = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-    return {"Content-Type": "application/json", **key}
-
-
-def _checked(answer: http.client.HTTPResponse, what: str) -> http.client.HTTPResponse:
-    if answer.status != 200:
-        said = answer.read().decode(errors="replace")
-        raise MachineError(f"{what} answered {answer.status}: {said[:500]}")
-    return answer
-
-
-def _model(url: str, load: Load) -> str:
-    """The name of the model that the server serves first."""
-    connection = _connect(url)
-    try:
-        connection.request("GET", "/v1/models", headers=_headers(load))
-        listed = json.load(_checked(connection.getresponse(), "/v1/models"))
-    except OSError as problem:
-        raise MachineError(f"There is no server at {url} ({problem}); start one with fp8serve serve.") from None
-    finally:
-        connection.close()
-    return str(listed["data"][0]["id"])
-
-
-def _ask(url: str, model: str, load: Load) -> Answer:
-    """One request, streamed to its end."""
-    prompt = [random.randrange(3, load.vocab) for _ in range(load.prompt)]
-    body = {"model": model, "prompt": prompt, "max_tokens": load.new, "temperature": 0, "stream": True}
-    connection, began = _connect(url), time.perf_counter()
-    try:
-        connection.request("POST", "/v1/completions", json.dumps({**body, "ignore_eos": True}), _headers(load))
-        answer = _checked(connection.getresponse(), "/v1/completions")
-        arrivals = [time.perf_counter() - began for line in answer if _has_token(line)]
-    finally:
-        connection.close()
-    return Answer(arrivals, time.perf_counter() - began)
-
-
-def _has_token(line: bytes) -> bool:
-    if not line.startswith(b"data: {"):
-        return False
-    event = json.loads(line[6:])
-    if "error" in event:
-        raise MachineError(f"The server ended a stream with an error: {event['error']}")
-    return bool(event.get("choices")) and event["choices"][0].get("finish_reason") is None
+    found = 1e3 * np.array(values or [np.nan])
+    shares = {"median": 50, "p90": 90, "p99": 99}
+    return {"mean": float(found.mean()), **{name: float(np.percentile(found, s)) for name, s in shares.items()}}

@@ -79,12 +79,13 @@ def command(
 def _encoder(
     directory: Path,
     out: Path,
-    recipe: "Recipe | None",
+    recipe: "Recipe",
     options: Mapping[str, Any],
     report_file: Path | None,
     json: bool,
 ) -> None:
-    from fp8serve.calibration.embedding import calibrate_encoder, embedding_table
+    from fp8serve.calibration.embedding import calibrate_encoder
+    from fp8serve.calibration.embedding_report import embedding_table
 
     if report_file is not None:
         raise RecipeError("There is no page for an encoder yet; leave out --report, and read calibration.json.")

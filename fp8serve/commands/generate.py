@@ -1,45 +1,84 @@
-"""Complete one or more prompts.
+"""Complete one or more prompts, with a model that is loaded here or one that a server serves.
 
 \b
 Examples:
   fp8serve generate ./llama-fp8 "Once upon a time"
   fp8serve generate ./llama-fp8 --temperature 0.8 --seed 1 --json "One" "Two"
+  fp8serve generate ./llama-fp8 --speculative-tokens 8 < article.txt
   echo "Once upon a time" | fp8serve generate ./llama-fp8 --recipe bf16
+  fp8serve generate --server http://127.0.0.1:8000 "Once upon a time"
 """
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.connecting import KeyFile, OtherServer, Served, connected, given, refuse_given
+from fp8serve.commands.from_options import Chosen, shown_options, with_options
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
-from fp8serve.terminal import AsJson, Model, print_json
+from fp8serve.terminal import AsJson, print_json
 
 
 @with_options(max_new_tokens=64, temperature=0.0)
 def command(
-    model: Model,
+    context: typer.Context,
     sampling: Chosen[SamplingParams],
     engine: Chosen[EngineOptions],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="What to load, as for serve. With --server: the first prompt."),
+    ] = None,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Read from standard input when none is given.")
     ] = None,
+    server: OtherServer = None,
+    served: Served = None,
+    api_key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
+    if server is not None:
+        refuse_given(context, (o.name for o in shown_options(EngineOptions)), "is for a MODEL that is loaded here")
+        asked = ([] if model is None else [model]) + (prompts or [])
+        chosen = given(context, (o.name for o in shown_options(SamplingParams)))
+        wanted = {name: sampling.values[name] for name in {*chosen, "max_new_tokens", "temperature"}}
+        sampling()  # what is wrong with it is said here
+        _show(_by_server(server, api_key_file, served, asked or [_from_stdin()], wanted), json)
+        return
+    refuse_given(context, ("served", "api_key_file"), "is for --server")
+    if model is None:
+        raise typer.BadParameter("give a MODEL to load, or the --server to ask")
     from fp8serve.hub import find_model
 
     directory, asked = find_model(model), prompts or [_from_stdin()]
     from fp8serve.engine.engine import Engine
 
-    done = Engine(directory, **engine.values).generate(asked, **sampling.values)
+    running = Engine(directory, **engine.values)
+    done = running.generate(asked, **sampling.values)
+    if running.options.speculative_tokens:
+        print(_drafts(running.stats()), file=sys.stderr)
+    _show([_as_dict(prompt, completion) for prompt, completion in zip(asked, done, strict=True)], json)
+
+
+def _by_server(
+    server: str, key_file: Path | None, model: str | None, prompts: list[str], sampling: dict[str, Any]
+) -> list[dict[str, Any]]:
+    from fp8serve.client.completions import complete
+
+    with connected(server, key_file) as api:
+        return complete(api, model, prompts, sampling)
+
+
+def _show(found: list[dict[str, Any]], json: bool) -> None:
     if json:
-        print_json([_as_dict(prompt, completion) for prompt, completion in zip(asked, done, strict=True)])
+        print_json(found)
     else:
-        for prompt, completion in zip(asked, done, strict=True):
-            print(prompt + completion.text)
+        for completion in found:
+            print(completion["prompt"] + completion["text"])
 
 
 def _from_stdin() -> str:
@@ -47,6 +86,15 @@ def _from_stdin() -> str:
     if not text:
         raise RequestError("There is no prompt; give one as an argument or on standard input.")
     return text
+
+
+def _drafts(stats: Mapping[str, Any]) -> str:
+    drafted, accepted = stats["draft_tokens_total"], stats["accepted_draft_tokens_total"]
+    share = f" ({accepted / drafted:.0%})" if drafted else ""
+    return (
+        f"speculation: {accepted} of {drafted} drafted tokens became part of an answer{share}; "
+        f"{stats['generated_tokens_total']} tokens in {stats['steps_total']} steps"
+    )
 
 
 def _as_dict(prompt: str, completion: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fp8serve.engine.graphs import Capture, CudaCapture
 from fp8serve.engine.memory import CachePlan, check_length, gpu_bytes_of, gpu_cache_memory, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import Runner
+from fp8serve.engine.scheduler import MOST_DRAFTED
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.fp8.cuda_library import check_gpu
@@ -48,7 +49,7 @@ def largest_step(model: Model, options: EngineOptions) -> Tensor:
     """
     device = cast(Tensor, model.head.weight).device
     tokens = torch.zeros(options.step_tokens, dtype=torch.long, device=device)
-    last = tokens[: options.max_num_seqs]
+    last = tokens[: max(options.max_num_seqs, MOST_DRAFTED if options.speculative_tokens else 0)]
     logits = model.logits(model(tokens, tokens, _no_attention, last))
     ranked, chosen = torch.log_softmax(logits, -1), logits.clone()
     one = torch.ones(len(logits), dtype=torch.float64, device=device)

@@ -37,11 +37,14 @@ class Embedded:
 class Embedder:
     """An embedding model's directory, ready to embed.
 
-    options: the fields of EngineOptions. Raises ModelError, ScalesError and RecipeError, as loading does.
+    options: the fields of EngineOptions. Raises ModelError, ScalesError and RecipeError, as loading does, and
+    RequestError for drafts: nothing is written.
     """
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
         self.options = EngineOptions.of(options)
+        if self.options.speculative_tokens:
+            raise RequestError("An embedding model writes nothing that could be drafted; leave speculative_tokens out.")
         check_device(self.options.device)
         scales = None if self.options.scales is None else Path(self.options.scales)
         self.model = load_encoder(model_dir, parse_recipe(self.options.recipe), scales, self.options.device)

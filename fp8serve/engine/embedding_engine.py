@@ -12,6 +12,7 @@ import torch
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
+from fp8serve.errors import RequestError
 from fp8serve.fp8 import ops
 
 
@@ -19,8 +20,10 @@ class EmbeddingEngine:
     """Takes no requests that generate: every call of `embed` is answered at once."""
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
-        """As `Embedder`."""
+        """As `Embedder`; RequestError, too, for an option that only a model which generates can have."""
         started = time.monotonic()
+        if options.get("roll_history"):
+            raise RequestError("roll_history is for models that generate, and this one embeds; leave it out.")
         self.embedder = Embedder(model_dir, **options)
         self.model_dir = Path(model_dir)
         self.limits = EngineLimits(
@@ -61,6 +64,7 @@ class EmbeddingEngine:
         none = dict.fromkeys((
             "running", "waiting", "kv_blocks", "kv_blocks_used", "kv_usage", "generated_tokens_total",
             "preemptions_total", "prefix_queried_tokens_total", "prefix_hit_tokens_total",
+            "drafts_total", "draft_tokens_total", "accepted_draft_tokens_total",
         ), 0)  # fmt: skip
         computed = self._totals["computed"]
         done = dict.fromkeys(("stop", "length", "abort", "error"), 0)

@@ -3,22 +3,23 @@
     step():  schedule -> run -> sample -> postprocess
 
 It is single-threaded and owns no process and no socket (`worker.py` does); `generate` drives it in-process. An answer
-depends on the request alone: scheduling, neighbours, cached prefixes and preemption do not change a bit of it on a CPU
-(`invariant.py`, `sampler.py` and the attention op each keep their part of that promise). On a GPU the sampler and the
-attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
+depends on the request alone: scheduling, neighbours, cached prefixes, preemption and drafts do not change a bit of it
+on a CPU (`invariant.py`, `sampler.py` and the attention op each keep their part of that promise). On a GPU the sampler
+and the attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
 """
 
-import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Sequence as Items
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fp8serve.engine import loading
+from fp8serve.engine.drafting import Drafter, rows_of
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.masks import Masks
@@ -28,7 +29,7 @@ from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import Sampled, sample
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, Work
-from fp8serve.engine.sequence import Sequence
+from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.text import TextStream
 from fp8serve.errors import RequestError
 from fp8serve.options import known_fields
@@ -54,7 +55,7 @@ class Engine:
         self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
-        self._ids = itertools.count()
+        self._ids = count()
         self._step_seconds = 0.0  # that the last step took
         self._load_seconds = time.monotonic() - started
 
@@ -68,6 +69,8 @@ class Engine:
         seq = Sequence.of(request)
         seq.constraint = self.loaded.grammars.matcher(params)
         seq.ban = self.loaded.bans.ban(params.bad_words)
+        if self.options.speculative_tokens and seq.constraint is None and seq.ban is None:
+            seq.drafter = Drafter(self.options.speculative_tokens)
         self._live[request.request_id] = seq, TextStream(decoding, params)
         self.scheduler.add(seq)
 
@@ -103,13 +106,13 @@ class Engine:
         return self.loaded.packer.pending
 
     def _compute(self, work: list[Work]) -> list[RequestOutput]:
-        seqs = [item.seq for item in work if item.samples]
-        mask = self._masks.begin(seqs)
+        rows = [row for item in work if item.samples for row in rows_of(item.seq, item.draft)]
+        mask = self._masks.begin(rows)
         try:
-            tokens = sample(self._logits(work), seqs, self.eos_ids, mask)
+            drawn = sample(self._logits(work), rows, self.eos_ids, mask)
         except (RuntimeError, MemoryError) as problem:  # of the device; the engine itself is sound
             return [self._fail(item.seq, f"The model failed on this batch: {_sentence(problem)}") for item in work]
-        return self._postprocess(work, seqs, tokens)
+        return self._postprocess(work, drawn)
 
     def _logits(self, work: list[Work]) -> Tensor:
         """FP32 [samples, vocab]; sequences that want it learn how probable their prompts are."""
@@ -148,22 +151,33 @@ class Engine:
             "kv_blocks_used": pool.num_used,
             "kv_usage": pool.num_used / pool.num_blocks,
             "steps_total": self._totals["steps"],
-            "computed_tokens_total": self._totals["computed"],  # prompts without cached parts, and what was generated
+            "computed_tokens_total": self._totals["computed"],  # prompts but cached parts, answers, drafts
             "prompt_tokens_total": self._totals["prompt"],  # of requests that got their first token
             "generated_tokens_total": self._totals["generated"],
+            "drafts_total": self._totals["drafts"],
+            "draft_tokens_total": self._totals["drafted"],
+            "accepted_draft_tokens_total": self._totals["accepted"],  # that were part of the answer
             "preemptions_total": scheduler.num_preemptions,
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
             "prefix_hit_tokens_total": scheduler.num_prefix_hits,
             "finished_total": {reason: self._finished[reason] for reason in ("stop", "length", "abort", "error")},
+            **self.loaded.traffic.stats(),
         }
 
     def scales(self) -> list[dict[str, Any]]:
-        """One record per FP8 layer: live amax of its input, scale, headroom and saturation.
+        """One record per FP8 layer, about its input; None where its scale follows every input.
+
+        Since the start: amax, saturated (elements cut off), saturation (their share), and by the present `scale`
+        headroom = 448 / (amax * scale): 2 means that inputs twice as large would still fit. Of the last window:
+        window_amax, window_saturation, drift = window_amax / calibrated_amax, and whether that is beyond the alarm.
 
         o_proj, gate_proj, up_proj and down_proj of the last decoder layer are given the tokens whose logits are wanted
         and no others (model/network/decoder.py): their records are of these, not of whole prompts.
         """
-        return self.loaded.scales(self._totals["computed"], self._totals["generated"])
+        return self.loaded.traffic.records(self._rows())
+
+    def _rows(self) -> dict[str, int]:
+        return self.loaded.rows(self._totals["computed"], self._totals["sampled"])
 
     def info(self) -> dict[str, Any]:
         """What runs, and with which limits."""
@@ -183,13 +197,37 @@ class Engine:
             f"generate-{next(self._ids)}", tuple(prompt), SamplingParams(**known_fields(SamplingParams, sampling))
         )
 
-    def _postprocess(self, work: list[Work], seqs: list[Sequence], tokens: list[Sampled]) -> list[RequestOutput]:
-        self.scheduler.advance(work)
+    def _postprocess(self, work: list[Work], drawn: list[Sampled]) -> list[RequestOutput]:
+        sampling = [item for item in work if item.samples]
         self._totals["steps"] += 1
         self._totals["computed"] += sum(item.count for item in work)
-        self._totals["prompt"] += sum(seq.num_prompt for seq in seqs if seq.num_generated == 0)
-        self._totals["generated"] += len(tokens)
-        return [self._accept(seq, token) for seq, token in zip(seqs, tokens, strict=True)]
+        self._totals["sampled"] += len(drawn)
+        self._totals["prompt"] += sum(item.seq.num_prompt for item in sampling if item.seq.num_generated == 0)
+        if self.loaded.traffic.is_over(sum(item.count for item in work)):
+            self.loaded.traffic.close_window(self._rows())
+        self.scheduler.advance(work)
+        left = iter(drawn)
+        outputs = [output for item in sampling for output in self._accept_drawn(item, list(islice(left, item.drawn)))]
+        self._totals["generated"] += len(outputs)
+        return outputs
+
+    def _accept_drawn(self, item: Work, drawn: list[Sampled]) -> list[RequestOutput]:
+        """The token that follows; as long as it is the draft's, the next one as well."""
+        seq, outputs = item.seq, [self._accept(item.seq, drawn[0])]
+        for drafted, sampled in zip(item.draft, drawn[1:], strict=True):
+            if seq.status is Status.FINISHED or seq.token_ids[-1] != drafted:
+                break
+            self.scheduler.confirm(seq)
+            outputs.append(self._accept(seq, sampled))
+        if item.draft and seq.drafter:
+            self._count_draft(len(item.draft), len(outputs) - 1)
+            seq.drafter.learn(len(item.draft), len(outputs) - 1)
+        return outputs
+
+    def _count_draft(self, drafted: int, accepted: int) -> None:
+        self._totals["drafts"] += 1
+        self._totals["drafted"] += drafted
+        self._totals["accepted"] += accepted
 
     def _accept(self, seq: Sequence, sampled: Sampled) -> RequestOutput:
         """Appends a token, and ends the request where that token, its text or its number ends it."""

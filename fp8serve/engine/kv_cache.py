@@ -74,10 +74,11 @@ class BlockPool:
         found = len(self._cached_prefix(seq))
         return found < self._shareable(seq) and seq.block_hashes[found] in self._coming
 
-    def grow(self, seq: Sequence) -> bool:
-        """Makes room for every token of `seq`; False, changing nothing, when there are not enough free blocks."""
-        missing = self._blocks_for(len(seq.token_ids)) - len(seq.block_table)
-        if missing > self.num_free:
+    def grow(self, seq: Sequence, ahead: int = 0, reserve: int = 0) -> bool:
+        """Makes room for every token of `seq` and `ahead` more; False, changing nothing, when there are not enough free
+        blocks, `reserve` of them to spare where any are taken."""
+        missing = self._blocks_for(len(seq.token_ids) + ahead) - len(seq.block_table)
+        if missing > 0 and missing + reserve > self.num_free:
             return False
         seq.block_table += [self._take() for _ in range(missing)]
         return True

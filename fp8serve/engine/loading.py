@@ -28,21 +28,23 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import KvScale, Runner
+from fp8serve.engine.traffic import Calibrated, Traffic, input_scale
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.recipe import DelayedScaling, delayed
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
 from fp8serve.model.config.decoder import ModelConfig, computed_by_note, read_config
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.formats.microscaling import widened_note
+from fp8serve.model.formats.scales import FILE_NAME, load_scales
 from fp8serve.model.network.experts import reset_token_counts, rows_of_experts
 from fp8serve.model.storage.files import present
 from fp8serve.model.text.tokenizer import Tokenizer
 
 log = logging.getLogger("fp8serve.engine")
 GPU_HEAD_DIM = 512  # csrc/cuda/attention.cu
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Loaded:
     tiles: dict[str, tuple[int, ...]]  # heights in which a layer runs; see invariant.py
     graphs: GraphReport
     packer: Packer
+    traffic: Traffic
 
     def info(self) -> dict[str, Any]:
         """JSON: the model, its numbers and its limits."""
@@ -78,6 +81,7 @@ class Loaded:
             "max_model_len": self.plan.max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "max_batch_tokens": options.step_tokens,
+            "speculative_tokens": options.speculative_tokens,
             "block_size": options.block_size,
             "num_blocks": self.plan.num_blocks,
             "kv_cache_bytes": self.plan.num_blocks * self.plan.block_bytes,
@@ -96,12 +100,11 @@ class Loaded:
         size = self.options.block_size
         return EngineLimits(plan.max_model_len, plan.num_blocks, size, config.vocab_size, has_tokenizer)
 
-    def scales(self, tokens: int, sampled: int) -> list[dict[str, Any]]:
-        """See `Engine.scales`; `tokens` is how many were computed, `sampled` of how many there were logits."""
+    def rows(self, tokens: int, sampled: int) -> dict[str, int]:
+        """How many rows each FP8 layer has read; `tokens` were computed, and of `sampled` there were logits."""
         pruned = set(self.runner.model.pruned_names())
         rows = {name: sampled if name in pruned else tokens for name in self.frozen}
-        rows |= rows_of_experts(self.runner.model)
-        return [_scale_record(name, layer, rows[name]) for name, layer in self.frozen.items()]
+        return rows | rows_of_experts(self.runner.model)
 
 
 def load(model_dir: Path, options: EngineOptions) -> Loaded:
@@ -133,7 +136,9 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     found = left_out_notes(model_dir, checkpoint.left_out), widened_note(checkpoint.shards), computed_by_note(config)
     for note in chain.from_iterable(found):
         log.warning(note)
-    return Loaded(model_dir, options, config, tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer)
+    traffic = Traffic(frozen, _calibrated(model_dir, frozen, options), options)
+    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic
+    return Loaded(model_dir, options, config, *parts)
 
 
 def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
@@ -203,40 +208,22 @@ def _kv_scale(k: Tensor, v: Tensor) -> KvScale:
     return KvScale(k, v, k.reciprocal(), v.reciprocal())
 
 
+def _calibrated(model_dir: Path, frozen: dict[str, FrozenLinear], options: EngineOptions) -> Calibrated:
+    """What the scales that are served were made of; rules and no histories where only the weights' files have them."""
+    path = _path(options.scales) or model_dir / FILE_NAME
+    if not present(path) or all(layer.input_scale is None for layer in frozen.values()):
+        return Calibrated(DelayedScaling(), {})
+    state = load_scales(path, model_dir)
+    found = {name: entry for name in frozen if (entry := state.tensors.get(f"{name}.input")) is not None}
+    histories = {name: entry.amax_history for name, entry in found.items() if entry.amax_history is not None}
+    return Calibrated(delayed(state.recipe) or DelayedScaling(), histories)
+
+
 def _input_scales(frozen: dict[str, FrozenLinear]) -> str | None:
     """How the inputs of FP8 layers are scaled, in one word."""
-    return ", ".join(sorted({_input_scale(layer) for layer in frozen.values()})) or None
-
-
-def _input_scale(layer: FrozenLinear) -> str:
-    spec = layer.input_spec
-    if not spec.is_fp8:
-        return "unquantized"
-    return "stored" if spec.source == "stored" else f"per {spec.granularity}"
+    return ", ".join(sorted({input_scale(layer) for layer in frozen.values()})) or None
 
 
 def _weight_bytes(model: nn.Module) -> int:
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(tensors.values())
-
-
-def _scale_record(name: str, layer: FrozenLinear, rows: int) -> dict[str, Any]:
-    """`amax`, of the `rows` of input since the start, `scale`, what it leaves of the range, and the share cut off.
-
-    headroom = 448 / (amax * scale): 2 means that inputs twice as large would still fit. None where it is not measured,
-    that is, where the scale follows every input.
-    """
-    if layer.input_scale is None:
-        unmeasured = dict.fromkeys(("amax", "scale", "headroom", "saturated", "saturation"))
-        return {"name": name, "input": _input_scale(layer), **unmeasured}
-    amax, scale, saturated = float(layer.amax), float(layer.input_scale), int(layer.saturated)
-    elements = rows * layer.in_features
-    return {
-        "name": name,
-        "input": _input_scale(layer),
-        "amax": amax,
-        "scale": scale,
-        "headroom": FP8_MAX / (amax * scale) if amax else None,
-        "saturated": saturated,
-        "saturation": saturated / elements if elements else 0.0,
-    }

@@ -51,12 +51,23 @@ class EngineOptions:
     max_prefill_tokens: Annotated[
         int, Ge(1), About("Of these, tokens of prompts while other requests are decoding.")
     ] = 128
+    speculative_tokens: Annotated[
+        int,
+        Ge(0),
+        Le(64),
+        About("Tokens guessed at a time from the text so far, checked in one step; 0: none. Answers stay the same."),
+    ] = 0
     gpu_memory: Annotated[
         float | None, Gt(0), Le(1), About("Share of a GPU's memory that may be used.", unset="0.9")
     ] = None
     cuda_graphs: Annotated[
         bool | None, About("Replay decoding steps.", unset="on a GPU", flag="--cuda-graphs/--no-cuda-graphs")
     ] = None
+    drift_window: Annotated[int, Ge(1), About("Computed tokens between two looks at the range of inputs.")] = 8192
+    drift_alarm: Annotated[
+        float, Gt(0), About("Times what calibration saw at most, beyond which a layer's inputs are reported.")
+    ] = 2.0
+    roll_history: Annotated[bool, About("Let scales of inputs follow the traffic, by delayed scaling.")] = False
 
     def __post_init__(self) -> None:
         check(self, RequestError)

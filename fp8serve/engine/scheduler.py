@@ -5,7 +5,8 @@ One step is one batch over all running sequences (continuous batching):
   2. prompts under way get a chunk each, in turn over tenants and their groups and oldest first within one, from what
      is left of the step's token budget (while others decode it is limited further: a step's length is what a reader of
      a stream waits between tokens);
-  3. waiting sequences are admitted while a place, blocks for all their tokens, and budget are left.
+  3. waiting sequences are admitted while a place, blocks for all their tokens, and budget are left;
+  4. decoding sequences get drafts of what may follow (drafting.py) from what is left of the budget and of the blocks.
 
 A sequence that needs a block when none is free takes it from the sequence admitted last, which loses all its blocks
 and waits, first in line, to be computed again (its published blocks are usually still there). The oldest always
@@ -20,24 +21,39 @@ prefix.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.output import FinishReason
 from fp8serve.engine.sequence import Sequence, Status
 
+MOST_DRAFTED = 32  # tokens of decoding sequences and their drafts: beyond, a row costs as much as it is worth
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens [start, start + count) of `seq` to compute; `samples`: their last one's logits give a new token."""
+    """Tokens [start, start + count) of `seq` to compute; `samples`: their last one's logits give a new token.
+
+    The last of them may be a `draft`: tokens that the sequence does not have yet.
+    """
 
     seq: Sequence
     start: int
     count: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.seq.token_ids[self.start : self.start + self.count], *self.draft]
 
     @property
     def samples(self) -> bool:
-        return self.start + self.count == len(self.seq.token_ids)
+        return self.start + self.count == len(self.seq.token_ids) + len(self.draft)
+
+    @property
+    def drawn(self) -> int:
+        """How many tokens are drawn: after the last one, and after each of the draft."""
+        return 1 + len(self.draft) if self.samples else 0
 
     @property
     def scored(self) -> range:
@@ -53,7 +69,7 @@ class Work:
     @property
     def wanted(self) -> int:
         """How many of its last tokens need logits."""
-        return len(self.scored) + self.samples
+        return len(self.scored) + self.drawn
 
 
 class WaitingLine:
@@ -165,13 +181,19 @@ class Scheduler:
         chunks = self._chunks(budget)
         if self.num_preemptions == preemptions:
             chunks += self._admissions(budget - sum(item.count for item in chunks))
-        return decodes + chunks
+        room = self.max_batch_tokens - sum(item.count for item in decodes + chunks)
+        return self._drafted(decodes, min(room, MOST_DRAFTED - len(decodes))) + chunks
 
     def advance(self, work: list[Work]) -> None:
         """Records that `work` was computed, before new tokens are appended."""
         for item in work:
-            item.seq.num_computed += item.count
+            item.seq.num_computed += item.count - len(item.draft)
             self.pool.publish(item.seq, item.start)
+
+    def confirm(self, seq: Sequence) -> None:
+        """Records that the token appended last is the one that was drafted: it is computed."""
+        seq.num_computed += 1
+        self.pool.publish(seq, seq.num_computed - 1)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Ends `seq`, wherever it is, and frees what it holds."""
@@ -185,6 +207,25 @@ class Scheduler:
     def _decodes(self) -> list[Work]:
         decoding = [seq for seq in self.running if seq.num_pending == 1]
         return [Work(seq, seq.num_computed, 1) for seq in decoding if self._make_room(seq)]
+
+    def _drafted(self, decodes: list[Work], room: int) -> list[Work]:
+        """`decodes`, with drafts of `room` tokens in all: each gets its share, and what those before it left."""
+        if room <= 0 or all(item.seq.drafter is None for item in decodes):
+            return decodes
+        found: list[Work] = []
+        for item in decodes:
+            draft = self._draft(item.seq, room // (len(decodes) - len(found)), len(decodes))
+            found.append(replace(item, count=1 + len(draft), draft=draft))
+            room -= len(draft)
+        return found
+
+    def _draft(self, seq: Sequence, room: int, rows: int) -> tuple[int, ...]:
+        """What may follow `seq`; no more than it may still have, and nobody loses a block for it."""
+        room = min(room, seq.params.max_new_tokens - seq.num_generated - 1)
+        if seq.drafter is None or room < 1:
+            return ()
+        draft = seq.drafter.propose(seq.token_ids, room, rows)
+        return tuple(draft) if self.pool.grow(seq, len(draft), reserve=len(self.running)) else ()
 
     def _make_room(self, seq: Sequence) -> bool:
         """False when `seq` itself was, or had to be, preempted."""

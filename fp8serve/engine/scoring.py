@@ -33,7 +33,8 @@ def score(logits: Callable[[Tensor], Tensor], hidden: Tensor, work: list[Work], 
 def sampling(work: list[Work], device: torch.device) -> Tensor:
     """int64: of the rows whose logits are wanted, those that sample."""
     ends = accumulate(item.wanted for item in work)
-    return to_device([end - 1 for end, item in zip(ends, work, strict=True) if item.samples], torch.long, device)
+    rows = [row for end, item in zip(ends, work, strict=True) for row in range(end - item.drawn, end)]
+    return to_device(rows, torch.long, device)
 
 
 def _scored(logits: Callable[[Tensor], Tensor], hidden: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:

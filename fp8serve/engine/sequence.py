@@ -1,8 +1,10 @@
 """The engine's own record of a request in flight. No torch."""
 
 import secrets
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from fp8serve.engine.bad_words import Ban
 from fp8serve.engine.grammar import Matcher
@@ -18,6 +20,14 @@ class Status(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
+
+
+class Guesser(Protocol):
+    """What `drafting.Drafter` is to the rest of the engine."""
+
+    def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]: ...
+
+    def learn(self, drafted: int, accepted: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +46,7 @@ class Sequence:
     constraint: Matcher | None = None  # the engine, when the answer has a given form
     ban: Ban | None = None  # the engine, when there are texts that must not come
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
+    drafter: Guesser | None = None  # the engine, where tokens are drafted
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":

@@ -4,9 +4,9 @@ All sequences of a step are flattened into one row of tokens: the model sees `[t
 where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
 keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
 
-Few tokens need logits: the last one of each sequence that samples, and those of a prompt whose log-probabilities are
-wanted. Work that only these tokens need is done for them alone, and the attention op gets a second description, with
-these queries. In a decoding step that is every token.
+Few tokens need logits: the last one of each sequence that samples, with its draft, and those of a prompt whose
+log-probabilities are wanted. Work that only these tokens need is done for them alone, and the attention op gets a
+second description, with these queries. In a decoding step that is every token.
 """
 
 import itertools
@@ -49,7 +49,7 @@ def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTens
     for item in work:
         span = range(item.start, item.start + item.count)
         table = item.seq.block_table
-        token_ids += item.seq.token_ids[item.start : item.start + item.count]
+        token_ids += item.token_ids
         positions += span
         slots += [table[i // block_size] * block_size + i % block_size for i in span]
         starts.append(len(token_ids))

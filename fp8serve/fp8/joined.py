@@ -141,10 +141,18 @@ class Joined:
         return self._bias
 
     @torch.no_grad()
-    def lie_at(self, weight: Tensor, scale: Tensor, bias: Tensor | None, counters: tuple[Tensor, Tensor]) -> None:
-        """From now on everything is there: equal tensors, and (amax, saturated) to count in."""
+    def lie_at(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        """From now on the weight and what goes with it are there: equal tensors."""
         self.weight, self._scale, self._bias = weight, scale, bias
-        self._first.amax, self._first.saturated = counters
+        self._share()
+
+    def read_inputs_at(
+        self, amax: Tensor, saturated: Tensor, input_scale: Tensor | None, input_scale_inv: Tensor | None
+    ) -> None:
+        """From now on inputs are counted there, and cast by these, which equal the ones before; None: by content."""
+        first = self._first
+        first.amax, first.saturated = amax, saturated
+        first.input_scale, first.input_scale_inv = input_scale, input_scale_inv
         self._share()
 
     def _share(self) -> None:

@@ -122,4 +122,10 @@ class Stacked:
         self._weights = weight.view(len(self._parts), -1, *weight.shape[1:])
         for expert, part in enumerate(self._parts):
             bias = None if self._bias is None else self._bias[expert]
-            part.lie_at(self._weights[expert], self._scale[expert], bias, (self._amax[expert], self._saturated[expert]))
+            part.lie_at(self._weights[expert], self._scale[expert], bias)
+            part.read_inputs_at(self._amax[expert], self._saturated[expert], *self._input_scales(expert))
+
+    def _input_scales(self, expert: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        if self._input_scale is None or self._input_scale_inv is None:
+            return None, None
+        return self._input_scale[expert], self._input_scale_inv[expert]

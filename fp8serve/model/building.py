@@ -10,6 +10,7 @@ from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.transformers_backend.network import TransformersModel
 
 Model = Decoder | TransformersModel  # a language model
+AnyModel = Model | Encoder
 
 
 def build_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Model:
@@ -19,6 +20,11 @@ def build_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> M
     return Decoder(config, device="meta", dtype=dtype)
 
 
-def skeleton(config: AnyConfig) -> Model | Encoder:
+def skeleton(config: AnyConfig) -> AnyModel:
     """As `build_on_meta`, of an encoder, too."""
     return Encoder(config, device="meta") if isinstance(config, EncoderConfig) else build_on_meta(config)
+
+
+def transposed_linears(model: Model | Encoder) -> frozenset[str]:
+    """Those whose weights lie transposed in files."""
+    return model.transposed if isinstance(model, TransformersModel) else frozenset()

@@ -23,8 +23,9 @@ from torch import Tensor
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
-from fp8serve.model.building import skeleton
+from fp8serve.model.building import skeleton, transposed_linears
 from fp8serve.model.config.either import parse_any_config
+from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.formats.file_formats import FORMATS
 from fp8serve.model.formats.interop import dequantizing_scale
@@ -69,6 +70,10 @@ class _Item:
     def size(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
+    @property
+    def owner(self) -> str:
+        return self.name.rpartition(".")[0]
+
 
 def write_hf_directory(
     out: Path | str,
@@ -86,7 +91,9 @@ def write_hf_directory(
     that. ModelError: `out` is taken, or a weight is missing or misshapen.
     """
     dtype = _dtype(config)
-    items = [_plain(name, shape, weights, dtype) for name, shape in _shapes(config).items()]
+    turned = transposed_linears(skeleton(parse_any_config(config)))
+    plain = (_plain(name, shape, weights, dtype) for name, shape in _shapes(config).items())
+    items = [_turned(item) if item.owner in turned else item for item in plain]
     with whole_directory(Path(out)) as folder:
         _write_common(folder, dict(config), items, carry_from, max_shard_bytes)
         _write_extra(folder, extra_files)
@@ -152,6 +159,7 @@ class _Quantizer:
         self.from_file = from_file
         self.dtype = _dtype(config)
         self.shapes = _shapes(config)
+        self.turned = transposed_linears(skeleton(parse_any_config(config)))
         self.linears = {name: None for name in _linears(config) if name not in set(kept)}
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
         if self.input.source == "delayed":
@@ -159,6 +167,9 @@ class _Quantizer:
         self.quantized = lru_cache(maxsize=1)(self._quantize)  # its weight and its scale are two items
 
     def items(self) -> Iterator[_Item]:
+        return (_turned(item) if item.owner in self.turned else item for item in self._items())
+
+    def _items(self) -> Iterator[_Item]:
         for name, shape in self.shapes.items():
             linear = name.removesuffix(".weight")
             if linear in self.linears:
@@ -229,7 +240,15 @@ def _linears(config: Mapping[str, Any]) -> dict[str, None]:
 
 
 def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:
-    return _Item(name, dtype, shape, lambda: _weight(weights, name, shape).to(dtype))
+    own = torch.float32 if keeps_fp32(name) else dtype
+    return _Item(name, own, shape, lambda: _weight(weights, name, shape).to(own))
+
+
+def _turned(item: _Item) -> _Item:
+    """A matrix as the file has it whose layer keeps it transposed; vectors and scalars stay."""
+    if len(item.shape) < 2:
+        return item
+    return replace(item, shape=item.shape[::-1], make=lambda: item.make().t().contiguous(), from_file=False)
 
 
 def _weight(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:

@@ -15,7 +15,7 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import state_key
-from fp8serve.model.building import skeleton
+from fp8serve.model.building import Model, skeleton
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.either import AnyConfig, read_any_config
 from fp8serve.model.config.encoder import EncoderConfig
@@ -24,12 +24,13 @@ from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
 from fp8serve.model.formats.microscaling import Widened, widened
+from fp8serve.model.formats.torchao import plain_names
 from fp8serve.model.formats.unstacked import unstacked
+from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.names import by_module
 
-_LEFT_OVERS = ("rotary_emb.inv_freq",)  # buffers that old files carry; recomputed here from the configuration
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LEFT_OVERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")  # buffers of old files; recomputed
 # of encoders: a buffer, and what made a loss in pre-training
 _OF_ENCODERS = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.")
 
@@ -70,6 +71,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self.path, self.any_config, self.shards, self.quantization = path, config, shards, quantization
         self.left_out = left_out
         model = skeleton(config)
+        self._head = () if isinstance(model, Encoder) else _head_and_embedding(model)
         self.linears = model.linear_names()
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self._scales: dict[ScaleKey, str] = {}
@@ -106,16 +108,16 @@ class Checkpoint(Mapping[str, Tensor]):
         config = self.any_config
         if isinstance(config, EncoderConfig):
             return key.startswith(_OF_ENCODERS)
-        return key.endswith(_LEFT_OVERS) or (key == _HEAD and config.tie_word_embeddings)
+        return key.endswith(_LEFT_OVERS) or (key == self._head[0] and config.tie_word_embeddings)
 
     def _check_head(self) -> None:
         """A head beside a tied embedding must be the embedding: of two, some readers take the one, some the other."""
         config = self.any_config
-        if isinstance(config, EncoderConfig) or not config.tie_word_embeddings or _HEAD not in self.shards:
+        if isinstance(config, EncoderConfig) or not config.tie_word_embeddings or self._head[0] not in self.shards:
             return
-        if not self.shards.same(_HEAD, _EMBEDDING):
+        if not self.shards.same(*self._head):
             raise ModelError(
-                f"{self.path}: {_HEAD} differs from {_EMBEDDING}, to which config.json ties it; set "
+                f"{self.path}: {self._head[0]} differs from {self._head[1]}, to which config.json ties it; set "
                 "tie_word_embeddings to false, or take the tensor out."
             )
 
@@ -187,6 +189,12 @@ class Checkpoint(Mapping[str, Tensor]):
         return interop.quantizing_scale(key, self.shards[key], self.shards.entries[key].note)
 
 
+def _head_and_embedding(model: Model) -> tuple[str, ...]:
+    """The names of the two matrices that may be one."""
+    embedding = next(name for name, module in model.named_modules() if module is model.embedding)
+    return f"{model.head_name}.weight", f"{embedding}.weight"
+
+
 def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     """Open and check a Hugging Face directory. ModelError: see `read_config`, `open_shards`, `interop`; a missing,
     surplus or misshapen tensor."""
@@ -194,6 +202,7 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     config = read_any_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, left_out = text_shards(path)
+    shards = plain_names(shards)
     if isinstance(config, ModelConfig):
         shards, predicting = without_predictors(shards, config)
         left_out += predicting

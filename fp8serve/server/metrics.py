@@ -79,6 +79,11 @@ VLLM_NAMES = {
     "fp8serve_requests_waiting": "vllm:num_requests_waiting",
     "fp8serve_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
     "fp8serve_preemptions": "vllm:num_preemptions",
+    "fp8serve_prefix_cache_queried_tokens": "vllm:prefix_cache_queries",
+    "fp8serve_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
+    "fp8serve_drafts": "vllm:spec_decode_num_drafts",
+    "fp8serve_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "fp8serve_accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens",
 }
 
 
@@ -170,8 +175,14 @@ ENGINE_GAUGES = {
     "waiting": ("fp8serve_requests_waiting", "Sequences waiting for a place in the batch"),
     "kv_usage": ("fp8serve_kv_cache_usage_ratio", "Share of cache blocks in use, 0 to 1"),
     "kv_blocks_used": ("fp8serve_kv_cache_blocks_used", "Cache blocks in use"),
+    "layers_drifting": ("fp8serve_layers_drifting", "FP8 layers whose inputs are beyond --drift-alarm"),
+    "input_drift_max": (
+        "fp8serve_input_drift_max_ratio",
+        "Largest input of the last window, as a multiple of the calibrated one, of the layer where that is most",
+    ),
 }
 ENGINE_COUNTERS = {
+    "scale_windows_total": ("fp8serve_scale_windows", "Looks at the range of inputs by the present engine process"),
     "steps_total": ("fp8serve_engine_steps", "Batches computed by the present engine process"),
     "preemptions_total": ("fp8serve_preemptions", "Sequences that lost their blocks and were recomputed"),
     "prefix_queried_tokens_total": (
@@ -179,6 +190,9 @@ ENGINE_COUNTERS = {
         "Prompt tokens looked up in the prefix cache",
     ),
     "prefix_hit_tokens_total": ("fp8serve_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
+    "drafts_total": ("fp8serve_drafts", "Drafts that were checked"),
+    "draft_tokens_total": ("fp8serve_draft_tokens", "Tokens of these drafts"),
+    "accepted_draft_tokens_total": ("fp8serve_accepted_draft_tokens", "Tokens of these that became part of an answer"),
 }
 """Key of the engine's statistics -> metric name and meaning."""
 

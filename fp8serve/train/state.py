@@ -14,7 +14,9 @@ from torch import Tensor
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import delayed
 from fp8serve.fp8.scaling import FIELDS, ScalingState
+from fp8serve.model.building import transposed_linears
 from fp8serve.model.checkpoint import load_scales
+from fp8serve.model.transformers_backend.transposed import turned
 from fp8serve.train.checkpoint import TrainState
 from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer
@@ -64,9 +66,9 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
 
 
 def capture(forward: Forward, optimizer: Optimizer, meta: dict[str, object]) -> TrainState:
-    """References, not copies: to be written before the next step changes them."""
+    """References, not copies, unless files have a weight transposed: to be written before the next step."""
     return TrainState(
-        model=dict(optimizer.masters),
+        model=turned(optimizer.masters, transposed_linears(forward.network.decoder)),
         optimizer=optimizer.state(),
         scaling=scaling_tensors(forward),
         random={"cpu": torch.get_rng_state()},
@@ -75,6 +77,6 @@ def capture(forward: Forward, optimizer: Optimizer, meta: dict[str, object]) -> 
 
 
 def restore(forward: Forward, optimizer: Optimizer, saved: TrainState) -> None:
-    optimizer.load(saved.model, saved.optimizer)
+    optimizer.load(turned(saved.model, transposed_linears(forward.network.decoder)), saved.optimizer)
     load_scaling(forward, saved.scaling)
     torch.set_rng_state(saved.random["cpu"])

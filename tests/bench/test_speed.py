@@ -1,21 +1,17 @@
-"""`bench ops | engine | serve` measure what they say; how fast things are is no business of a test."""
+"""`bench ops | engine` measure what they say; how fast things are is no business of a test."""
 
 import json
-import threading
 from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fp8serve.bench import clock, engine, monitor, ops, serve, training_step
+from fp8serve.bench import clock, engine, monitor, ops, speculation, training_step
 from fp8serve.bench.entries import MAKERS, BenchCase, others
-from fp8serve.bench.options import Load
 from fp8serve.cli import main
-from fp8serve.errors import MachineError
 from fp8serve.fp8.ops import OPS
 from tests.engine.tiny import write_model
 
@@ -120,6 +116,32 @@ def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPa
     assert losses[-1] < losses[0]
 
 
+def test_drafts_are_measured_beside_plain_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path, max_position_embeddings=1024)
+    args = ["--recipe", "bf16", "--new", "24", "--rounds", "2", "--speculative-tokens", "3", "--out", str(tmp_path)]
+    assert main(["bench", "speculation", str(model), *args]) == 0
+    assert "same answer" in capsys.readouterr().out
+    found = json.loads((tmp_path / "speculation.json").read_text())
+    assert [row["text"] for row in found["texts"]] == ["summary", "edit", "code", "story"]
+    for row in found["texts"]:
+        assert row["same_answer"]
+        assert row["steps"] + row["accepted"] == row["tokens"] - 1
+        assert row["accepted"] <= row["drafted"]
+
+
+def test_speculation_counts_by_pairs() -> None:
+    def runs(tokens: list[int], *seconds: float) -> list[dict[str, Any]]:
+        return [{"tokens": tokens, "seconds": s, "drafted": 8, "accepted": 4, "steps": 6} for s in seconds]
+
+    pairs = [list(pair) for pair in zip(runs([1] * 11, 2.0, 8.0, 3.0), runs([1] * 11, 1.0, 2.0, 3.0), strict=True)]
+    found = speculation.summary(pairs)
+    assert found["times_plain"] == pytest.approx(2.0)  # of 2, 4 and 1
+    assert (found["plain_tokens_per_second"], found["speculative_tokens_per_second"]) == pytest.approx((5.0, 10.0))
+    assert found["same_answer"]
+    pairs[0][1]["tokens"] = [2] * 11
+    assert not speculation.summary(pairs)["same_answer"]
+
+
 def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
@@ -156,63 +178,3 @@ def test_figures_of_the_engine(tmp_path: Path) -> None:
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["p50_ms"])
     assert result["prefill"]["tokens_per_second"] == pytest.approx(20e3 / result["prefill"]["ms"])
     assert 0 < result["load_seconds"] < result["first_token_seconds"]
-
-
-class Fake(BaseHTTPRequestHandler):
-    """As many events as tokens were asked for."""
-
-    seen: list[dict[str, Any]]
-
-    def do_GET(self) -> None:
-        self._answer([json.dumps({"data": [{"id": "fake"}]}).encode()])
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.seen.append(body)
-        if body["max_tokens"] == 13:
-            self.send_error(429)
-            return
-        token = {"choices": [{"text": "x", "finish_reason": None}]}
-        events: list[Any] = [token] * body["max_tokens"] + [{"choices": [{"text": "", "finish_reason": "length"}]}]
-        self._answer([b"data: " + json.dumps(event).encode() + b"\n\n" for event in events] + [b"data: [DONE]\n\n"])
-
-    def _answer(self, parts: list[bytes]) -> None:
-        self.send_response(200)
-        self.end_headers()
-        for part in parts:
-            self.wfile.write(part)
-
-    def log_message(self, *args: Any) -> None:
-        """Quiet."""
-
-
-@pytest.fixture
-def fake() -> Iterator[str]:
-    Fake.seen = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_figures_of_a_server(fake: str) -> None:
-    result = serve.measure(fake, Load(requests=5, concurrency=2, prompt=7, new=3), ignore)
-    assert result["served_model"] == "fake"
-    assert len(Fake.seen) == 6  # the first is not counted
-    assert {len(body["prompt"]) for body in Fake.seen} == {7}
-    assert result["generated_tokens_per_second"] == pytest.approx(15 / result["seconds"])
-    first, whole = result["time_to_first_token"], result["whole_answer"]
-    assert 0 < first["p50_ms"] <= whole["p99_ms"]
-
-
-def test_a_server_that_refuses_is_an_error(fake: str) -> None:
-    with pytest.raises(MachineError, match="answered 429"):
-        serve.measure(fake, Load(requests=2, new=13), ignore)
-
-
-def test_no_server_is_an_error() -> None:
-    with pytest.raises(MachineError, match="no server at"):
-        serve.measure("http://127.0.0.1:9", Load(), ignore)

@@ -3,19 +3,26 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fp8serve.calibration.embedding import Closeness, calibrate_encoder
+from fp8serve.calibration.closeness import Closeness
+from fp8serve.calibration.data import load_samples
+from fp8serve.calibration.embedding import calibrate_encoder
+from fp8serve.calibration.pipeline import calibrate
 from fp8serve.cli import main
 from fp8serve.engine.embedding import Embedder
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.recipe import from_name
 from fp8serve.model.network.pooling import read_pooling
+from fp8serve.model.text.tokenizer import Tokenizer
+from tests.engine.tiny import write_model
 from tests.model.encoders import FAMILIES, make, pooled
 
 OPTIONS = {"samples": 12, "seq_len": 24}
+TEXTS: Any = {"samples": 64, "seq_len": 24}  # of which eight are measured on
 
 
 @pytest.fixture(scope="module", params=FAMILIES[::2], ids=lambda c: c.model_type)
@@ -43,10 +50,71 @@ def test_what_is_written_embeds_like_the_original(tiny: Path, tmp_path: Path, re
     assert all(torch.equal(served.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "w8a16"])
+def test_gptq_moves_vectors_less_and_is_what_is_served(tiny: Path, tmp_path: Path, recipe: str) -> None:
+    nearest = calibrate_encoder(tiny, out=tmp_path / "nearest", recipe=from_name(recipe), **TEXTS)
+    report = calibrate_encoder(tiny, out=tmp_path / "fp8", recipe=from_name(recipe), rounding="gptq", **TEXTS)
+    assert report.rounding == "gptq"
+    assert 1 - report.quality.mean < 0.9 * (1 - nearest.quality.mean)
+    assert served(tmp_path / "fp8", tiny).mean == pytest.approx(report.quality.mean, abs=1e-6)
+
+
+def test_layers_that_are_named_stay_in_bf16(tiny: Path, tmp_path: Path) -> None:
+    left = "encoder.layer.0.attention.self.query"
+    report = calibrate_encoder(tiny, out=tmp_path / "fp8", skip=["*.self.*"], only=["*.layer.1.*"], **TEXTS)
+    assert len(report.layers) == 3
+    assert left in {name for kept in report.kept for name in kept.names}
+    embedder = Embedder(tmp_path / "fp8")
+    assert set(embedder.frozen) == {layer.name for layer in report.layers}
+    with pytest.raises(RecipeError, match="fits no linear layer"):
+        calibrate_encoder(tiny, out=tmp_path / "no", skip=["*.q_proj"], **TEXTS)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_as_many_layers_stay_in_bf16_as_the_cosine_asks_for(tiny: Path, tmp_path: Path, rounding: str) -> None:
+    plain = calibrate_encoder(tiny, out=tmp_path / "plain", rounding=rounding, **TEXTS)
+    target = (1 + plain.quality.median) / 2
+    report = calibrate_encoder(tiny, out=tmp_path / "fp8", rounding=rounding, target_cosine=target, **TEXTS)
+    assert plain.quality.median < target <= report.quality.median
+    assert not plain.kept
+    assert 0 < len(report.layers) < 12
+    assert all(kept.cosine is not None and kept.cosine < 1 for kept in report.kept)
+    assert served(tmp_path / "fp8", tiny).median >= target - 1e-6
+    with pytest.raises(RecipeError, match="asks for every linear layer"):
+        calibrate_encoder(tiny, out=tmp_path / "no", target_cosine=1.0, **TEXTS)
+    assert not (tmp_path / "no").exists()
+
+
+def served(folder: Path, original: Path) -> Closeness:
+    """Of the vectors that the engine gives the texts that `calibrate` holds out."""
+    held_out = load_samples(None, Tokenizer.from_dir(original), 96, count=TEXTS["samples"] // 8, seq_len=24, seed=0)
+    ids = [list(sample.ids) for sample in held_out]
+    exact, got = Embedder(original, recipe="bf16"), Embedder(folder)
+    return Closeness.of(exact.embed(ids).vectors, got.embed(ids).vectors)
+
+
+def test_a_report_says_what_loses_less(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = calibrate_encoder(tiny, out=tmp_path / "good", **OPTIONS)
+    assert good.notes == (good.quality.text(),)
+    monkeypatch.setattr("fp8serve.calibration.embedding_report.GOAL", 0.999999)
+    report = calibrate_encoder(tiny, out=tmp_path / "fp8", **OPTIONS)
+    assert "by --rounding gptq, --recipe w8a16, --target-cosine 0.999999" in report.notes[1]
+    report = calibrate_encoder(tiny, out=tmp_path / "w8a16", recipe=from_name("w8a16"), rounding="gptq", **OPTIONS)
+    assert "by --target-cosine 0.999999" in report.notes[1]
+
+
 def test_options_of_language_models_are_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="kv_cache is of language models"):
         calibrate_encoder(tiny, out=tmp_path / "fp8", kv_cache=True, **OPTIONS)
+    with pytest.raises(RecipeError, match="nothing to calibrate"):
+        calibrate_encoder(tiny, out=tmp_path / "fp8", recipe=None, **OPTIONS)
     assert not (tmp_path / "fp8").exists()
+
+
+def test_an_option_of_encoders_is_refused_for_a_language_model(tmp_path: Path) -> None:
+    write_model(tmp_path / "m")
+    with pytest.raises(RecipeError, match="target_cosine is of encoders"):
+        calibrate(tmp_path / "m", out=tmp_path / "fp8", target_cosine=0.9)
 
 
 def minilm() -> Path | None:
@@ -71,7 +139,7 @@ def test_the_command_tells_the_cosine(tiny: Path, tmp_path: Path, capsys: pytest
     assert main([*asked, str(tmp_path / "out"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert 0.98 < said["quality"]["median"] < 1
-    assert said["notes"] == [Closeness(**said["quality"]).text().capitalize() + "."]
+    assert said["notes"][0] == Closeness(**said["quality"]).text()
     assert main([*asked, str(tmp_path / "again"), "--report", str(tmp_path / "page.html")]) == 1
     assert "no page for an encoder" in capsys.readouterr().err
 

@@ -31,7 +31,8 @@ RECIPES: dict[str, Recipe] = {
 
 
 def run(model: Path, out: Path, recipe: Recipe, **options: object) -> CalibrationReport:
-    return calibrate(model, out=out, recipe=recipe, **(SMALL | {"heal_rate": RATE} | options))  # type: ignore[arg-type]
+    rate = {"heal_rate": RATE} if options.get("heal") else {}
+    return calibrate(model, out=out, recipe=recipe, **(SMALL | rate | options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -136,6 +137,7 @@ def test_a_divergence_is_an_error(model_dir: Path, tmp_path: Path, monkeypatch: 
         ({"heal": -1}, "heal"),
         ({"heal_rate": 0.0}, "heal_rate"),
         ({"heal_rate": 1.5}, "heal_rate"),
+        ({"heal": 0, "heal_rate": 1e-4}, "healing, which is off; give heal, or leave out heal_rate"),
     ],
 )
 def test_what_cannot_be_asked_for(options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path) -> None:

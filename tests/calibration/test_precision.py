@@ -1,6 +1,7 @@
 """Linears that stay in high precision: by name, or as few as meet a target; written, served and read by others."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -118,14 +119,17 @@ def test_the_fewest_are_found() -> None:
     candidates = [KeptReport((str(i),), 1, 1.0) for i in range(20)]
     asked: list[int] = []
 
-    def measure(kept: object) -> Quality:
-        asked.append(len(kept))  # type: ignore[arg-type]
-        return Quality(10, 11.0, 10.0, 1.0 - len(kept) / 20, 0.5)  # type: ignore[arg-type]
+    def needs(target: Target) -> int:
+        def enough(kept: Sequence[KeptReport]) -> bool:
+            asked.append(len(kept))
+            return target.is_met(Quality(10, 11.0, 10.0, 1.0 - len(kept) / 20, 0.5))
 
-    assert fewest(candidates, measure, Target(kl=0.349)) == 14
+        return fewest(candidates, enough)
+
+    assert needs(Target(kl=0.349)) == 14
     assert len(asked) <= 6
-    assert fewest(candidates, measure, Target(kl=1.0)) == 0
-    assert fewest(candidates, measure, Target(ppl_increase=9.0)) == 20
+    assert needs(Target(kl=1.0)) == 0
+    assert needs(Target(ppl_increase=9.0)) == 20
 
 
 def test_what_reads_one_input_is_one_choice() -> None:
@@ -142,11 +146,12 @@ def test_what_reads_one_input_is_one_choice() -> None:
         ({"only": ["lm_head"]}, "'lm_head' fits no linear layer"),
         ({"target_kl": 1e-9}, "The target asks for every linear layer in high precision"),
         ({"target_kl": 0.0}, "target_kl"),
+        ({"max_ppl_increase": 0}, "max_ppl_increase must be greater than 0, not 0"),
         ({"skip": ["q_proj"], "scales_only": True}, "so none can stay in high precision"),
     ],
 )
 def test_what_cannot_be_asked_for(options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(Fp8ServeError, match=sentence) as refused:
         run(model_dir, tmp_path / "out", **options)  # type: ignore[arg-type]
-    assert type(refused.value) is RecipeError or "target_kl" in sentence
+    assert type(refused.value) is RecipeError or sentence.startswith(("target_kl", "max_ppl"))
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from typing import Any
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.wrappers import WRAPPERS
 from tests.model import test_wrappers
-from tests.model.oracle import SIZES, make_model, make_random
+from tests.model.oracle import SIZES, class_of, make_model, make_random
 from tests.model.published import CONFIGS
 
 # By model_type, the kind of `oracle.MODELS` with most of what the family has of its own.
@@ -22,6 +22,7 @@ KINDS = {
     "qwen2_moe": "qwen2-moe", "qwen3_moe": "qwen3-moe-sparse", "gpt_oss": "gpt-oss",
     "deepseek_v2": "deepseek-v2", "deepseek_v3": "deepseek-v3",
 }  # fmt: skip
+OLD_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
 # By model_type: what transformers' own class computes; its name, the options of its configuration, who published one.
 BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt_neox": (
@@ -39,11 +40,8 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "LGAI-EXAONE/EXAONE-4.0-1.2B",
     ),
     "seed_oss": ("SeedOss", {"head_dim": 32, "attention_bias": True}, "ByteDance-Seed/Seed-OSS-36B-Instruct"),
-    "gpt_bigcode": (
-        "GPTBigCode",
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96},
-        "bigcode/gpt_bigcode-santacoder",
-    ),
+    "gpt_bigcode": ("GPTBigCode", OLD_SIZES, "bigcode/gpt_bigcode-santacoder"),
+    "gpt2": ("GPT2", OLD_SIZES, "openai-community/gpt2"),
     "helium": ("Helium", {"head_dim": 16}, "kyutai/helium-1-2b"),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}, "baidu/ERNIE-4.5-0.3B-PT"),
 }
@@ -76,5 +74,5 @@ def repository(name: str) -> str:
 def architecture(name: str) -> str:
     """transformers' class."""
     if name in BY_TRANSFORMERS:
-        return f"{BY_TRANSFORMERS[name][0]}ForCausalLM"
+        return str(class_of(BY_TRANSFORMERS[name][0]).__name__)
     return WRAPPERS[name][0] if name in WRAPPERS else FAMILIES[name].architecture

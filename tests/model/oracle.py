@@ -98,6 +98,11 @@ def make_model(
     return make_random(family, SIZES | options | (overrides or {}), out, dtype, **save)
 
 
+def class_of(family: str) -> Any:
+    """transformers' class that writes text."""
+    return getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+
+
 def make_random(
     family: str, options: dict[str, Any], out: Path, dtype: torch.dtype = torch.bfloat16, **save: Any
 ) -> Any:
@@ -106,7 +111,7 @@ def make_random(
     Loaded again, because `.to(bfloat16)` would round transformers' rotary frequencies; `from_pretrained` does not.
     """
     torch.manual_seed(0)
-    architecture = getattr(transformers, f"{family}ForCausalLM")
+    architecture = class_of(family)
     config = architecture.config_class(**options)
     model = architecture(config).to(dtype).eval()
     with torch.no_grad():  # biases and norms start at 0 and 1, where a missing term would not show

@@ -228,6 +228,10 @@ def test_layer_types_that_contradict_the_window_are_refused(raw: dict[str, Any])
             "rope_parameters and rope_scaling contradict each other; take one of them out",
         ),
         ({"rope_theta": -1}, "rope_theta is -1"),
+        (
+            {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_theta is 500000.0, and 10000.0 in rope_parameters; take one of them out",
+        ),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0 where a positive whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),

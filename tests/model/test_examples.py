@@ -14,7 +14,7 @@ from fp8serve.model.text.examples import (
     TextExample,
     read_examples,
     tokenize,
-    tokenize_whole,
+    tokenize_pieces,
 )
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.oracle import CHAT_TEMPLATE, write_tokenizer
@@ -176,7 +176,46 @@ def test_cutting(tokenizer: Tokenizer) -> None:
     example = TextExample("abcdefghij")
     whole = tokenize(example, tokenizer)
     assert tokenize(example, tokenizer, 4).ids == whole.ids[:4]
-    pieces = tokenize_whole(example, tokenizer, 5)
+    pieces = tokenize_pieces(example, tokenizer, 5, 9)
     assert [len(p.ids) for p in pieces] == [5, 5, 2]
     assert [i for p in pieces for i in p.ids] == whole.ids
-    assert len(tokenize_whole(PromptExample("abc", "def"), tokenizer, 3)) == 1
+    assert len(tokenize_pieces(PromptExample("abc", "def"), tokenizer, 3, 9)) == 1
+
+
+class Counting(Tokenizer):
+    """Says how many characters it was given."""
+
+    read = 0
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> Any:
+        self.read += len(text)
+        return super().encode_with_offsets(text, add_special_tokens)
+
+
+WORDS = "the inning  " * 40_000
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        TextExample(WORDS),
+        TextExample("\n" * 400_000),
+        PromptExample(WORDS, "yes"),
+        PromptExample("Say it again.", WORDS),
+        ChatExample(({"role": "user", "content": WORDS}, {"role": "assistant", "content": "yes"})),
+        ChatExample(({"role": "user", "content": "Again."}, {"role": "assistant", "content": WORDS})),
+    ],
+)
+def test_of_a_long_text_only_the_beginning_is_tokenized(example: Any, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    counting, plain = Counting.from_dir(tmp_path), Tokenizer.from_dir(tmp_path)
+    assert isinstance(counting, Counting)
+    found, whole = tokenize(example, counting, 500), tokenize(example, plain)
+    assert (found.ids, found.loss_mask) == (whole.ids[:500], whole.loss_mask[:500])
+    assert counting.read < 20_000
+
+
+def test_pieces_are_as_many_as_were_asked_for(tokenizer: Tokenizer) -> None:
+    whole = tokenize(TextExample(WORDS), tokenizer)
+    pieces = tokenize_pieces(TextExample(WORDS), tokenizer, 100, 3)
+    assert [i for p in pieces for i in p.ids] == whole.ids[:300]

@@ -15,6 +15,7 @@ from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.converted import export
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.experts import Mixture, sort
+from fp8serve.model.verify import verify
 from tests.model.oracle import MODELS, all_logits, make_model
 
 MOE = [kind for kind, (_, options) in MODELS.items() if "num_experts_per_tok" in options]
@@ -177,6 +178,29 @@ def test_scales_of_stacked_fp8_experts(size: int, fits: bool, tmp_path: Path) ->
     first, scales = (tensors[f"model.layers.1.mlp.experts.gate_up_proj{end}"][5] for end in ("", "_scale_inv"))
     for leaf, rows, scale in (("gate_proj", first[:128], scales[0]), ("up_proj", first[128:], scales[1])):
         assert torch.equal(found[f"model.layers.1.mlp.experts.5.{leaf}.weight"], rows.float() * scale)
+
+
+def test_static_scales_of_stacked_experts(tmp_path: Path) -> None:
+    """A scale for each expert's inputs, and for each half of its weights, as transformers has them."""
+    make_model("qwen3-moe", tmp_path)
+    tensors = stacked(load_file(tmp_path / "model.safetensors"), "qwen3-moe")
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count = len(tensors[name])
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        halves = 2 if "gate_up" in name else 1
+        tensors[f"{name}_scale_inv"] = torch.arange(1, 1 + count * halves).float().reshape(count, halves, 1) / 64
+        tensors[f"{name}_activation_scale"] = 2.0 ** -torch.arange(count).float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, owner = open_checkpoint(tmp_path), "model.layers.1.mlp.experts"
+    for leaf, scale in (("gate_proj", 11 / 64), ("up_proj", 12 / 64), ("down_proj", 6 / 64)):
+        stored = found.stored(f"{owner}.5.{leaf}")
+        assert stored is not None
+        assert stored.input_scale is not None
+        assert (float(stored.weight_scale_inv), float(stored.input_scale)) == (scale, 32.0)
+    assert {finding.check for finding in verify(tmp_path)} <= {"implausible", "stale"}  # nothing is unknown or missing
 
 
 def test_a_converted_mixture_of_transformers_is_not_exported(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config.decoder import read_config
+from fp8serve.model.gguf import numbers as gguf_numbers
 from fp8serve.model.gguf import smollm2 as packaged
-from fp8serve.model.gguf import tensors as gguf_tensors
 from fp8serve.model.gguf.cache import file_hash
 from fp8serve.model.gguf.conversion import convert
+from fp8serve.model.gguf.numbers import dequantized
 from fp8serve.model.gguf.reader import TYPES, GgufFile
-from fp8serve.model.gguf.tensors import dequantized
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.gguf_files import add, finish, write_gguf
 from tests.model.oracle import IDS, all_logits
@@ -109,7 +109,7 @@ def copied(source: Path, out: Path, extra: dict[str, Any] | None = None, **metad
 def test_every_type_is_dequantized_as_the_package_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_tensors, "_ELEMENTS_AT_ONCE", 512)  # of 5 rows, two at a time
+    monkeypatch.setattr(gguf_numbers, "_ELEMENTS_AT_ONCE", 512)  # of 5 rows, two at a time
     kind = Type[name]
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(0).integers(0, 60, (5, 256 // block * size), np.uint8)  # no NaN in any scale
@@ -194,9 +194,10 @@ def refused(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"general.architecture": "gemma3"}, "architecture 'gemma3' is not supported"),
+        ({"general.architecture": "gemma3n"}, "architecture 'gemma3n' is not supported"),
         ({"llama.attention.clamp_kqv": 8.0}, "does not compute"),
-        ({"llama.expert_count": 8}, "does not compute"),
+        ({"llama.expert_count": 8}, "no llama.expert_used_count; convert"),
+        ({"llama.expert_group_count": 8}, "does not compute"),
         ({"llama.rope.dimension_count": 8}, "a head has 16 elements"),
         ({"llama.rope.scaling.type": "longrope"}, "rotary scaling with type 'longrope'"),
         ({"llama.attention.head_count": [4, 4]}, "num_attention_heads is [4, 4]"),

@@ -24,7 +24,15 @@ CUTS = {
     "llama-bpe": ["I", "'LL", " pay", " ", " ", "123", "45", " yen", ",\n\n", " ok"],
     "qwen2": ["I", "'LL", " pay", " ", " ", "1", "2", "3", "4", "5", " yen", ",\n\n", " ok"],
     "tekken": ["I", "'LL", " pay", " ", " ", "1", "2", "3", "4", "5", " yen", ",\n\n", " ok"],
+    "gpt-4o": ["I'LL", " pay", " ", " ", "123", "45", " yen", ",\n\n", " ok"],
+    "deepseek-v3": ["I", "'LL", " pay", "  ", "123", "45", " yen", ",\n\n", " ok"],
     "default": ["I", "'", "LL", " pay", " ", " ", "123", "45", " yen", ",", "\n\n", " ok"],
+}
+CUT_AS = {
+    **dict.fromkeys(("llama3", "llama-v3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), "qwen2"),
+    **dict.fromkeys(("refact", "starcoder", "command-r"), "smollm"),
+    **dict.fromkeys(("olmo", "mpt"), "gpt-2"),
 }
 PIECES = {"▁": -9.0, "a": -5.0, "b": -6.0, "c": -7.0, "▁a": -1.0, "ab": -2.0, "bc": -1.5, "abc": -3.0, "▁ab": -2.5}
 
@@ -53,8 +61,18 @@ def test_a_text_is_cut_as_its_family_does(name: str) -> None:
 
 
 def test_every_family_is_covered() -> None:
-    assert set(FAMILIES) - set(CUTS) == {"llama3", "llama-v3"}  # names of the same family
+    """Names that have no row of their own cut as another family does."""
+    assert set(FAMILIES) - set(CUTS) == set(CUT_AS)
+    for name, known in CUT_AS.items():
+        assert FAMILIES[name].pre_tokenizer().__getstate__() == FAMILIES[known].pre_tokenizer().__getstate__()
     assert FAMILIES["llama3"] == FAMILIES["llama-v3"] == FAMILIES["llama-bpe"]
+
+
+def test_the_families_of_code_points_are_those_of_deepseek() -> None:
+    """Chinese and kana stand alone, other letters keep their marks, and a sign goes with the letters behind it."""
+    text = "x日本語かなカナy e\u0301t(word 1234"
+    pieces = [text[start:end] for _, (start, end) in FAMILIES["deepseek-v3"].pre_tokenizer().pre_tokenize_str(text)]
+    assert pieces == ["x", "日本語かなカナ", "y", " e\u0301t", "(word", " ", "123", "4"]
 
 
 def test_qwen2_is_what_transformers_makes_of_it(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fp8serve.fp8.spec import UNQUANTIZED
 from fp8serve.model.checkpoint import kv_scales, load_servable, load_trainable, open_checkpoint
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import ScaleKey, classify, read_quantization
+from fp8serve.model.verify import verify
 
 ModelDir = Callable[[str], Path]
 LINEAR = "model.layers.0.mlp.up_proj"
@@ -50,7 +51,22 @@ def quantization(name: str) -> dict[str, Any]:
         "modelopt": modelopt | {"quant_algo": "FP8"},
         "modelopt-channel": modelopt | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         "modelopt-block": modelopt | {"quant_algo": "FP8_PB_WO"},
+        "torchao-row": torchao("Float8DynamicActivationFloat8WeightConfig", granularity=granular("PerRow", dim=-1)),
+        "torchao-tensor": torchao("Float8DynamicActivationFloat8WeightConfig", granularity=granular("PerTensor")),
+        "torchao-weights": torchao("Float8WeightOnlyConfig", granularity=granular("PerRow", dim=-1)[0]),
     }[name]  # fmt: skip
+
+
+def torchao(kind: str, **fields: Any) -> dict[str, Any]:
+    bounds = {"activation_value_lb": None, "activation_value_ub": None}
+    config = {"_type": kind, "_version": 2, "_data": fields | (bounds if "Dynamic" in kind else {})}
+    return {"quant_method": "torchao", "quant_type": {"default": config}, "modules_to_not_convert": None,
+            "include_input_output_embeddings": False, "untie_embedding_weights": False}  # fmt: skip
+
+
+def granular(kind: str, **fields: Any) -> list[dict[str, Any]]:
+    """Of inputs and of weights."""
+    return [{"_type": kind, "_version": 1, "_data": fields}] * 2
 
 
 def quantize(weight: Tensor, per: str) -> tuple[Tensor, Tensor]:
@@ -72,6 +88,8 @@ VARIANTS: dict[str, tuple[str, str, str, Callable[[Tensor], Tensor], str | None,
     "fp8-block": ("fp8-block", "weight_scale_inv", "tensor", lambda s: s.reshape(1, 1), None, "block1x128"),
     "modelopt": ("modelopt", "weight_scale", "tensor", lambda s: s, "input_scale", "tensor"),
     "modelopt-channel": ("modelopt-channel", "weight_scale", "channel", lambda s: s.reshape(-1), None, "row"),
+    "torchao-row": ("torchao-row", "_weight_scale", "channel", lambda s: s, None, "row"),
+    "torchao-tensor": ("torchao-tensor", "_weight_scale", "tensor", lambda s: s.reshape(1, 1), None, "row"),
 }
 
 
@@ -85,6 +103,8 @@ def write(source: Path, out: Path, variant: str) -> Path:
         tensors[f"{linear}.{scale_name}"] = shape(scale).contiguous()
         if input_name:
             tensors[f"{linear}.{input_name}"] = torch.tensor([INPUT])
+        if config_name.startswith("torchao"):
+            tensors[f"{linear}._weight_qdata"] = tensors.pop(name)
     save_file(tensors, out / "model.safetensors")
     edit(out, quantization_config=quantization(config_name))
     return out
@@ -129,6 +149,15 @@ def test_weight_only_checkpoints_keep_their_inputs_in_bf16(model_dir: ModelDir, 
     x = torch.randn(3, layer.in_features).bfloat16()
     exact = x.double() @ (weight.double() * scale).t()
     assert (layer(x) - exact).norm() < 2**-8 * exact.norm()
+
+
+def test_weights_of_torchao_alone_keep_their_inputs_too(model_dir: ModelDir, tmp_path: Path) -> None:
+    directory = write(model_dir("llama"), tmp_path / "m", "torchao-row")
+    edit(directory, quantization_config=quantization("torchao-weights"))
+    layer = load_servable(directory).get_submodule(LINEAR)
+    assert isinstance(layer, FrozenLinear)
+    assert layer.input_spec == UNQUANTIZED
+    assert verify(directory) == []
 
 
 def test_hf_quant_config_side_car_is_read(model_dir: ModelDir, tmp_path: Path) -> None:
@@ -218,6 +247,7 @@ def changed(name: str, *path: str, to: Any) -> dict[str, Any]:
 
 
 GROUP = ("config_groups", "group_0")
+AO = ("quant_type", "default", "_data")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +275,12 @@ GROUP = ("config_groups", "group_0")
         (changed("fp8-static", "activation_scheme", to="often"), "activation_scheme 'often'"),
         (changed("fp8-block", "fmt", to="e5m2"), "fmt 'e5m2'"),
         (changed("modelopt", "quant_algo", to="NVFP4"), "quant_algo 'NVFP4'"),
+        (torchao("Int4WeightOnlyConfig"), "quant_type 'Int4WeightOnlyConfig'"),
+        (changed("torchao-row", "quant_type", to={"default": 4}), "quant_type"),
+        (changed("torchao-row", "quant_type", to="float8"), "quant_type 'float8'"),
+        (changed("torchao-row", *AO, "activation_value_ub", to=1200.0), "activation_value_ub 1200.0"),
+        (changed("torchao-row", *AO, "granularity", to=granular("PerGroup", group_size=32)), "granularity"),
+        (changed("torchao-row", *AO, "granularity", to=granular("PerBlock", block_size=[64, 64])), "block_size"),
     ],
 )
 def test_other_quantizations_are_refused(config: Any, message: str, tmp_path: Path) -> None:

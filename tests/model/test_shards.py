@@ -118,6 +118,22 @@ def test_hostile_index_is_refused(sharded: Path, weight_map: Any, message: str) 
         open_shards(sharded)
 
 
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "model-00001-of-00002.safetensors"}, r"contradicts it \('model-00001-of-00002.safetensors'\); remove"),
+        ({"a": "model.safetensors", "b": "model.safetensors"}, r"contradicts it \('b'\)"),
+    ],
+)
+def test_a_single_file_beside_an_index_of_others_is_refused(sharded: Path, weight_map: Any, message: str) -> None:
+    save_file({"a": torch.ones(1)}, sharded / "model.safetensors")
+    index(sharded, {"a": "model.safetensors"})
+    assert list(open_shards(sharded)) == ["a"]
+    index(sharded, weight_map)
+    with pytest.raises(ModelError, match=message):
+        open_shards(sharded)
+
+
 def test_link_to_elsewhere_is_refused(sharded: Path) -> None:
     save_file({"a": torch.ones(1)}, sharded.parent / "elsewhere.safetensors")
     (sharded / "link.safetensors").symlink_to("../elsewhere.safetensors")

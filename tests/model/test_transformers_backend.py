@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fp8serve.calibration.options import CalibrationOptions
+from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.refused import check_model
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import ModelError, RecipeError
@@ -17,7 +18,7 @@ from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.transformers_backend import check
 from tests.compatibility.cases import BY_TRANSFORMERS, make
-from tests.model.oracle import SIZES, write_tokenizer
+from tests.model.oracle import SIZES, all_logits, class_of, write_tokenizer
 
 
 def described(model_type: str, **more: Any) -> Any:
@@ -39,7 +40,6 @@ def test_windows_heads_and_scales_are_those_of_the_class() -> None:
         ("bloom", {}, "attention interface"),
         ("mpt", {}, "attention interface|does not build"),
         ("gptj", {}, "does not build"),
-        ("gpt2", {}, "in a Conv1D"),
         ("mamba", {}, "in a MambaMixer"),
         ("falcon_h1", {}, "in a Conv1d"),
         ("olmoe", {}, "in a OlmoeTopKRouter"),
@@ -137,13 +137,26 @@ def test_it_is_said_who_computes(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert Engine(tmp_path / "llama", recipe="rowwise").info()["computed_by"] == "fp8serve"
 
 
-@pytest.mark.parametrize("asked", [{"smoothing": 0.5}, {"rounding": "gptq"}])
-def test_methods_that_go_layer_by_layer_are_refused(asked: dict[str, Any], tmp_path: Path) -> None:
+def test_smoothing_is_refused(tmp_path: Path) -> None:
     make("opt", tmp_path)
-    with pytest.raises(RecipeError, match="OPTForCausalLM has no family"):
-        check_model(read_config(tmp_path), CalibrationOptions.of(asked))
+    with pytest.raises(RecipeError, match="OPTForCausalLM has no family that says which"):
+        check_model(read_config(tmp_path), CalibrationOptions.of({"smoothing": 0.5}))
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_gptq_is_nearer_than_rounding_to_nearest(name: str, tmp_path: Path) -> None:
+    theirs, ids = make(name, tmp_path / "model"), list(range(3, 60))
+    write_tokenizer(tmp_path / "model")
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].float()
+    errors = []
+    for rounding in ("nearest", "gptq"):
+        out = tmp_path / rounding
+        calibrate(tmp_path / "model", out=out, rounding=rounding, samples=16, seq_len=96, batch_size=4)
+        errors.append(float((all_logits(load_servable(out), ids) - expected).norm()))
+    assert errors[1] < errors[0]
 
 
 def test_every_row_of_the_page_has_a_class() -> None:
-    assert all(hasattr(transformers, f"{family}ForCausalLM") for family, *_ in BY_TRANSFORMERS.values())
+    assert all(class_of(family) for family, *_ in BY_TRANSFORMERS.values())
     assert check.TOLERANCE < 1

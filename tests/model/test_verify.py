@@ -19,7 +19,52 @@ from tests.model.oracle import state_for
 
 UP, DOWN, Q = "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"
 CACHE = "model.layers.1.self_attn"
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 UE8M0 = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
+
+
+def torchao() -> Draft:
+    kind = {"_type": "Float8DynamicActivationFloat8WeightConfig", "_data": {"granularity": None}}
+    draft = made.fp8({"quant_method": "torchao", "quant_type": {"default": kind}}, "row", "_weight_scale")
+    for key in [key for key in draft.tensors if key.endswith("._weight_scale")]:
+        draft.tensors[key.replace("_scale", "_qdata")] = draft.tensors.pop(key.replace("._weight_scale", ".weight"))
+    return draft
+
+
+def static_experts() -> Draft:
+    """As transformers writes them: a scale for each half of a stack of gate and up, and one for each expert's input."""
+    draft = made.stacked()
+    for key in [key for key in draft.tensors if key.endswith("_scale_inv") and ".experts." not in key]:
+        draft.tensors[key] = draft.tensors[key].max()
+        draft.tensors[key.replace("weight_scale_inv", "input_scale")] = torch.tensor(0.01)
+    for key in [key for key in draft.tensors if key.endswith("experts.gate_up_proj")]:
+        weight = torch.randn(draft.tensors[key].shape) * 0.02
+        scale = weight.unflatten(1, (2, -1)).abs().amax((2, 3)) / 448
+        codes = weight / scale.repeat_interleave(weight.shape[1] // 2, 1)[..., None]
+        draft.tensors[key] = codes.to(torch.float8_e4m3fn)
+        draft.tensors[f"{key}_scale_inv"] = scale[..., None]
+        draft.tensors[f"{key}_activation_scale"] = torch.full((len(weight),), 0.01)
+    draft.config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    return draft
+
+
+def e8m0() -> Draft:
+    return made.fp8(UE8M0, "block", "scale", lambda s: s.to(torch.float8_e8m0fnu), power_of_2=True)
+
+
+def exponent(value: int) -> Callable[[Draft], None]:
+    def poison(draft: Draft) -> None:
+        draft.tensors[f"{UP}.scale"].view(torch.uint8)[0, 0] = value
+
+    return poison
+
+
+def without_last(key: str) -> Callable[[Draft], None]:
+    def poison(draft: Draft) -> None:
+        draft.tensors[key] = draft.tensors[key][:-1].clone()
+
+    return poison
+
 
 GOOD: dict[str, Callable[[], Draft]] = {
     "BF16": made.plain,
@@ -45,6 +90,8 @@ GOOD: dict[str, Callable[[], Draft]] = {
     ),
     "fbgemm": lambda: made.fp8({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "row"),
     "torchao, per row": lambda: made.fp8("fp8-dynamic", "row"),
+    "torchao, as it flattens tensors": lambda: torchao(),
+    "stacked experts, static": lambda: static_experts(),
     "MXFP8": lambda: made.mx(8),
     "MXFP4": lambda: made.mx(4),
     "shards": made.sharded,
@@ -274,6 +321,20 @@ POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
         made.rows, put(f"{UP}.input_scale", torch.tensor([0.01])), ("config", f"{UP}.input_scale")),
     "rows where blocks were said": (
         made.rows, lambda d: config(quantization_config=made.quantization("fp8-block"))(d), ("config", "weight_scale")),
+    "an exponent of E8M0 that is NaN": (e8m0, exponent(255), ("nan", f"{UP}.scale")),
+    "an exponent of E8M0 far above the others": (e8m0, exponent(160), ("implausible", f"{UP}.scale")),
+    "a stack with the scales of fewer experts": (
+        made.stacked, without_last(f"{EXPERTS}_scale_inv"), ("shape", EXPERTS)),
+    "an expert whose scale is zero": (
+        made.stacked, put(f"{EXPERTS}_scale_inv", 0, (2, 0, 0)), ("zero", f"{EXPERTS}_scale_inv")),
+    "a stack without scales": (made.stacked, drop(f"{EXPERTS}_scale_inv"), ("missing", EXPERTS)),
+    "an expert whose input's scale is NaN": (
+        static_experts, put(f"{EXPERTS}_activation_scale", NAN, (1,)), ("nan", f"{EXPERTS}_activation_scale")),
+    "a stack with the input scales of fewer experts": (
+        static_experts, without_last(f"{EXPERTS}_activation_scale"), ("shape", f"{EXPERTS}_activation_scale")),
+    "experts without input scales": (static_experts, drop(f"{EXPERTS}_activation_scale"), ("missing", EXPERTS)),
+    "a tensor of torchao without its scale": (torchao, drop(f"{UP}._weight_scale"), ("missing", f"{UP}._weight_qdata")),
+    "a reciprocal scale of torchao": (torchao, each("_weight_scale", torch.reciprocal), ("reciprocal", UP)),
     "an unknown method": (made.static, told(quant_method="gptq"), ("config", "quantization_config")),
     "an output layer that is tied and another": (
         made.static, config(tie_word_embeddings=True), ("tied", "lm_head.weight")),
@@ -326,6 +387,10 @@ FILE_POISONS: dict[str, tuple[Callable[[Path], Any], tuple[str, str]]] = {
     "the index names what is nowhere": (
         lambda f: edited(f, lambda index: index["weight_map"].update({"more": "model-00001-of-00003.safetensors"})),
         ("index", "more"),
+    ),
+    "a single file of an older save": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model-00001-of-00003.safetensors").read_bytes()),
+        ("index", "model.safetensors"),
     ),
     "the index leaves the directory": (
         lambda f: edited(f, lambda index: index["weight_map"].update({"more": "../model.safetensors"})),

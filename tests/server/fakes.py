@@ -141,10 +141,15 @@ class FakeEngine:
         self.running.discard(request_id)
 
     async def stats(self) -> dict[str, Any]:
-        return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
+        drafts = {"drafts_total": 3, "draft_tokens_total": 12, "accepted_draft_tokens_total": 7}
+        found = {"prefix_queried_tokens_total": 40, "prefix_hit_tokens_total": 32}
+        live = {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
+        return live | drafts | found
 
     async def scales(self) -> list[dict[str, Any]]:
-        return [{"name": "model.layers.0.mlp.up_proj", "input": {"scale": 2.0, "amax": 3.0}}]
+        numbers = {"amax": 3.0, "scale": 2.0, "headroom": 448 / 6, "saturated": 0, "saturation": 0.0}
+        window = {"calibrated_amax": 4.0, "window_amax": 3.0, "window_saturation": 0.0, "drift": 0.75, "drifts": False}
+        return [{"name": "model.layers.0.mlp.up_proj", "input": "stored", **numbers, **window}]
 
     async def drain(self, deadline: float) -> None:
         await self.close()

@@ -110,6 +110,7 @@ def _given(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     where, new, old = get.where, get.raw.get("rope_parameters"), get.raw.get("rope_scaling")
     if new and old and _scaling_of(new) != _scaling_of(old):
         raise ModelError(f"{where}: rope_parameters and rope_scaling contradict each other; take one of them out.")
+    _check_theta(get, new)
     given = new or old or get.family.defaults.get("rope_parameters")
     given = given or {}
     by_type = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
@@ -120,6 +121,17 @@ def _given(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     if set(given) - {"full_attention", "sliding_attention"} or "full_attention" not in given:
         raise ModelError(f"{where}: rope_parameters must be of full_attention and sliding_attention.")
     return _object(given["full_attention"], where), _object(given.get("sliding_attention") or {}, where)
+
+
+def _check_theta(get: Reader, new: Any) -> None:
+    """ModelError: transformers 4's key and 5's say different bases; which one the weights were trained with is open."""
+    old, new = get.raw.get("rope_theta"), new if isinstance(new, dict) else {}
+    whole = new.get("full_attention", new)
+    inner = whole.get("rope_theta") if isinstance(whole, dict) else None
+    if old is not None and inner is not None and old != inner:
+        raise ModelError(
+            f"{get.where}: rope_theta is {shown(old)}, and {shown(inner)} in rope_parameters; take one of them out."
+        )
 
 
 def _scaling_of(given: Any) -> Any:

@@ -16,6 +16,7 @@ that projects use for one thing ([], [1], [out], [out, 1], [out/128, 1, in/128, 
 | transformers, static     | weight_scale_inv   | activation_scale |                                           |
 | ModelOpt                 | weight_scale       | input_scale      | self_attn.k_proj.k_scale, .v_proj.v_scale |
 | older compressed-tensors |                    |                  | self_attn.{k,v}_proj.output_scale         |
+| torchao                  | _weight_scale      |                  |                                           |
 | vLLM in memory           |                    |                  | self_attn.attn.{k,v}_scale                |
 
 A key with "scale" or "zero_point" in it that the table does not know is an error: dropping a scale serves garbage.
@@ -23,6 +24,7 @@ A key with "scale" or "zero_point" in it that the table does not know is an erro
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, listed
+from fp8serve.model.formats import torchao
 from fp8serve.model.formats.microscaling import BLOCK as MX_BLOCK
 from fp8serve.model.formats.targets import checked as checked_targets
 from fp8serve.model.formats.targets import matches
@@ -262,8 +265,13 @@ def _fbgemm(config: Fields) -> Quantization:
     return Quantization(((("Linear",), Scheme("fbgemm_fp8", PER_TOKEN)),), _fp8_ignored(config), "fbgemm_fp8")
 
 
+def _torchao(config: Fields) -> Quantization:
+    inputs = torchao.input_spec(config.anything("quant_type"), partial(_unsupported, torchao.METHOD))
+    return Quantization(((("Linear",), Scheme(torchao.METHOD, inputs)),), _fp8_ignored(config), torchao.METHOD)
+
+
 _READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt,
-            "mxfp8": _mx, "mxfp4": _mx}  # fmt: skip
+            "mxfp8": _mx, "mxfp4": _mx, torchao.METHOD: _torchao}  # fmt: skip
 
 
 def _unsupported(producer: str, what: str, found: Any) -> ModelError:

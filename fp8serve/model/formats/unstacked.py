@@ -3,7 +3,8 @@
     P.experts.gate_up_proj [E, 2 I, H]   ->  P.experts.0.gate_proj.weight [I, H], P.experts.0.up_proj.weight, ...
     P.experts.down_proj    [E, H, I]     ->  P.experts.0.down_proj.weight [H, I], ...
 
-and the scales of FP8 weights with them (`gate_up_proj_scale_inv`). An expert is a part of the stack's bytes, so nothing
+and the scales of FP8 weights with them (`gate_up_proj_scale_inv`), and of static inputs, one for each expert
+(`gate_up_proj_activation_scale` [E]), which gate and up both read. An expert is a part of the stack's bytes, so nothing
 is copied. transformers 5 saves this layout on demand, under the names that its modules have: `mlp`, also for Mixtral,
 whose files say `block_sparse_moe`. llm-compressor writes every family's experts one by one as gate_proj, up_proj and
 down_proj; Mixtral's own files call them w1, w3 and w2.
@@ -24,6 +25,7 @@ from fp8serve.model.storage.shards import Shards, StoredTensor
 _BLOCK = re.compile(r"(model\.layers\.(\d+))\.mlp\.(gate\.|experts\.)")
 _LEAF = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.(.+)")
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale_inv|_scale|)")
+_INPUTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(activation_scale|input_scale)")
 
 
 def unstacked(shards: Shards, config: ModelConfig) -> Shards:
@@ -33,9 +35,11 @@ def unstacked(shards: Shards, config: ModelConfig) -> Shards:
         return separated(shards, experts)
     if experts is None:
         return shards
+    # [E, 2, 1] is a scale for gate and one for up, but for models so small that it may be two blocks
+    halved = config.hidden_size > BLOCK_ROWS or any(_INPUTS.fullmatch(name) for name in shards.entries)
     found: dict[str, StoredTensor] = {}
     for stored, entry in shards.entries.items():
-        for name, part in _parts(_renamed(stored, experts), entry, experts):
+        for name, part in _parts(_renamed(stored, experts), entry, experts, halved):
             if name in found:
                 raise ModelError(f"{entry.file} holds {name} twice, under two names.")
             found[name] = part
@@ -49,24 +53,40 @@ def _renamed(name: str, experts: Experts) -> str:
     return name if match is None else f"{match[1]}.{getattr(experts.names, match[2])}.{match[3]}"
 
 
-def _parts(name: str, entry: StoredTensor, experts: Experts) -> Iterator[tuple[str, StoredTensor]]:
+def _parts(name: str, entry: StoredTensor, experts: Experts, halved: bool) -> Iterator[tuple[str, StoredTensor]]:
     """What `entry` holds: every expert's part of a stack, or itself."""
+    if (inputs := _INPUTS.fullmatch(name)) is not None and entry.shape == (experts.count,):
+        yield from _of_inputs(inputs, entry, experts)
+        return
     match = _STACK.fullmatch(name)
     if match is None or len(entry.shape) != 3 or entry.shape[0] != experts.count:
         yield name, entry
         return
     owner, projection, scale = match.groups()
-    names = experts.names
-    leaves = (names.gate, names.up) if projection == "gate_up_proj" else (names.down,)
+    leaves = _leaves(projection, experts)
     _, rows, columns = entry.shape
     own = 1 if rows == 1 else rows // len(leaves)  # a scale for both halves is each one's
-    if scale and rows > 1 and rows != len(leaves) * experts.size:
+    of_halves = halved and (rows, columns) == (len(leaves), 1)
+    if scale and rows > 1 and not of_halves and rows != len(leaves) * experts.size:
         _check_blocks(entry, name, experts)
     for expert in range(experts.count):
         for i, leaf in enumerate(leaves):
             row = expert * rows + min(i * own, rows - own)
             start = entry.start + math.prod((row, columns)) * entry.dtype.itemsize
             yield f"{owner}.{expert}.{leaf}.weight{scale}", replace(entry, shape=(own, columns), start=start, note=None)
+
+
+def _leaves(projection: str, experts: Experts) -> tuple[str, ...]:
+    names = experts.names
+    return (names.gate, names.up) if projection == "gate_up_proj" else (names.down,)
+
+
+def _of_inputs(match: "re.Match[str]", entry: StoredTensor, experts: Experts) -> Iterator[tuple[str, StoredTensor]]:
+    owner, projection, scale = match.groups()
+    for expert in range(experts.count):
+        one = replace(entry, shape=(), start=entry.start + expert * entry.dtype.itemsize, note=None)
+        for leaf in _leaves(projection, experts):
+            yield f"{owner}.{expert}.{leaf}.{scale}", one
 
 
 def _check_blocks(entry: StoredTensor, name: str, experts: Experts) -> None:

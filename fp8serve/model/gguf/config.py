@@ -5,24 +5,23 @@ healthy and answers wrongly. Llama 3's stretched frequencies come as a tensor of
 parameters the file does not keep: they are found again, and held to every factor.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.rope import Rope
+from fp8serve.model.gguf.families import RMS_EPS, Layout, layout_of
+from fp8serve.model.gguf.numbers import decimal, dequantized
 from fp8serve.model.gguf.reader import GgufFile
-from fp8serve.model.gguf.tensors import dequantized
 from fp8serve.model.network.rotary import inverse_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"
-# By `general.architecture`; Mistral's models are written as llama's.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-KEYS = {
+SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -30,13 +29,16 @@ KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
+KEYS = SIZES | {RMS_EPS: "rms_norm_eps"}
+_THETA = 10000.0  # where the file names none
 _OTHERS = {"attention.value_length", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
-           "rope.scaling.original_context_length", "rope.scaling.finetuned", "vocab_size"}  # fmt: skip
+           "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
+           "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor", "vocab_size"}  # fmt: skip
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0,
-            "attention.sliding_window": 0}  # fmt: skip
+            "attention.sliding_window": 0, "expert_group_count": 1, "expert_group_used_count": 1,
+            "nextn_predict_layers": 0}  # fmt: skip
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
@@ -44,29 +46,29 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
     ModelError: an architecture that is not served, an unknown key, or a value that we do not compute with.
     """
-    arch = file.require("general.architecture", str)
-    if arch not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{file.path}: the architecture {shown(arch)} is not supported; supported are {known}.")
-    _refuse_unknown(file, arch)
-    config: dict[str, Any] = {"architectures": [FAMILIES[arch].architecture], "model_type": arch, "dtype": "bfloat16"}
-    config |= _sizes(file, arch) | _tokens(file) | _switches(file)
-    if scaling := _scaling(file, arch):
+    layout, arch = layout_of(file), file.require("general.architecture", str)
+    _refuse_unknown(file, arch, layout)
+    config: dict[str, Any] = {"model_type": layout.model_type, "dtype": "bfloat16", **layout.fixed}
+    config |= _sizes(file, arch) | _named(file, arch, layout) | _tokens(file) | _switches(file, layout)
+    if scaling := _scaling(file, arch, layout):
         config["rope_scaling"] = scaling
+    if layout.derive is not None:
+        config |= layout.derive(file, config)
+    config["architectures"] = [FAMILIES[config["model_type"]].architecture]
     parsed = parse_config(config, where=str(file.path))
-    _check_heads(file, arch, parsed.head_dim)
-    # A key that is left out means one thing in GGUF and another in config.json: these are always written.
-    config |= {"head_dim": parsed.head_dim, "num_key_value_heads": parsed.num_kv_heads}
-    config["rope_theta"] = _rope(config).theta
+    if parsed.latent is None:
+        _check_heads(file, arch, parsed.head_dim, parsed.rotary_dim or parsed.head_dim)
+        config["head_dim"] = parsed.head_dim
     if ROPE_FACTORS in file.tensors:
         config["rope_scaling"] = _llama3(file, config)
     return config
 
 
-def _refuse_unknown(file: GgufFile, arch: str) -> None:
+def _refuse_unknown(file: GgufFile, arch: str, layout: Layout) -> None:
+    own = layout.keys.keys() | layout.optional.keys() | layout.known | {layout.eps[0]}
     for key in file.keys:
         name = key.removeprefix(f"{arch}.")
-        if name == key or name in KEYS or name in _OTHERS:
+        if name == key or name in SIZES or name in own or name in _OTHERS:
             continue
         value = file.value(key)
         if name not in _NEUTRAL or value != _NEUTRAL[name]:
@@ -74,12 +76,25 @@ def _refuse_unknown(file: GgufFile, arch: str) -> None:
 
 
 def _sizes(file: GgufFile, arch: str) -> dict[str, Any]:
-    return {ours: _decimal(file.value(f"{arch}.{theirs}")) for theirs, ours in KEYS.items()}
+    """A key that is left out means one thing in GGUF and another in config.json: these are always written."""
+    sizes = {ours: decimal(file.value(f"{arch}.{theirs}")) for theirs, ours in SIZES.items()}
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    if sizes["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        sizes["head_dim"] = hidden // heads
+    if sizes["num_key_value_heads"] is None:
+        sizes["num_key_value_heads"] = heads
+    return sizes | {"rope_theta": _THETA if sizes["rope_theta"] is None else sizes["rope_theta"]}
 
 
-def _decimal(value: Any) -> Any:
-    """An FP32 as the number that was written: 1e-5 and not 9.99999974e-06."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+def _named(file: GgufFile, arch: str, layout: Layout) -> dict[str, Any]:
+    """What this architecture has keys for. ModelError: one that it must have is not there."""
+    theirs, ours = layout.eps
+    wanted = {**layout.keys, theirs: ours}
+    for key in wanted:
+        if file.value(f"{arch}.{key}") is None:
+            raise ModelError(f"{file.path} has no {arch}.{key}; convert the model to GGUF again.")
+    found = {ours: decimal(file.value(f"{arch}.{theirs}")) for theirs, ours in {**wanted, **layout.optional}.items()}
+    return {key: value for key, value in found.items() if value is not None or key in wanted.values()}
 
 
 def _tokens(file: GgufFile) -> dict[str, Any]:
@@ -87,40 +102,49 @@ def _tokens(file: GgufFile) -> dict[str, Any]:
     return special | {"vocab_size": len(file.list_of("tokenizer.ggml.tokens", str))}
 
 
-def _switches(file: GgufFile) -> dict[str, Any]:
+def _switches(file: GgufFile, layout: Layout) -> dict[str, Any]:
     """What the file says by which tensors it has."""
     switches: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in file.tensors}
-    for name, tensor in (("attention_bias", "attn_q.bias"), ("mlp_bias", "ffn_gate.bias")):
-        if file.value("general.architecture") == "llama" and f"blk.0.{tensor}" in file.tensors:
-            switches[name] = True
+    for name, tensor in layout.switches.items():
+        switches[name] = f"blk.0.{tensor}" in file.tensors
     return switches
 
 
-def _scaling(file: GgufFile, arch: str) -> dict[str, Any] | None:
+def _scaling(file: GgufFile, arch: str, layout: Layout) -> dict[str, Any] | None:
     kind = file.get(f"{arch}.rope.scaling.type", str) or "none"
-    if kind == "none":
+    if kind == "none" or (kind == "longrope" and layout.tensors):
         return None
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{file.path}: rotary scaling with type {shown(kind)} is not supported; linear and yarn are.")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(file.value(f"{arch}.rope.scaling.factor"))}
-    if kind == "yarn":
-        original = file.value(f"{arch}.rope.scaling.original_context_length")
-        scaling["original_max_position_embeddings"] = original
-    return scaling
+    factor = decimal(file.value(f"{arch}.rope.scaling.factor"))
+    return {"rope_type": kind, "factor": factor} | (_yarn(file, arch, factor) if kind == "yarn" else {})
 
 
-def _check_heads(file: GgufFile, arch: str, head_dim: int) -> None:
-    for key in ("attention.value_length", "rope.dimension_count"):
+def _yarn(file: GgufFile, arch: str, factor: Any) -> dict[str, Any]:
+    """The factor of attention has had two meanings in GGUF; it is read where it says what YaRN computes anyway."""
+    given = {name: file.get(f"{arch}.rope.scaling.{name}", float) for name in
+             ("yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor")}  # fmt: skip
+    attention = given.pop("yarn_attn_factor")
+    usual = 0.1 * math.log(factor) + 1 if isinstance(factor, float) and factor > 1 else 1.0
+    if attention is not None and not any(math.isclose(attention, known, rel_tol=1e-5) for known in (1.0, usual)):
+        raise ModelError(
+            f"{file.path}: the key {arch}.rope.scaling.yarn_attn_factor is {shown(attention)}, which is not supported."
+        )
+    original = file.value(f"{arch}.rope.scaling.original_context_length")
+    betas = {name.removeprefix("yarn_"): decimal(value) for name, value in given.items() if value is not None}
+    return {"original_max_position_embeddings": original, **betas}
+
+
+def _check_heads(file: GgufFile, arch: str, head_dim: int, turned: int) -> None:
+    for key, expected in (("attention.value_length", head_dim), ("rope.dimension_count", turned)):
         found = file.get(f"{arch}.{key}", int)
-        if found not in (None, head_dim):
+        if found not in (None, expected):
             raise ModelError(f"{file.path}: {arch}.{key} is {found}, but a head has {head_dim} elements.")
 
 
 def _rope(config: dict[str, Any]) -> Rope:
-    """That of every layer: no architecture here has two kinds, or layers without."""
-    rope = parse_config(config).layer_ropes[0]
-    assert rope is not None
-    return rope
+    """That of the layers that have any: where factors lie in a tensor, all of these have the same."""
+    return next(rope for rope in parse_config(config).layer_ropes if rope is not None)
 
 
 def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fp8serve.model.export import write_hf_directory
 from fp8serve.model.gguf.config import ROPE_FACTORS, hf_config
+from fp8serve.model.gguf.families import layout_of
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.tensors import Weights
 from fp8serve.model.gguf.tokenizer import tokenizer_files
@@ -19,6 +20,6 @@ def convert(path: Path | str, out: Path | str) -> None:
     check_absent(out)
     file = GgufFile(Path(path))
     config = hf_config(file)
-    heads = config["num_attention_heads"], config["num_key_value_heads"]
-    weights = Weights(file, heads if config["model_type"] == "llama" else None, frozenset({ROPE_FACTORS}))
+    layout = layout_of(file)
+    weights = Weights(file, layout, config, (ROPE_FACTORS, *layout.tensors))
     write_hf_directory(out, config, weights, extra_files=tokenizer_files(file))

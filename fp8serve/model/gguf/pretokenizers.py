@@ -21,6 +21,16 @@ _TEKKEN = (
     rf"{_OTHER}{_UPPER}*{_LOWER}+|{_OTHER}{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K = (
+    rf"{_OTHER}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_OTHER}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
@@ -47,6 +57,9 @@ class Family:
 
 
 _LLAMA = Family((_LLAMA3,), whole_words=True, adds_bos=True)
+_LLAMA_CUT, _QWEN_CUT, _DIGITS, _NEOX = (
+    Family((_LLAMA3,)), Family((_QWEN2,)), Family(single_digits=True), Family(nfc=True)
+)  # fmt: skip
 FAMILIES = {
     "default": Family(_DEFAULT),
     "gpt-2": Family(),
@@ -54,6 +67,19 @@ FAMILIES = {
     "llama3": _LLAMA,
     "llama-v3": _LLAMA,
     "qwen2": Family((_QWEN2,), nfc=True),
-    "smollm": Family(single_digits=True),
+    "smollm": _DIGITS,
     "tekken": Family((_TEKKEN,), whole_words=True, adds_bos=True),
+    "dbrx": _LLAMA_CUT,  # GPT-4's: Phi-4, OLMo 2
+    "smaug-bpe": _LLAMA_CUT,  # Llama 3's without BOS: SmolLM3
+    "glm4": _LLAMA_CUT,
+    "chatglm-bpe": _LLAMA_CUT,
+    "gpt-4o": Family((_O200K,)),  # gpt-oss, Phi-4-mini
+    "deepseek-r1-qwen": _QWEN_CUT,
+    "stablelm2": _QWEN_CUT,
+    "refact": _DIGITS,  # StarCoder's: Granite
+    "starcoder": _DIGITS,
+    "command-r": Family(single_digits=True, nfc=True),
+    "deepseek-v3": Family(_DEEPSEEK3),
+    "olmo": _NEOX,
+    "mpt": _NEOX,
 }

@@ -5,17 +5,20 @@ stores the rows of q and k of the architecture llama in another order; Qwen's ar
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
+from fp8serve.model.config.mixture import keeps_fp32
+from fp8serve.model.gguf.families import Layout
+from fp8serve.model.gguf.numbers import dequantized
 from fp8serve.model.gguf.reader import GgufFile
 
-_ELEMENTS_AT_ONCE = 2**20  # FP32 exists of so much of a tensor only
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -31,60 +34,85 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)\.(weight|bias)")
+_ROW = ".shared_expert_gate.weight"
 PERMUTED = re.compile(r".*\.([qk])_proj\.(?:weight|bias)")
 
 
-def hf_name(name: str) -> str | None:
-    """blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight; None for a tensor that no decoder here has."""
+def hf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str | None:
+    """blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight; None for a tensor that no decoder here has.
+
+    names: of parts of a layer that are called otherwise in this architecture (families.Layout).
+    """
     found = _NAME.fullmatch(name)
     layer, part, kind = found.groups() if found else (None, "", "")
-    ours = (ENDS if layer is None else LAYER).get(part)
-    if ours is None:
+    if f"{part}.{kind}" in names:
+        ours = names[f"{part}.{kind}"]
+    elif (owner := ENDS.get(part) if layer is None else names.get(part, LAYER.get(part))) is not None:
+        ours = f"{owner}.{kind}"
+    else:
         return None
-    return f"{ours}.{kind}" if layer is None else f"model.layers.{int(layer)}.{ours}.{kind}"
+    return ours if layer is None else f"model.layers.{int(layer)}.{ours}"
 
 
 class Weights(Mapping[str, Tensor]):
-    """BF16 tensors by Hugging Face name. heads: of (q, k) whose rows are to be put in order, None where they are.
+    """Tensors by Hugging Face name: BF16, or FP32 where a parameter stays so. config: what config.json holds.
 
     ModelError: the file holds a tensor that no decoder here computes with.
     """
 
-    def __init__(self, file: GgufFile, heads: tuple[int, int] | None, ignored: frozenset[str]) -> None:
-        self._heads = dict(zip("qk", heads, strict=True)) if heads else {}
-        self._tensors: dict[str, Any] = {}
+    def __init__(self, file: GgufFile, layout: Layout, config: Mapping[str, Any], ignored: Collection[str]) -> None:
+        self._makers: dict[str, Callable[[], Tensor]] = {}
+        self._layout = layout
+        self._heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
         for name, tensor in file.tensors.items():
-            ours = hf_name(name)
-            if ours is None and name not in ignored:
+            if name in ignored:
+                continue
+            ours = hf_name(name, layout.names)
+            if ours is None:
                 raise ModelError(f"{file.path} holds the tensor {shown(name)}, which no decoder here computes with.")
-            if ours is not None:
-                self._tensors[ours] = tensor
+            self._makers |= self._parts(ours, tensor)
+        self._makers = with_kv_b(self._makers)
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = dequantized(self._tensors[name])
-        found = PERMUTED.fullmatch(name)
-        return halves(weight, self._heads[found[1]]) if found and self._heads else weight
+        return self._makers[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._makers)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._makers)
+
+    def _parts(self, ours: str, tensor: Any) -> dict[str, Callable[[], Tensor]]:
+        """The one that `tensor` is, or every expert's part of a stack."""
+        if "{}" not in ours:
+            return {ours: partial(self._one, ours, tensor)}
+        experts = int(tensor.shape[-1])
+        return {ours.format(e): partial(dequantized, tensor, expert=e) for e in range(experts)}
+
+    def _one(self, name: str, tensor: Any) -> Tensor:
+        if self._layout.one_added and name.endswith("norm.weight"):
+            return (dequantized(tensor, torch.float32) - 1).to(torch.bfloat16)
+        weight = dequantized(tensor, torch.float32 if keeps_fp32(name) else torch.bfloat16)
+        found = PERMUTED.fullmatch(name) if self._layout.pairs else None
+        if name.endswith(_ROW):  # the converter drops sizes of one
+            return weight.reshape(1, -1)
+        return weight if found is None else halves(weight, self._heads[found[1]])
 
 
-def dequantized(tensor: Any, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A `gguf.ReaderTensor` as `dtype`, in the shape that PyTorch gives it; FP32 of a few rows at a time."""
-    import gguf
+def with_kv_b(makers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
+    """DeepSeek's `kv_b_proj` [heads * (still + value), rank], which newer files have in two parts: `k_b` [heads, rank,
+    still] and `v_b` [heads, value, rank]."""
 
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    rows = tensor.data.reshape(-1, tensor.data.shape[-1])
-    out = torch.empty(len(rows), shape[-1], dtype=dtype)
-    step = max(1, _ELEMENTS_AT_ONCE // shape[-1])
-    for at in range(0, len(rows), step):
-        with np.errstate(all="ignore"):  # NaN and infinities are found, and refused, when the tensor is written
-            part = gguf.dequantize(rows[at : at + step], tensor.tensor_type)
-        out[at : at + step] = torch.from_numpy(np.array(part, dtype=np.float32))
-    return out.reshape(shape)
+    def joined(keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> Tensor:
+        return torch.cat((keys().transpose(1, 2), values()), 1).flatten(0, 1)
+
+    found = dict(makers)
+    for name in makers:
+        owner, is_keys, _ = name.partition(".k_b_proj.weight")
+        if is_keys and f"{owner}.v_b_proj.weight" in found:
+            parts = found.pop(name), found.pop(f"{owner}.v_b_proj.weight")
+            found[f"{owner}.kv_b_proj.weight"] = partial(joined, *parts)
+    return found
 
 
 def halves(weight: Tensor, heads: int) -> Tensor:

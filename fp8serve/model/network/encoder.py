@@ -6,7 +6,7 @@ norms and activations are computed such that a row's bits do not depend on its p
 on its neighbours, if that is true of the linears.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import cast
 
@@ -101,14 +101,24 @@ class Encoder(nn.Module):
         """
         if sum(lengths) != len(ids):
             raise ValueError(f"The sequence lengths add up to {sum(lengths)}, but there are {len(ids)} tokens.")
-        positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
-        x = self.embeddings(ids, positions, torch.zeros_like(ids) if segments is None else segments)
-        for layer in self.layers():
+        x = self.enter(ids, lengths, segments)
+        for layer in self.parts:
             x = layer(x, lengths)
-        return cast(Tensor, x)
+        return x
 
-    def layers(self) -> nn.ModuleList:
-        return cast(nn.ModuleList, self.encoder["layer"])
+    def enter(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
+        """What the first layer reads."""
+        positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
+        return cast(Tensor, self.embeddings(ids, positions, torch.zeros_like(ids) if segments is None else segments))
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The layers, which a pass goes through one after the other."""
+        return list(cast(nn.ModuleList, self.encoder["layer"]))
+
+    def named_in(self, part: int, names: Iterable[str]) -> list[str]:
+        """Of names of modules and tensors those that belong to a layer."""
+        return [name for name in names if name.startswith(f"encoder.layer.{part}.")]
 
     def linear_names(self) -> list[str]:
         """Names of the linears that FP8 may run, in the model's order."""

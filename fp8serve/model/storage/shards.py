@@ -172,7 +172,9 @@ def open_shards(model_dir: Path) -> Shards:
     ModelError: no weights, a damaged file, an index that points outside the directory or promises what is not there.
     """
     if present(model_dir / SINGLE):
-        return Shards(*read_header(_inside(model_dir, SINGLE)))
+        entries, metadata = read_header(_inside(model_dir, SINGLE))
+        _check_alone(model_dir, entries)
+        return Shards(entries, metadata)
     if not present(model_dir / INDEX):
         pickled = next(iter(sorted(model_dir.glob("*.bin"))), None)
         hint = f" ({pickled.name} is a pickle, which is never read; convert it to safetensors)" if pickled else ""
@@ -180,11 +182,29 @@ def open_shards(model_dir: Path) -> Shards:
     return _indexed(model_dir)
 
 
-def _indexed(model_dir: Path) -> Shards:
-    index = model_dir / INDEX
+def _check_alone(model_dir: Path, entries: Mapping[str, StoredTensor]) -> None:
+    """ModelError: there is an index beside the single file that is of other files or tensors, such as an older save's;
+    programs differ in which of the two they read."""
+    if not present(model_dir / INDEX):
+        return
+    weight_map = _weight_map(model_dir / INDEX)
+    others = sorted(set(weight_map.values()) - {SINGLE}) or sorted(set(weight_map) ^ set(entries))
+    if others:
+        raise ModelError(
+            f"{model_dir} holds {SINGLE} and an index that contradicts it ({shown(others[0])}); remove the older one."
+        )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise ModelError(f"{index} has no weight_map from tensor names to files.")
+    return weight_map
+
+
+def _indexed(model_dir: Path) -> Shards:
+    index = model_dir / INDEX
+    weight_map = _weight_map(index)
     headers = {name: read_header(_inside(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
     for tensor, file in weight_map.items():
         if tensor not in headers[file]:

@@ -170,48 +170,51 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 def tokenize(example: Example, tokenizer: Tokenizer, max_len: int | None = None) -> TokenizedExample:
     """Ids and mask of one example, cut to its first `max_len` tokens. DataError when it cannot be tokenized."""
     try:
-        ids, mask = _tokenize(example, tokenizer)
+        ids, mask = _tokenize(example, tokenizer, max_len)
     except Fp8ServeError as e:
         raise DataError(f"{example.source or 'The example'} cannot be tokenized: {e}") from None
     return TokenizedExample(ids[:max_len], mask[:max_len])
 
 
-def tokenize_whole(example: Example, tokenizer: Tokenizer, max_len: int) -> list[TokenizedExample]:
-    """As `tokenize`, but a text longer than `max_len` becomes several consecutive pieces and nothing is lost."""
+def tokenize_pieces(example: Example, tokenizer: Tokenizer, max_len: int, pieces: int) -> list[TokenizedExample]:
+    """As `tokenize`, but a text longer than `max_len` becomes consecutive pieces, at most so many."""
     if not isinstance(example, TextExample):
         return [tokenize(example, tokenizer, max_len)]
-    whole = tokenize(example, tokenizer)
+    whole = tokenize(example, tokenizer, max_len * pieces)
     starts = range(0, len(whole.ids), max_len)
     return [TokenizedExample(whole.ids[i : i + max_len], whole.loss_mask[i : i + max_len]) for i in starts]
 
 
-def _tokenize(example: Example, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _tokenize(example: Example, tokenizer: Tokenizer, most: int | None) -> tuple[list[int], list[bool]]:
+    """At least the first `most` ids, or all."""
     if isinstance(example, TextExample):
-        ids = tokenizer.encode(example.text) + _eos(tokenizer)
+        ids = tokenizer.encode_beginning(example.text, most)[0] + _eos(tokenizer)
         return ids, [True] * len(ids)
     if isinstance(example, PromptExample):
-        return _tokenize_prompt(example, tokenizer)
-    return _tokenize_chat(example, tokenizer)
+        return _tokenize_prompt(example, tokenizer, most)
+    return _tokenize_chat(example, tokenizer, most)
 
 
 def _eos(tokenizer: Tokenizer) -> list[int]:
     return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
 
 
-def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer, most: int | None) -> tuple[list[int], list[bool]]:
     """The prompt's ids are those a request would have. Where prompt and completion would fuse into one token if
     tokenized together, they are tokenized apart."""
-    prompt = tokenizer.encode(example.prompt)
-    joined = tokenizer.encode(example.prompt + example.completion)
+    prompt = tokenizer.encode_beginning(example.prompt, most)[0]
+    if most is not None and len(prompt) > most:
+        return prompt, [False] * len(prompt)
+    joined = tokenizer.encode_beginning(example.prompt + example.completion, most)[0]
     if joined[: len(prompt)] != prompt:
-        joined = prompt + tokenizer.encode(example.completion, add_special_tokens=False)
+        joined = prompt + tokenizer.encode_beginning(example.completion, most, add_special_tokens=False)[0]
     ids = joined + _eos(tokenizer)
     return ids, [i >= len(prompt) for i in range(len(ids))]
 
 
-def _tokenize_chat(example: ChatExample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _tokenize_chat(example: ChatExample, tokenizer: Tokenizer, most: int | None) -> tuple[list[int], list[bool]]:
     messages = [{k: v for k, v in m.items() if k != "weight"} for m in example.messages]
     skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not m.get("weight", 1)]
     text, spans = tokenizer.assistant_spans(messages, skip)
-    ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
+    ids, offsets = tokenizer.encode_beginning(text, most, add_special_tokens=False)
     return ids, [any(start < b and a < end for a, b in spans) for start, end in offsets]

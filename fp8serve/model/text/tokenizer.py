@@ -26,6 +26,7 @@ from fp8serve.model.text.turns import Markers, Span, assistant_spans
 MAX_TEMPLATE_BYTES = 4 * 1024 * 1024  # the longest published template has 20 KB
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_CHARS_PER_TOKEN, _MARGIN = 8, 64  # at most on average, of most texts; how far a cut may change the tokens before it
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -118,6 +119,22 @@ class Tokenizer:
             raise RequestError("The text holds half of a surrogate pair, which is not valid Unicode.") from None
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
+
+    def encode_beginning(
+        self, text: str, tokens: int | None, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[Span]]:
+        """As `encode_with_offsets`, of so much of `text` as gives the first `tokens`; None: of all.
+
+        A tokenizer needs some 200 bytes for a character, so a book is not tokenized for its first page. What is
+        returned may end after the first `tokens` and before the text.
+        """
+        chars = len(text) if tokens is None else (tokens + _MARGIN) * _CHARS_PER_TOKEN
+        while chars < len(text):
+            ids, offsets = self.encode_with_offsets(text[:chars], add_special_tokens)
+            if tokens is not None and len(ids) >= tokens + _MARGIN:
+                return ids[: tokens + 1], offsets[: tokens + 1]
+            chars *= 2
+        return self.encode_with_offsets(text, add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary have none."""

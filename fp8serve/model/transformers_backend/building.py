@@ -11,8 +11,6 @@ from torch import nn
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.transformers_backend.attention import register
 
-_MATRICES = (nn.Linear, nn.Embedding)
-
 
 def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """The causal language model of this config.json, in evaluation mode. ModelError: it cannot be served."""
@@ -39,11 +37,14 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
 
 def check(model: Any, name: str) -> None:
     """ModelError for a class in which tokens meet outside attention, or which multiplies in a way of its own."""
+    from transformers.pytorch_utils import Conv1D
+
+    matrices = (nn.Linear, nn.Embedding, Conv1D)
     if model.config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder and a decoder; served are models of one stack.")
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 2 or (parameter.dim() == 2 and not isinstance(module, _MATRICES)):
+            if parameter.dim() > 2 or (parameter.dim() == 2 and not isinstance(module, matrices)):
                 raise ModelError(
                     f"{name} has the weight {path}.{leaf} {list(parameter.shape)} in a {type(module).__name__}; by "
                     "transformers' class a model is served if its weights are those of linear layers and embeddings."

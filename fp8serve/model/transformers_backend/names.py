@@ -12,6 +12,7 @@ from fp8serve.errors import ModelError
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.network import TransformersModel
+from fp8serve.model.transformers_backend.transposed import Turned
 
 Rename = Callable[[str], str]
 
@@ -29,17 +30,18 @@ def by_module(shards: Shards, config: ModelConfig) -> Shards:
         name = key
         for rename in renames:
             name = rename(name)
-        if any(pattern.search(name) for pattern in ignored):
-            continue
         owner = name.rpartition(".")[0]
         in_base = name not in known and any(other.startswith(f"{base}.{owner}.") for other in known)
         name = f"{base}.{name}" if in_base else name
+        if name not in known and any(pattern.search(name) for pattern in ignored):
+            continue
         if name in buffers:
             raise ModelError(
                 f"{config.architecture} keeps {key} in its files, which is no weight; that needs a family."
             )
         names[key] = name
-    return shards.renamed(names)
+    named = shards.renamed(names)
+    return Turned(named, model.transposed) if model.transposed else named
 
 
 def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:

@@ -15,6 +15,7 @@ from fp8serve.model.config.decoder import ModelConfig, TransformersClass
 from fp8serve.model.network.decoder import Attend
 from fp8serve.model.transformers_backend.attention import SERVED, answering
 from fp8serve.model.transformers_backend.building import build
+from fp8serve.model.transformers_backend.transposed import as_linears
 
 
 class TransformersModel(nn.Module):
@@ -28,6 +29,7 @@ class TransformersModel(nn.Module):
         self.config = config
         self._class = cast(TransformersClass, config.computed_by)
         built: Any = build(self._class.config_json, SERVED, dtype)
+        self.transposed = as_linears(built)  # whose weights lie transposed in files
         for name, child in built.named_children():
             self.add_module(name, child)
         self.whole = (built,)  # in a tuple, for its modules are already ours

@@ -85,9 +85,11 @@ def cache_scales_are_numbers(subject: Subject) -> Iterator[Finding]:
 
 
 def input_scales_are_numbers(subject: Subject) -> Iterator[Finding]:
-    for _, key in subject.of_role("input"):
-        shape = subject.entries[key].shape
-        if math.prod(shape) > 1:
+    """One for a layer, or for each of a stack of experts."""
+    for owner, key in subject.of_role("input"):
+        shape, weight = subject.entries[key].shape, subject.entries.get(owner)
+        experts = weight.shape[:1] if weight is not None and len(weight.shape) == 3 else ()
+        if math.prod(shape) > 1 and shape != experts:
             yield error("shape", key, f"has the shape {list(shape)}", "store one number for the layer")
 
 

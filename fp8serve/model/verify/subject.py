@@ -18,15 +18,19 @@ from fp8serve.fp8.stateful import state_key
 from fp8serve.model.formats import interop, microscaling
 from fp8serve.model.formats.interop import Quantization, Role, ScaleKey
 from fp8serve.model.formats.scales import FILE_NAME
+from fp8serve.model.formats.torchao import plain_name, plain_names
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import INDEX, SINGLE, Shards, StoredTensor, inside, read_header
+from fp8serve.model.transformers_backend.transposed import as_multiplied
 from fp8serve.model.verify.codes import Codes, codes_of
 from fp8serve.model.verify.finding import Finding, error
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KV: tuple[Role, ...] = ("k", "v", "kv")
 AGAIN = "download or write it again"
-_STACKED = ("_scale_inv", "_scale")
+# Of a stack of experts: what follows its name, and what it scales.
+_STACKED: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
+                             "_scale": "weight"}  # fmt: skip
 _IGNORED = (".input_scale_ub",)  # a bound on the scales of tokens, which are computed
 
 
@@ -103,10 +107,10 @@ class Subject:
             return None
         if key in self.mx.values():
             return ScaleKey(key.rpartition(".")[0], "weight")
-        for suffix in _STACKED:
+        for suffix, role in _STACKED.items():
             stack = self.entries.get(key.removesuffix(suffix)) if key.endswith(suffix) else None
             if stack is not None and len(stack.shape) == 3:
-                return ScaleKey(key.removesuffix(suffix), "weight")
+                return ScaleKey(key.removesuffix(suffix), role)
         return _classified(key)[0]
 
     def _is_unknown(self, key: str) -> bool:
@@ -129,7 +133,8 @@ def _classified(key: str) -> tuple[ScaleKey | None, bool]:
 def granularity(scale: tuple[int, ...], weight: tuple[int, ...]) -> Granularity | None:
     """What shares a scale of this shape, of a weight [N, K] or a stack of experts [E, N, K]; None: it fits nothing."""
     *stack, rows, columns = weight
-    if scale in ((), (1,), tuple(stack), (*stack, 1, 1)):
+    halves = [(*stack, 2, 1)] if stack else []  # gate and up, which lie in one tensor
+    if scale in ((), (1,), tuple(stack), (*stack, 1, 1), *halves):
         return "tensor"
     if scale[: len(stack)] != tuple(stack):
         return None
@@ -179,7 +184,7 @@ def _read_files(subject: Subject, files: list[Path]) -> Subject:
             what = f"lies in {entries[key].file.name} and in {file.name}"
             subject.trouble.append(error("duplicate", key, what, "keep one of the two"))
         entries |= found
-    subject.shards = Shards(entries)
+    subject.shards = as_multiplied(plain_names(Shards(entries)), subject.config or {})
     return subject
 
 
@@ -210,6 +215,6 @@ def _quantization(subject: Subject, config: Mapping[str, Any]) -> Quantization |
 def _weight_map(subject: Subject, index: Mapping[str, Any]) -> Mapping[str, str] | None:
     found = index.get("weight_map")
     if isinstance(found, dict) and found and all(isinstance(name, str) for name in found.values()):
-        return found
+        return {plain_name(key, found): name for key, name in found.items()}
     subject.trouble.append(error("index", INDEX, "has no weight_map from tensor names to files", AGAIN))
     return None

@@ -8,17 +8,13 @@ from pydantic_core import PydanticCustomError
 from fp8serve.options import options_of
 from fp8serve.server.schemas.bodies import Body, Metadata
 from fp8serve.server.schemas.derived import fields_of
+from fp8serve.server.schemas.wire_names import NOT_ON_THE_WIRE, WIRE_NAMES
 from fp8serve.train.config import RowLength, TrainConfig
 
 Rows = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
 FileId = Annotated[str, Field(max_length=64)]
 RecipeValue = bool | int | Annotated[str, Field(max_length=64)] | Annotated[list[bool], Field(max_length=3)]
 Suffix = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
-
-
-WIRE_NAMES = {"lr": "learning_rate"}
-NOT_ON_THE_WIRE = ("data", "out", "eval_data", "save_minutes", "format", "device", "template_date")
-"""Options of training that are the operator's, or that the server fills in."""
 
 
 @fields_of(TrainConfig, leave_out=NOT_ON_THE_WIRE, renamed=WIRE_NAMES)

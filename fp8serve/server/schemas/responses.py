@@ -80,12 +80,21 @@ class Info(ResponseShape):
     limits: dict[str, float]
 
 
-class LayerScale(BaseModel):
-    """Further fields count what happened to values; the engine names them."""
-
-    model_config = ConfigDict(extra="allow")
+class LayerScale(ResponseShape):
+    """The input of one FP8 layer; numbers are null where its scale follows every input (docs/numerics.md)."""
 
     name: str
+    input: str
+    amax: float | None
+    scale: float | None
+    headroom: float | None
+    saturated: int | None
+    saturation: float | None
+    calibrated_amax: float | None
+    window_amax: float | None
+    window_saturation: float | None
+    drift: float | None
+    drifts: bool
 
 
 class Scales(ResponseShape):

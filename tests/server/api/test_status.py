@@ -19,7 +19,8 @@ fp8serve_requests_rejected fp8serve_requests_in_flight fp8serve_prompt_tokens fp
 fp8serve_time_to_first_token_seconds fp8serve_inter_token_seconds fp8serve_time_per_output_token_seconds
 fp8serve_request_seconds fp8serve_request_prompt_tokens fp8serve_request_generated_tokens fp8serve_weight_swaps
 fp8serve_engine_restarts fp8serve_requests_running fp8serve_requests_waiting fp8serve_kv_cache_usage_ratio
-fp8serve_preemptions fp8serve_jobs fp8serve_engine_up
+fp8serve_preemptions fp8serve_jobs fp8serve_engine_up fp8serve_drafts fp8serve_draft_tokens
+fp8serve_accepted_draft_tokens fp8serve_prefix_cache_queried_tokens fp8serve_prefix_cache_hit_tokens
 """
 
 
@@ -78,6 +79,11 @@ async def test_vllm_names_on_request(start: Start) -> None:
             'vllm:num_requests_waiting{model_name="tiny"} 0',
             'vllm:generation_tokens_total{model_name="tiny"} 16',
             'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1',
+            'vllm:spec_decode_num_drafts_total{model_name="tiny"} 3',
+            'vllm:spec_decode_num_draft_tokens_total{model_name="tiny"} 12',
+            'vllm:spec_decode_num_accepted_tokens_total{model_name="tiny"} 7',
+            'vllm:prefix_cache_queries_total{model_name="tiny"} 40',
+            'vllm:prefix_cache_hits_total{model_name="tiny"} 32',
         ):
             assert name in text
 
@@ -101,7 +107,7 @@ async def test_pages_load_nothing_from_elsewhere(start: Start, path: str) -> Non
 async def test_info_shows_limits_and_no_place_on_our_disk(start: Start) -> None:
     async with start() as server:
         info = (await server.client.get("/info")).json()
-        assert info["limits"]["n"] == 16
+        assert info["limits"]["n"] == 128
         assert info["max_total_tokens"] == 512
         assert "/secret" not in json.dumps(info)
 

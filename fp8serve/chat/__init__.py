@@ -1,0 +1,1 @@
+"""A conversation in the terminal, with a model in this process or behind a server."""

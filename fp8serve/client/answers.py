@@ -1,0 +1,50 @@
+"""The pieces of a chat answer, as they come: text, what the model thinks before it answers, calls of tools.
+
+Servers spell the second in two ways (`reasoning_content`, `reasoning`). Calls come in fragments, the name first.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fp8serve.client.api import Api
+from fp8serve.errors import ServerError, shown
+
+Kind = Literal["text", "reasoning", "tool"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    kind: Kind
+    text: str
+    opens: bool = False  # a call of a tool: `text` is its name, and what follows are its arguments
+
+
+def chat_pieces(api: Api, body: dict[str, Any]) -> Iterator[Piece]:
+    """The answer to a body of /v1/chat/completions. ServerError when it is refused, or breaks off."""
+    ended = False
+    with closing(api.objects("/v1/chat/completions", {**body, "stream": True})) as events:  # type: ignore[type-var]
+        for event in events:
+            try:
+                for choice in event.get("choices") or ():
+                    ended = ended or choice.get("finish_reason") is not None
+                    yield from pieces(choice.get("delta") or {})
+            except (AttributeError, TypeError):
+                raise ServerError(f"The server sent an event that is not OpenAI's: {shown(event)}.") from None
+    if not ended:
+        raise ServerError("The server broke off before the end of its answer.")
+
+
+def pieces(delta: dict[str, Any]) -> Iterator[Piece]:
+    """Those of one event's `delta`."""
+    if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+        yield Piece("reasoning", str(thought))
+    if text := delta.get("content") or delta.get("refusal"):
+        yield Piece("text", str(text))
+    for call in delta.get("tool_calls") or ():
+        function = call.get("function") or {}
+        if name := function.get("name"):
+            yield Piece("tool", str(name), opens=True)
+        if arguments := function.get("arguments"):
+            yield Piece("tool", str(arguments))

@@ -1,0 +1,96 @@
+"""Chat with a model in the terminal: one that is loaded here, or one that a server serves.
+
+At a terminal, /help lists the commands; ctrl-C stops an answer, ctrl-D leaves. Where standard input is no terminal, its
+text is one question, or one for each line with --by-line, and nothing but the answers goes to standard output.
+
+\b
+Examples:
+  fp8serve chat ./llama-fp8
+  fp8serve chat --server http://127.0.0.1:8000 --system "Answer in one sentence."
+  fp8serve chat --server https://example.com/v1 --model NAME --api-key-file key.txt
+  fp8serve chat ./llama-fp8 --temperature 0 < question.txt
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp8serve.chat.models import Asked
+from fp8serve.commands.connecting import KeyFile, OtherServer, Served, connected, refuse_given
+from fp8serve.commands.from_options import Chosen, shown_options, with_options
+from fp8serve.engine.options import EngineOptions
+from fp8serve.errors import RequestError
+from fp8serve.terminal import remark
+
+if TYPE_CHECKING:
+    from fp8serve.chat.models import ChatModel
+
+
+@with_options()
+def command(
+    context: typer.Context,
+    asked: Chosen[Asked],
+    engine: Chosen[EngineOptions],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="What to load, as for serve.", show_default="none: give --server"),
+    ] = None,
+    server: OtherServer = None,
+    served: Served = None,
+    api_key_file: KeyFile = None,
+    system: Annotated[str, typer.Option(help="System message: what the model is told first.")] = "",
+    by_line: Annotated[bool, typer.Option("--by-line", help="Each line of standard input is a question.")] = False,
+) -> None:
+    if (model is None) == (server is None):
+        raise typer.BadParameter("give either a MODEL to load, or the --server to ask")
+    if server is None:
+        refuse_given(context, ("served", "api_key_file"), "is for --server")
+    else:
+        refuse_given(context, (o.name for o in shown_options(EngineOptions)), "is for a MODEL that is loaded here")
+    from fp8serve.chat.session import Session, answer_lines
+
+    talking = sys.stdin.isatty() and sys.stdout.isatty()
+    if by_line and talking:
+        raise typer.BadParameter("--by-line is for standard input that is no terminal")
+    questions = [] if talking else _questions(by_line)
+    sampling = asked()
+    with _model(model, server, served, api_key_file, engine, talking) as found:
+        if talking:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 - input() edits lines with it, and remembers them
+
+            Session(found, sampling, system).run()
+        else:
+            answer_lines(found, sampling, system, questions)
+
+
+@contextlib.contextmanager
+def _model(
+    model: str | None, server: str | None, served: str | None, key_file: Path | None, engine: Chosen[EngineOptions],
+    talking: bool,
+) -> "Iterator[ChatModel]":  # fmt: skip
+    """Whoever answers."""
+    from fp8serve.chat.models import LocalModel, RemoteModel
+
+    if server is not None:
+        with connected(server, key_file) as api:
+            yield RemoteModel(api, served)
+    else:
+        from fp8serve.hub import find_model
+
+        directory = find_model(str(model))
+        if talking:
+            remark(f"Loading {directory} ...")
+        yield LocalModel(directory, engine.values)
+
+
+def _questions(by_line: bool) -> list[str]:
+    text = sys.stdin.buffer.read().decode(errors="replace")
+    found = [line.strip() for line in (text.splitlines() if by_line else [text])]
+    if not any(found):
+        raise RequestError("There is no question on standard input.")
+    return [question for question in found if question]

@@ -1,0 +1,138 @@
+"""What is typed in a chat, and what comes of it."""
+
+import json
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.chat.models import Asked
+from fp8serve.chat.session import DIM, PLAIN, Session
+from fp8serve.client.answers import Piece
+from fp8serve.errors import RequestError
+
+HELLO = [Piece("text", "Good "), Piece("text", "day.")]
+
+
+class Scripted:
+    """Gives each answer in its turn; an exception in it is raised. `seen`: the messages and the sampling."""
+
+    name = "fake\033[31m"
+
+    def __init__(self, *answers: Iterable[Any]) -> None:
+        self.answers = list(answers)
+        self.seen: list[tuple[list[dict[str, Any]], Asked]] = []
+
+    def answer(self, messages: list[dict[str, Any]], asked: Asked) -> Iterator[Piece]:
+        self.seen.append((messages, asked))
+        for item in self.answers.pop(0):
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+
+def talk(model: Scripted, *lines: Any, system: str = "", seed: int | None = None) -> Session:
+    """A session that has read the lines, and then the end of the input."""
+    script = iter(lines)
+
+    def read(prompt: str) -> str:
+        line = next(script, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    session = Session(model, Asked(seed=seed), system, read)
+    session.run()
+    return session
+
+
+def roles(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(m["role"], m["content"]) for m in messages]
+
+
+def test_a_conversation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Scripted(HELLO, [Piece("text", "Fine.")])
+    talk(model, "Hello", "", "  How are you?  ", system="Be kind.")
+    assert roles(model.seen[1][0]) == [
+        ("system", "Be kind."), ("user", "Hello"), ("assistant", "Good day."), ("user", "How are you?"),
+    ]  # fmt: skip
+    shown = capsys.readouterr().out.replace(PLAIN, "")
+    assert "Good day.\nFine.\n" in shown
+    assert "\033" not in shown  # the name of the model steers no terminal
+
+
+def test_thoughts_and_calls_are_shown_and_not_sent_back(capsys: pytest.CaptureFixture[str]) -> None:
+    first = [Piece("reasoning", "Hm. "), Piece("reasoning", "So:"), Piece("text", "Yes.")]
+    calls = [Piece("tool", "look_up", opens=True), Piece("tool", '{"a": 1}'), Piece("tool", "stop", opens=True)]
+    model = Scripted(first + calls, HELLO)
+    talk(model, "Hello", "And?")
+    assert ("assistant", "Yes.") in roles(model.seen[1][0])
+    expected = (
+        f"{DIM}Hm. So:{PLAIN}\n{PLAIN}Yes.{PLAIN}\n{DIM}calls look_up " + '{"a": 1}' + f"{PLAIN}\n{DIM}calls stop "
+    )
+    assert expected in capsys.readouterr().out
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Scripted([Piece("text", "Good "), KeyboardInterrupt()], [KeyboardInterrupt()], HELLO)
+    session = talk(model, "One", "Two", KeyboardInterrupt(), "Three")
+    assert session.conversation.turns == [("One", "Good "), ("Three", "Good day.")]
+    assert "(ctrl-D or /quit leaves)" in capsys.readouterr().out
+
+
+def test_a_failure_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    long = RequestError("The prompt has 9 tokens, but the context holds 8.")
+    session = talk(Scripted(HELLO, [long], [Piece("text", "Go"), RequestError("It died.")]), "One", "Two", "Three")
+    assert session.conversation.turns == [("One", "Good day.")]
+    shown = capsys.readouterr().out
+    assert "context holds 8. /reset begins a new conversation" in shown
+    assert "It died.\n" in shown
+
+
+def test_reset_and_system(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Scripted(HELLO, HELLO, HELLO)
+    talk(model, "One", "/system Be brief.", "/reset", "Two", "/system", "Three")
+    assert roles(model.seen[1][0]) == [("system", "Be brief."), ("user", "Two")]
+    assert roles(model.seen[2][0]) == [("user", "Two"), ("assistant", "Good day."), ("user", "Three")]
+
+
+def test_regenerate_asks_again_with_another_seed() -> None:
+    model = Scripted(HELLO, [Piece("text", "Good night.")], [RequestError("It died.")], [KeyboardInterrupt()])
+    session = talk(model, "Hello", "/regenerate", "/regenerate", "/regenerate", seed=5)
+    assert [roles(messages) for messages, _ in model.seen] == [[("user", "Hello")]] * 4
+    assert [asked.seed for _, asked in model.seen] == [5, 6, 7, 8]
+    assert session.conversation.turns == [("Hello", "Good night.")]  # what failed takes no answer away
+
+
+def test_saved_conversations_are_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chat one.jsonl"
+    talk(Scripted(HELLO), "/save x", "Hello", f"/save {file}", f"/save {file}", "/save", "/save /no/such/place")
+    said = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]}
+    assert json.loads(file.read_text()) == said
+    shown = capsys.readouterr().out
+    for sentence in ("nothing to save", f"saved to {file}", "File exists; give another name", "Give a file", "No such"):
+        assert sentence in shown
+
+
+def test_help_names_every_command_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    talk(Scripted(), "/help", "/nonsense", "/", "/regenerate", "/quit", "never read")
+    shown = capsys.readouterr().out
+    for command in ("help", "reset", "system", "regenerate", "save", "quit"):
+        assert f"/{command} " in shown
+    assert "There is no command '/nonsense'" in shown
+    assert "There is no command '/'" in shown
+    assert "There is no question to answer again" in shown
+
+
+def test_ctrl_c_between_steps_of_the_engine() -> None:
+    from fp8serve.chat.interrupts import held_interrupts
+
+    with held_interrupts() as interrupted:
+        assert not interrupted()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

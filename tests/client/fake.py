@@ -1,0 +1,119 @@
+"""A server that says what a test tells it to."""
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+EVENTS = "text/event-stream"
+
+
+@dataclass
+class Said:
+    """One answer. `parts` are sent one by one; `cut`: the connection ends where more was promised; `until`: before the
+    last part, the server waits for that."""
+
+    parts: Iterable[bytes]
+    status: int = 200
+    kind: str = "application/json"
+    cut: bool = False
+    until: threading.Event | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def says(value: Any, status: int = 200) -> Said:
+    return Said([json.dumps(value).encode()], status)
+
+
+def streams(*events: Any, **options: Any) -> Said:
+    """Server-sent events; a string is sent as it is."""
+    texts = [event if isinstance(event, str) else json.dumps(event) for event in events]
+    return Said([f"data: {text}\n\n".encode() for text in texts], kind=EVENTS, **options)
+
+
+def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
+    """An event of a chat's stream."""
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
+
+
+CHAT = (delta(role="assistant", content=""), delta(content="Good "), delta(content="day."), delta("stop"), "[DONE]")
+MODELS = says({"object": "list", "data": [{"id": "fake", "object": "model"}, {"id": "other"}]})
+
+
+class FakeServer:
+    """`routes`: what is said, by method and path; of a list, each answer once. `seen`: requests, bodies as JSON."""
+
+    def __init__(self, **routes: Any) -> None:
+        self.routes: dict[str, Said | list[Said]] = {"GET /v1/models": MODELS}
+        self.seen: list[tuple[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+
+        class Handler(_Handler):
+            owner = self
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def bodies(self, route: str) -> list[Any]:
+        return [body for asked, body in self.seen if asked == route]
+
+    @contextmanager
+    def running(self) -> "Iterator[FakeServer]":
+        thread = threading.Thread(target=self._server.serve_forever)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            thread.join()
+            self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: FakeServer
+    protocol_version = "HTTP/1.1"
+
+    def _answer(self) -> None:
+        route = f"{self.command} {self.path}"
+        raw = self._body()
+        body = json.loads(raw) if self.headers.get("Content-Type") == "application/json" else raw
+        self.owner.seen.append((route, body))
+        self.owner.headers.append(dict(self.headers))
+        said = self.owner.routes.get(route, says({"error": {"message": "No such route."}}, 404))
+        with suppress(ConnectionError):  # the client may leave when it likes
+            self._say(said.pop(0) if isinstance(said, list) else said)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
+
+    do_GET = do_POST = _answer  # noqa: N815 - http.server names them so
+
+    def _say(self, said: Said) -> None:
+        self.send_response(said.status)
+        for name, value in {"Content-Type": said.kind, "Transfer-Encoding": "chunked", **said.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        parts = list(said.parts)
+        for index, part in enumerate(parts):
+            if said.until is not None and index == len(parts) - 1:
+                said.until.wait()
+            self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            self.wfile.flush()
+        if said.cut:
+            self.close_connection = True
+        else:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, *args: Any) -> None:
+        """Quiet."""

@@ -1,0 +1,164 @@
+"""What a client says of a server that is away, refuses, breaks off or talks nonsense: one sentence each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.client.answers import Piece, chat_pieces
+from fp8serve.client.api import Api, base_url
+from fp8serve.errors import DataError, Fp8ServeError, RequestError, ServerError
+from tests.client.fake import CHAT, FakeServer, Said, delta, says, streams
+
+ROUTE = "POST /v1/chat/completions"
+BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def chat(fake: FakeServer, said: Said) -> list[Piece]:
+    fake.routes[ROUTE] = said
+    with Api(fake.url) as api:
+        return list(chat_pieces(api, BODY))
+
+
+@pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/", " http://a:1/v1//"])
+def test_the_v1_of_a_url_may_be_left_out(url: str) -> None:
+    assert base_url(url) == "http://a:1"
+
+
+@pytest.mark.parametrize("url", ["", "a:1", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://a?b", "/a"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(RequestError, match="is not the URL of a server"):
+        Api(url)
+
+
+@pytest.mark.parametrize("key", ["", "a\nb", "clé"])
+def test_a_key_that_no_header_can_carry(key: str) -> None:
+    with pytest.raises(RequestError, match="printable ASCII"):
+        Api("http://a", key)
+
+
+def test_the_key_is_sent(fake: FakeServer) -> None:
+    with Api(fake.url, "secret") as api:
+        assert api.first_model() == "fake"
+    assert fake.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_nobody_listens() -> None:
+    with (
+        Api("http://127.0.0.1:9") as api,
+        pytest.raises(ServerError, match=r"There is no server at http://127\.0\.0\.1:9"),
+    ):
+        api.first_model()
+
+
+def test_no_proxy_stands_before_this_machine(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with Api(fake.url) as api:
+        assert api.first_model() == "fake"
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (says({"error": {"message": "Too long.", "code": "context"}}, 400), "The server answered 400: Too long."),
+        (says({"error": "No job.", "hint": "List them."}, 404), "The server answered 404: No job; List them."),
+        (says({"object": "error", "message": "vLLM says so"}, 422), "The server answered 422: vLLM says so."),
+        (says({"detail": "Not Found"}, 404), "The server answered 404: Not Found."),
+        (says({"detail": [{"loc": ["body"]}]}, 422), "The server answered 422: [{'loc': ['body']}]."),
+        (says(["odd"], 500), "The server answered 500 Internal Server Error."),
+        (Said([b"<html>"], 502), "The server answered 502 Bad Gateway."),
+        (Said([b"<html>"], 404), "The server answered 404 Not Found; is there such a server at"),
+        (
+            says({"error": {"message": "Bad key"}}, 401),
+            "The server refuses the key, or the lack of one (Bad key); give",
+        ),
+        (Said([], 403), "The server refuses the key, or the lack of one (403); give"),
+        (Said([], 308, headers={"Location": "https://b/"}), "The server is not here: it answered 308 and names 'https"),
+        (Said([b"<html>"]), "answered what is not JSON"),
+        (says({"data": [{"name": "x"}]}), "/v1/models did not answer a list of models"),
+        (says([]), "/v1/models did not answer a list of models"),
+        (says({"data": []}), "serves no model now"),
+    ],
+)
+def test_refusals(fake: FakeServer, said: Said, sentence: str) -> None:
+    fake.routes["GET /v1/models"] = said
+    with Api(fake.url) as api, pytest.raises(ServerError) as refused:
+        api.first_model()
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert refused.value.status in (None, said.status)
+
+
+def test_pieces_of_an_answer(fake: FakeServer) -> None:
+    call = {"index": 0, "function": {"name": "look_up", "arguments": ""}}
+    events = [
+        delta(role="assistant", content=None),
+        delta(reasoning_content="Hm."),
+        delta(reasoning="So."),
+        delta(content="Yes"),
+        delta(tool_calls=[call]),
+        delta(tool_calls=[{"index": 0, "function": {"arguments": '{"a": 1}'}}]),
+        {"choices": [], "usage": {"total_tokens": 3}},
+        {"choices": [{"delta": None, "finish_reason": "stop"}], "surprise": True},
+        "[DONE]",
+    ]
+    assert chat(fake, streams(*events)) == [
+        Piece("reasoning", "Hm."),
+        Piece("reasoning", "So."),
+        Piece("text", "Yes"),
+        Piece("tool", "look_up", opens=True),
+        Piece("tool", '{"a": 1}'),
+    ]
+    assert fake.bodies(ROUTE) == [BODY | {"stream": True}]
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (streams(*CHAT[:3]), "broke off before the end of its answer"),
+        (streams(*CHAT[:3], cut=True), "broke off: "),
+        (streams(*CHAT[:2], {"error": {"message": "It died.\nSorry."}}), "with an error: It died. Sorry."),
+        (streams(*CHAT[:2], {"error": "It died."}), "with an error: It died."),
+        (streams("nonsense"), "an event that is no JSON object: 'nonsense'"),
+        (streams([1]), "an event that is no JSON object: '[1]'"),
+        (streams({"choices": [1]}), "an event that is not OpenAI's"),
+        (streams({"choices": 7}), "an event that is not OpenAI's"),
+        (streams({"choices": [{"delta": {"tool_calls": ["x"]}}]}), "an event that is not OpenAI's"),
+        (says({"choices": [{"message": {"content": "whole"}}]}), "text/event-stream"),
+        (says({"error": {"message": "No."}}, 400), "The server answered 400: No."),
+    ],
+)
+def test_streams_that_go_wrong(fake: FakeServer, said: Said, sentence: str) -> None:
+    with pytest.raises(ServerError) as failed:
+        chat(fake, said)
+    assert sentence in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+def test_a_text_that_is_no_unicode_is_for_the_server_to_refuse(fake: FakeServer) -> None:
+    fake.routes[ROUTE] = says({"error": {"message": "Not Unicode."}}, 400)
+    with Api(fake.url) as api, pytest.raises(Fp8ServeError, match="Not Unicode"):
+        list(chat_pieces(api, {"messages": "\udcff"}))
+
+
+def test_uploads(fake: FakeServer, tmp_path: Path) -> None:
+    fake.routes["POST /v1/files"] = says({"id": "file-1"})
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"text": "a"}))
+    with Api(fake.url) as api:
+        assert api.upload(data) == "file-1"
+        with pytest.raises(DataError, match=r"none.jsonl cannot be read: No such file"):
+            api.upload(tmp_path / "none.jsonl")
+    (sent,) = fake.bodies("POST /v1/files")
+    assert b'filename="data.jsonl"' in sent
+    assert data.read_bytes() in sent
+    assert b"fine-tune" in sent
+
+
+def test_an_answer_without_the_field_that_counts(fake: FakeServer, tmp_path: Path) -> None:
+    said: Any = {"object": "file"}
+    fake.routes["POST /v1/files"] = says(said)
+    (tmp_path / "a.jsonl").write_text("{}")
+    with Api(fake.url) as api, pytest.raises(ServerError, match="named no file"):
+        api.upload(tmp_path / "a.jsonl")
