@@ -163,7 +163,8 @@ class ChatTemplate:
 
     today: what `strftime_now` takes for the date; None for the machine's clock. ModelError when `source` is not a
     template. `marks_generation`: whether it has `{% generation %}` blocks. `constants`: the texts written in it, which
-    are what it can look for in a message. `takes_tools`: whether it reads the variable `tools`.
+    are what it can look for in a message. `takes_tools`: whether it reads the variable `tools`; `knows_calls`:
+    whether it writes an assistant's calls.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], today: date | None = None) -> None:
@@ -176,6 +177,7 @@ class ChatTemplate:
                 blocks = parsed.find_all(nodes.ExtensionAttribute)
                 self.marks_generation = any(b.identifier == _Generation.identifier for b in blocks)
                 self.takes_tools = any(name.name == "tools" for name in parsed.find_all(nodes.Name))
+                self.knows_calls = "tool_calls" in source
                 self.constants = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
                 self._template = environment.from_string(parsed)
             except (jinja2.TemplateError, RecursionError) as e:
@@ -189,14 +191,14 @@ class ChatTemplate:
         variables: Mapping[str, Any] = NOTHING,
     ) -> str:
         """The text of the conversation, with `mark` before and after what a generation block wrote. `variables` are
-        further ones, such as `enable_thinking`, or `tools`, as OpenAI's API describes them: a template that does not
-        take these gets them in the system message.
+        further ones, such as `enable_thinking`, or `tools`, as OpenAI's API describes them (None: there are none now):
+        for a template that knows no tools the conversation is rewritten (tool_prompt.py).
 
         RequestError: the template refuses the messages. ModelError: it runs away.
         """
         given = {"tools": None, "documents": None} | _plain(dict(variables))
-        if not self.takes_tools:
-            messages, given["tools"] = with_tools(messages, given["tools"]), None
+        if "tools" in variables and not self.takes_tools:
+            messages, given["tools"] = with_tools(messages, given["tools"], self.knows_calls), None
         plain = [_plain_message(message) for message in messages]
         given |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
         token = _mark.set(mark)

@@ -1,7 +1,8 @@
-"""Tools for a chat template that knows none, in the words that Hermes and Qwen models are trained on.
+"""Tools for a chat template that knows none, in the form that Hermes and Qwen models are trained on.
 
 The tools are described in the system message; calls of the past are written as the model is asked to write new ones,
-`<tool_call>{...}</tool_call>`, and their results come back in a turn of the user, `<tool_response>...</tool_response>`.
+`<tool_call>{...}</tool_call>`. Their results come back in a turn of the user, in plain words: a model that was not
+trained on `<tool_response>` repeats it instead of using it.
 """
 
 import json
@@ -23,8 +24,13 @@ To call a function, write a JSON object with its name and its arguments between 
 </tool_call>"""
 
 
-def with_tools(messages: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
-    """The conversation in messages of system, user and assistant alone. `tools`: as OpenAI's API describes them."""
+def with_tools(messages: list[Message], tools: list[dict[str, Any]] | None, knows_calls: bool = False) -> list[Message]:
+    """The conversation in messages of system, user and assistant alone. `tools`: as OpenAI's API describes them.
+
+    `knows_calls`: calls and results can be written as they are.
+    """
+    if knows_calls:
+        return _described(messages, tools) if tools else messages
     rewritten: list[Message] = []
     for is_result, group in groupby(messages, key=lambda message: message.get("role") == "tool"):
         if is_result:
@@ -51,7 +57,7 @@ def _called(message: Message) -> Message:
 
 
 def _result(message: Message) -> str:
-    return f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+    return f"{message.get('name') or 'The function'} returned:\n{message.get('content') or ''}"
 
 
 def _json(value: Any) -> str:

@@ -19,11 +19,13 @@ class TextPart(Strict):
 
 
 class CalledFunction(Strict):
-    """`arguments` is JSON text, as a model wrote it: not always JSON. `parsed_arguments`: added by OpenAI's client."""
+    """`arguments` is JSON text, as a model wrote it: not always JSON. Clients of several makers add the rest."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
     parsed_arguments: Any = None
+    description: str | None = None
+    provider_specific_fields: Any = None
 
     def plain(self) -> dict[str, Any]:
         """With the arguments as an object, which is what templates expect."""
@@ -35,12 +37,13 @@ class ToolCall(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # from a stream
+    provider_specific_fields: Any = None
 
 
 class Message(Strict):
     """One turn. `content` is a text or a list of text parts; an assistant that called tools may have none.
 
-    An answer of this server, or of OpenAI's, can be sent back as it is: hence the fields that may only be null.
+    An answer can be sent back as a client holds it: hence the fields that say nothing to a model.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -55,6 +58,7 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     parsed: Any = None
+    provider_specific_fields: Any = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
