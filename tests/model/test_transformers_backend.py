@@ -17,6 +17,7 @@ from fp8serve.errors import ModelError, RecipeError
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.transformers_backend import check
+from fp8serve.model.transformers_backend.experts import TESTED
 from tests.compatibility.cases import BY_TRANSFORMERS, make
 from tests.model.oracle import SIZES, all_logits, class_of, write_tokenizer
 
@@ -42,7 +43,10 @@ def test_windows_heads_and_scales_are_those_of_the_class() -> None:
         ("gptj", {}, "does not build"),
         ("mamba", {}, "in a MambaMixer"),
         ("falcon_h1", {}, "in a Conv1d"),
-        ("granitemoe", {}, "in a GraniteMoe"),
+        ("granitemoe", {}, "is a mixture of experts without a family"),
+        ("phimoe", {}, "is a mixture of experts without a family"),
+        ("dots1", {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 48}, "is a mixture of"),
+        ("jetmoe", {}, "for ernie4_5_moe and olmoe alone"),
         ("t5", {}, "no causal language model"),
         ("diffllama", {}, "in 4 of its 2 layers"),
         ("minicpm3", {}, "heads of"),
@@ -56,6 +60,11 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(model_type: str, more:
         described(model_type, **more)
     assert "\n" not in str(refused.value)
     assert str(refused.value).count(". ") == 0
+
+
+def test_every_mixture_that_is_computed_goes_through_every_room() -> None:
+    tested = {name for name, (_, options, _) in BY_TRANSFORMERS.items() if "num_experts_per_tok" in options}
+    assert tested == set(TESTED)
 
 
 def test_a_class_that_changes_logits_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
