@@ -19,7 +19,7 @@ from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.transformers_backend import check
 from fp8serve.model.transformers_backend.experts import TESTED
 from tests.compatibility.cases import BY_TRANSFORMERS, make
-from tests.model.oracle import SIZES, all_logits, class_of, write_tokenizer
+from tests.model.oracle import SIZES, all_logits, class_of, make_random, write_tokenizer
 
 
 def described(model_type: str, **more: Any) -> Any:
@@ -86,6 +86,47 @@ def test_a_class_in_which_tokens_meet_elsewhere_is_refused_as_it_is_loaded(
     monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + 3 * x.roll(1, 1)))
     with pytest.raises(ModelError, match="other hidden states"):
         load_servable(tmp_path, "bf16")
+
+
+def test_every_token_of_a_mixture_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one token in fourteen is wrong: the first of the second sequence reads the last of the first one."""
+    make("ernie4_5_moe", tmp_path)
+    mixture = transformers.models.ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeSparseMoeBlock
+    plain, (first, _) = mixture.forward, check.LENGTHS
+
+    def leaking(self: Any, x: torch.Tensor) -> Any:
+        before = torch.zeros_like(x)
+        if x.shape[1] > max(check.LENGTHS):
+            before[:, first] = 3 * x[:, first - 1]
+        return plain(self, x + before)
+
+    monkeypatch.setattr(mixture, "forward", leaking)
+    with pytest.raises(ModelError, match="other hidden states"):
+        load_servable(tmp_path, "bf16")
+
+
+def test_another_choice_of_experts_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here packed sequences are routed by the smallest logits."""
+    make("ernie4_5_moe", tmp_path)
+    router = transformers.models.ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeTopKRouter
+    plain = router.forward
+    packed = sum(check.LENGTHS)
+    monkeypatch.setattr(router, "forward", lambda self, x: plain(self, -x if len(x) == packed else x))
+    with pytest.raises(ModelError, match="other hidden states"):
+        load_servable(tmp_path, "bf16")
+
+
+@torch.no_grad()
+def test_a_few_of_many_experts_say_what_the_class_says_where_rounding_chooses_none(tmp_path: Path) -> None:
+    """In FP32: 64 greedy tokens of the class are what our logits would have chosen, with equal logits all along."""
+    options = SIZES | {"num_experts": 7, "num_experts_per_tok": 2, "pad_token_id": 2}
+    theirs = make_random("Olmoe", options, tmp_path, torch.float32)
+    prompt = torch.randint(3, 256, (1, 60), generator=torch.Generator().manual_seed(1))
+    ids = theirs.generate(prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+    expected = theirs(ids).logits[0]
+    found = all_logits(load_servable(tmp_path, "bf16", dtype=torch.float32), ids[0].tolist())
+    assert torch.equal(found[59:-1, 2:].argmax(-1), expected[59:-1, 2:].argmax(-1))
+    assert float((found - expected).norm() / expected.norm()) < 8 * torch.finfo(torch.float32).eps
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
