@@ -12,10 +12,14 @@ from safetensors.torch import load_file, save_file
 from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.refused import check_model
+from fp8serve.cli import main
+from fp8serve.doctor import examine
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import ModelError, RecipeError
+from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
+from fp8serve.model.config.either import COMPUTED_BY
 from fp8serve.model.transformers_backend import check
 from fp8serve.model.transformers_backend.experts import TESTED
 from tests.compatibility.cases import BY_TRANSFORMERS, make
@@ -179,11 +183,21 @@ def test_an_answer_does_not_depend_on_its_neighbours(name: str, recipe: str, tmp
     assert [done.logprobs for done in together] == [done.logprobs for done in alone]
 
 
-def test_it_is_said_who_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_who_computes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     make("helium", tmp_path)
     assert Engine(tmp_path, recipe="rowwise").info()["computed_by"] == "transformers"
     assert "HeliumForCausalLM has no family here" in caplog.text
     make("llama", tmp_path / "llama")
+    by = {"transformers": tmp_path, "fp8serve": tmp_path / "llama"}
+    for who, path in by.items():
+        assert inspect(path)["computed_by"] == who
+        assert examine(tmp_path, str(path))["model"]["computed_by"] == who
+        capsys.readouterr()
+        for command in ("inspect", "doctor"):
+            assert main([command, str(path)]) == 0
+        assert capsys.readouterr().out.count(COMPUTED_BY[who]) == 2  # type: ignore[index]
     assert Engine(tmp_path / "llama", recipe="rowwise").info()["computed_by"] == "fp8serve"
 
 
