@@ -80,6 +80,13 @@ def test_a_class_that_changes_logits_is_refused_as_it_is_loaded(tmp_path: Path) 
         load_servable(tmp_path, "bf16")
 
 
+def test_a_class_whose_files_hold_buffers_is_refused(tmp_path: Path) -> None:
+    """xIELU's `beta` and `eps`: read as weights they would be rounded, and trained."""
+    make_random("Apertus", SIZES | {"pad_token_id": 2}, tmp_path)
+    with pytest.raises(ModelError, match=r"keeps \S+\.act_fn\.\w+ in its files, which is no weight"):
+        load_servable(tmp_path, "bf16")
+
+
 def test_a_class_in_which_tokens_meet_elsewhere_is_refused_as_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
