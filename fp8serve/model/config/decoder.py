@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8serve.errors import ModelError, shown
+from fp8serve.model.config.encoder import ENCODERS, is_encoder
 from fp8serve.model.config.families import BEFORE, FAMILIES, SHARED, Family, HeadNorm, Norm, Norms
 from fp8serve.model.config.keys import HONOURED, is_harmless
 from fp8serve.model.config.latent import Latent, latent_attention, latent_of
@@ -134,6 +135,9 @@ def parse_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
 ) -> ModelConfig:
     """`raw` is the object in config.json, `generation` that in generation_config.json; `where` is named in errors."""
+    if is_encoder(raw):
+        name = ENCODERS[raw["model_type"]].architecture
+        raise ModelError(f"{where} is that of an encoder of {name}'s family: it embeds or classifies, and writes no text.")
     if is_without_family(raw):
         from fp8serve.model.transformers_backend import describe  # here: it brings torch and transformers
 
