@@ -11,7 +11,8 @@ from torch import Tensor
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import ModelError, RequestError
-from fp8serve.model.config.encoder import Head, ScoreActivation
+from fp8serve.model.config.encoder import ScoreActivation
+from fp8serve.model.network.encoder import Encoder
 
 Pair = tuple[str, str]
 
@@ -32,11 +33,11 @@ class Classifier:
     """
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
-        self.encoder = TextEncoder(model_dir, EngineOptions.of(options))
-        config = self.encoder.model.config
-        if config.head is None:
-            raise ModelError(f"{model_dir} holds {config.architecture}, which has no labels; it embeds.")
-        self.head: Head = config.head
+        self.encoder = TextEncoder(model_dir, EngineOptions.of(options), "classify")
+        model = self.encoder.model
+        if not isinstance(model, Encoder) or model.config.head is None:
+            raise ModelError(f"{model_dir} holds {model.config.architecture}, which has no labels.")
+        self.model, self.head = model, model.config.head
 
     def classify(self, texts: Sequence[str | Pair]) -> Classified:
         """The scores of each text, or pair of texts. RequestError: one is too long."""
@@ -48,14 +49,14 @@ class Classifier:
     @torch.inference_mode()
     def classify_ids(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> Classified:
         """Of token ids, with 0 or 1 for each: whether it is of the first or the second text. RequestError."""
-        kinds = self.encoder.model.config.type_vocab_size
+        kinds = self.model.config.type_vocab_size
         for ids, parts in zip(sequences, segments, strict=True):
             self.encoder.check(ids)
             if len(ids) != len(parts) or not all(0 <= part < kinds for part in parts):
                 raise RequestError(f"Segments must be one for each token, of 0 to {kinds - 1}.")
         logits = torch.empty(len(sequences), len(self.head.labels))
         for step in self.encoder.run(sequences, segments):
-            logits[step.indexes] = self.encoder.model.logits(step.hidden, step.lengths).cpu()
+            logits[step.indexes] = self.model.logits(step.hidden, step.lengths).cpu()
         return Classified(logits, scored(logits, self.head.activation), [len(ids) for ids in sequences])
 
 

@@ -104,7 +104,7 @@ def test_a_report_says_what_loses_less(tiny: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_options_of_language_models_are_refused(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="kv_cache is of language models"):
+    with pytest.raises(RecipeError, match="kv_cache is of models that write text"):
         calibrate_encoder(tiny, out=tmp_path / "fp8", kv_cache=True, **OPTIONS)
     with pytest.raises(RecipeError, match="nothing to calibrate"):
         calibrate_encoder(tiny, out=tmp_path / "fp8", recipe=None, **OPTIONS)

@@ -91,6 +91,11 @@ class ModelConfig:
     attention_sinks: bool = False  # a logit of each head joins the sum of its weights
     computed_by: TransformersClass | None = None  # fields of rotary position, norms and biases say nothing then
 
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_position_embeddings
+
 
 def read_config(model_dir: Path | str) -> ModelConfig:
     """The configuration of the Hugging Face directory `model_dir`.
@@ -137,7 +142,7 @@ def parse_config(
     """`raw` is the object in config.json, `generation` that in generation_config.json; `where` is named in errors."""
     if is_encoder(raw):
         name = ENCODERS[raw["model_type"]].architecture
-        raise ModelError(f"{where} is that of an encoder of {name}'s family: it embeds or classifies, and writes no text.")
+        raise ModelError(f"{where} is of an encoder of {name}'s family: it embeds or classifies, and writes no text.")
     if is_without_family(raw):
         from fp8serve.model.transformers_backend import describe  # here: it brings torch and transformers
 
@@ -259,12 +264,17 @@ def is_without_family(raw: Mapping[str, Any]) -> bool:
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
     family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
-    if family is None or (names and names != [family.architecture]):
+    if family is None or (names and names not in ([family.architecture], [without_head(family.architecture)])):
         found = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
         more = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
         raise ModelError(f"{where}: the architecture {shown(found)} is not supported; supported are {known}{more}.")
     return family
+
+
+def without_head(architecture: str) -> str:
+    """The name of transformers' class that embeds, of the name of the one that writes text."""
+    return architecture.replace("ForCausalLM", "Model")
 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family, where: str) -> None:
