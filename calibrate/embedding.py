@@ -98,8 +98,9 @@ def _pooling(source: Path, config: AnyConfig) -> Pooling:
     """As the directory says; without a word a head's is what it reads, and another's the mean."""
     if has_pooling(source):
         return read_pooling(source)
-    has_head = isinstance(config, EncoderConfig) and config.head is not None
-    return Pooling("cls" if has_head else "mean", normalized=False)
+    if not isinstance(config, EncoderConfig):
+        return Pooling("lasttoken", normalized=False)
+    return Pooling("mean" if config.head is None else "cls", normalized=False)
 
 
 def _batches(asked: CalibrationOptions, source: Path, config: AnyConfig) -> Batches:

@@ -149,5 +149,5 @@ class ClassifyingEngine(EncoderEngine):
 
     def info(self) -> dict[str, Any]:
         """And what is scored."""
-        head = self.classifier.head
-        return super().info() | {"labels": list(head.labels), "activation": head.activation}
+        head, around = self.classifier.head, self.classifier.labelled.around
+        return super().info() | {"labels": list(head.labels), "activation": head.activation, "pair": around}

@@ -1,14 +1,16 @@
 """What a model's directory is for: to generate text, to embed texts, or to classify them.
 
-A decoder with the files of sentence-transformers embeds: nothing else in its directory tells it from one that writes.
+A decoder whose modules.json lists a Pooling embeds, one that lists a LogitScore ranks: nothing else in the directory
+tells it from one that writes.
 """
 
 from pathlib import Path
 
 from fp8serve.engine.request import Task
 from fp8serve.errors import ModelError
+from fp8serve.model.config.decoder import classifies
 from fp8serve.model.config.encoder import is_encoder
-from fp8serve.model.config.sentence import has_pooling, lacks_head
+from fp8serve.model.config.sentence import LOGIT_SCORE, has_pooling, lacks_head, modules_of
 from fp8serve.model.storage.files import read_optional_json
 
 
@@ -26,11 +28,14 @@ def task_of(model_dir: Path | str, asked: Task | None = None) -> Task:
 def _possible(model_dir: Path) -> tuple[Task, ...]:
     """What it was published for is the first."""
     raw = read_optional_json(model_dir / "config.json")
-    name = str((raw.get("architectures") or [""])[0])
+    if classifies(raw):
+        return ("classify",)
     if is_encoder(raw):
-        return ("classify",) if name.endswith("ForSequenceClassification") else ("embed",)
+        return ("embed",)
     if not has_pooling(model_dir):
-        return ("generate",)
+        judges: tuple[Task, ...] = ("generate", "classify") if raw.get("model_type") == "qwen3" else ("generate",)
+        return judges[::-1] if LOGIT_SCORE in modules_of(model_dir) else judges
+    name = str((raw.get("architectures") or [""])[0])
     return ("embed",) if name.endswith("Model") or lacks_head(model_dir, raw) else ("embed", "generate")
 
 

@@ -1,14 +1,16 @@
 """What sentence-transformers writes beside a model: `modules.json`, what a text goes through. No torch here."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import ModelError
+from fp8serve.errors import ModelError, shown
 from fp8serve.model.storage.files import MAX_CARRIED_BYTES, no_duplicates, present, read_text
 
 FILE_NAME = "modules.json"
+LOGIT_SCORE = "LogitScore"
 
 
 def modules_of(model_dir: Path | str) -> dict[str, str]:
@@ -27,6 +29,13 @@ def modules_of(model_dir: Path | str) -> dict[str, str]:
     if len(found) < len(rows):
         raise ModelError(f"{path} lists two modules of one type among {', '.join(found)}, which is not computed here.")
     return found
+
+
+def one_folder(folder: str, module: str, model_dir: Path) -> str:
+    """The folder of a module's configuration, in the directory. ModelError: it is none of the usual names."""
+    if not re.fullmatch(rf"[0-9]{{1,2}}_{module}", folder):
+        raise ModelError(f"{model_dir / FILE_NAME} names the folder {shown(folder)} for {module}, not N_{module}.")
+    return folder
 
 
 def has_pooling(model_dir: Path | str) -> bool:

@@ -5,7 +5,6 @@ which vectors count, `sentence_bert_config.json` how many tokens are read, `conf
 texts are put in front. A directory that does not say how it pools is refused: a guess gives vectors that look healthy.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +15,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fp8serve.errors import ModelError, RequestError, shown
-from fp8serve.model.config.sentence import FILE_NAME, modules_of
+from fp8serve.model.config.sentence import FILE_NAME, modules_of, one_folder
 from fp8serve.model.storage.files import present, read_json, read_optional_json
 
 Mode = Literal["mean", "cls", "lasttoken"]
 MODES: dict[str, Mode] = {
     "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"
 }  # fmt: skip
-_FOLDER = re.compile(r"[0-9]{1,2}_Pooling")
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,7 @@ def read_pooling(model_dir: Path | str) -> Pooling:
 
 def pooling_file(modules: Mapping[str, str], model_dir: Path) -> str:
     """Where the configuration of the pooling lies, in the directory."""
-    folder = modules["Pooling"]
-    if not _FOLDER.fullmatch(folder):
-        raise ModelError(f"{model_dir / 'modules.json'} names the folder {shown(folder)} for Pooling, not N_Pooling.")
-    return f"{folder}/config.json"
+    return f"{one_folder(modules['Pooling'], 'Pooling', model_dir)}/config.json"
 
 
 def _modules(model_dir: Path) -> dict[str, str]:
