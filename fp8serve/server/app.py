@@ -69,7 +69,7 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     app.add_middleware(
         BodyLimits, max_bytes=limits.body_bytes, seconds=limits.body_seconds, held_bytes=limits.held_bytes
     )
-    app.add_middleware(AccessControl, settings=settings)
+    app.add_middleware(AccessControl, settings=settings, keys=state.keys)
     app.add_middleware(AccessLog, metrics=state.metrics)
     return app
 

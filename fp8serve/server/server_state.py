@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
+from fp8serve.server.access.key_file import KeyFile
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
@@ -37,6 +38,7 @@ class ServerState:
     def __init__(self, settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> None:
         limits = settings.limits
         self.settings = settings
+        self.keys = KeyFile(settings.api_keys, settings.api_key)
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
@@ -86,7 +88,7 @@ class ServerState:
         log.info(
             "serving %s (%s) as %s on %s", served.source.model_id, served.weight_version, self.models.name, self.address
         )
-        if self.settings.api_key is None and not is_loopback(self.settings.host):
+        if not self.settings.asks_for_keys and not is_loopback(self.settings.host):
             log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
         self.runner.start()
 
