@@ -85,6 +85,7 @@ class ServerState:
             self.failed.set()
             return
         log.info("%s", kernels_line(served))
+        log.info(answers_line(served))
         log.info(
             "serving %s (%s) as %s on %s", served.source.model_id, served.weight_version, self.models.name, self.address
         )
@@ -213,6 +214,14 @@ class ServerState:
     async def _wait_before_training(self) -> None:
         if self.paused:
             await self.admission.idle.wait()
+
+
+def answers_line(served: Served) -> str:
+    """One line: how tool calls and reasoning are read from answers."""
+    line = f"tool calls are read as {served.answers.tools}, reasoning as {served.answers.reasoning}"
+    told = "; the chat template knows no tools, so the system message describes them"
+    described = served.answers.tools != "none" and not served.tokenizer.takes_tools
+    return line + (told if described else "")
 
 
 def kernels_line(served: Served) -> str:
