@@ -1,9 +1,9 @@
 """The middleware that decides who may ask: by `scope["path"]` and headers and nothing else, denying by default.
 
-Only the health routes are open when a key is set. The key arrives as `Authorization: Bearer KEY` or, so that a browser
-can open the console, as the password of HTTP Basic. Keys are compared as bytes in constant time. A request by a name
-that is not this server's is refused (hosts.py), and a browser that acts for another site (`Sec-Fetch-Site`, `Origin`)
-may not change anything, key or no key.
+Only the health routes are open when a key is set. The key arrives as `Authorization: Bearer KEY`, as `x-api-key: KEY`,
+as Anthropic's clients send it, or, so that a browser can open the console, as the password of HTTP Basic. Keys are
+compared as bytes in constant time. A request by a name that is not this server's is refused (hosts.py), and a browser
+that acts for another site (`Sec-Fetch-Site`, `Origin`) may not change anything, key or no key.
 """
 
 import base64
@@ -47,7 +47,7 @@ class AccessControl:
             return Fault(
                 Code.INVALID_API_KEY,
                 "This server needs an API key, and the one given is missing or wrong.",
-                hint="Send it as: Authorization: Bearer KEY.",
+                hint="Send it as: Authorization: Bearer KEY, or x-api-key: KEY.",
             )
         foreign = header(scope, b"sec-fetch-site") in (b"cross-site", b"same-site") or not self._hosts.is_own_page(
             scope
@@ -59,8 +59,14 @@ class AccessControl:
     def _authorised(self, scope: Scope) -> bool:
         if self._key is None:
             return True
-        given = presented_key(header(scope, b"authorization") or b"")
+        given = key_of(scope)
         return hmac.compare_digest(given, self._key)
+
+
+def key_of(scope: Scope) -> bytes:
+    """The key that a request carries, empty when there is none. `Authorization` counts where there are both headers."""
+    authorization = header(scope, b"authorization")
+    return (header(scope, b"x-api-key") or b"").strip() if authorization is None else presented_key(authorization)
 
 
 def presented_key(authorization: bytes) -> bytes:
