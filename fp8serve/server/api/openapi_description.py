@@ -18,6 +18,7 @@ from fp8serve.server.http.scope import OPEN_PATHS
 from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas import anthropic_answers as m
 from fp8serve.server.schemas import finetune_responses as f
+from fp8serve.server.schemas import item_answers as i
 from fp8serve.server.schemas import responses as a
 
 JsonObject = dict[str, Any]
@@ -71,6 +72,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/detokenize"): Route(a.Detokenized, DOWN),
     ("post", "/v1/completions"): Route(a.Completion, GENERATION, media=(EVENTS,)),
     ("post", "/v1/chat/completions"): Route(a.ChatCompletion, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
+    ("post", "/v1/responses"): Route(i.ItemResponse, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
     ("post", "/v1/messages"): Route(m.AnthropicMessage, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
     ("post", "/v1/messages/count_tokens"): Route(m.TokenCount, (*DOWN, Code.TEMPLATE_ERROR)),
     ("post", "/v1/embeddings"): Route(a.Vectors, EMBEDDING),
@@ -118,6 +120,7 @@ EXAMPLES: dict[str, JsonObject] = {
     "/detokenize": {"tokens": [1, 2, 3]},
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 16},
+    "/v1/responses": {"input": "Name a colour.", "max_output_tokens": 16},
     "/v1/messages": {"messages": CHAT, "max_tokens": 16},
     "/v1/messages/count_tokens": {"messages": CHAT},
     "/v1/embeddings": {"input": "Once upon a time"},
