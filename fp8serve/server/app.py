@@ -11,6 +11,8 @@ from fastapi import FastAPI
 
 import fp8serve
 from fp8serve.server.api import page_routes
+from fp8serve.server.api.anthropic import message_routes
+from fp8serve.server.api.items import response_routes
 from fp8serve.server.api.native import (
     activation_routes,
     finetune_routes,
@@ -39,9 +41,9 @@ from fp8serve.server.settings import Settings
 
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."
 ROUTES = (
-    generation_routes, token_routes, completion_routes, embedding_routes, classifying_routes, model_routes,
-    finetune_routes,
-    activation_routes, file_routes, job_routes, status_routes, page_routes,
+    generation_routes, token_routes, completion_routes, response_routes, message_routes, embedding_routes,
+    classifying_routes, model_routes, finetune_routes, activation_routes, file_routes, job_routes, status_routes,
+    page_routes,
 )  # fmt: skip
 
 

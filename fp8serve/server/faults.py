@@ -97,6 +97,16 @@ KINDS: dict[Code, Kind] = {
     Code.DISK_FULL: Kind(507, 507, "server_error", "storage"),
 }
 
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""By the status under `/v1`."""
+
 MAX_MESSAGE = 600
 _PATH = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
@@ -137,14 +147,25 @@ class Fault(Exception):  # noqa: N818 - it is the request's, not ours
         return kind.v1 if is_openai(path) else kind.native
 
     def body(self, path: str, request_id: str) -> dict[str, Any]:
-        """The JSON object for `path`: OpenAI's envelope under /v1, the text-generation-inference shape elsewhere."""
+        """The JSON object for `path`: Anthropic's or OpenAI's under /v1, text-generation-inference's elsewhere."""
+        if is_anthropic(path):
+            return self.anthropic(request_id)
         return self.openai() if is_openai(path) else self.native(request_id)
 
+    @property
+    def told(self) -> str:
+        """The message with its hint."""
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+    def anthropic(self, request_id: str) -> dict[str, Any]:
+        status = KINDS[self.code].v1
+        kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.told}, "request_id": request_id}
+
     def openai(self) -> dict[str, Any]:
-        message = f"{self.message} {self.hint}" if self.hint else self.message
         return {
             "error": {
-                "message": message,
+                "message": self.told,
                 "type": KINDS[self.code].openai_type,
                 "param": self.param,
                 "code": self.code.value,
@@ -165,7 +186,8 @@ class Fault(Exception):  # noqa: N818 - it is the request's, not ours
         return {"x-should-retry": "false"} if KINDS[self.code].v1 in (408, 409) else {}
 
     def response(self, path: str, request_id: str) -> JSONResponse:
-        return JSONResponse(self.body(path, request_id), self.status(path), self.headers())
+        named = {"request-id": request_id} if is_anthropic(path) else {}
+        return JSONResponse(self.body(path, request_id), self.status(path), self.headers() | named)
 
 
 STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG})
@@ -179,6 +201,11 @@ def disk_fault(why: str) -> Fault:
     )
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether `path` is one that Anthropic's clients ask, who expect its error shape."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
 def is_openai(path: str) -> bool:
-    """Whether `path` belongs to the OpenAI-compatible surface, whose clients expect its error shape."""
+    """Whether `path` has the statuses of `/v1`, and unless `is_anthropic`, OpenAI's error shape."""
     return path in ("/v1", "/classify") or path.startswith("/v1/")

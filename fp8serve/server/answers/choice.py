@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from fp8serve.server.answers import formats, thinking
-from fp8serve.server.answers.feed import Content, Incremental, Part, Reader
+from fp8serve.server.answers.feed import Arguments, Call, Content, Incremental, Part, Reader
 from fp8serve.server.answers.formats import Tools
 from fp8serve.server.answers.grammars import SHAPES, CallGrammar, Thought
 from fp8serve.server.answers.harmony import harmony
@@ -90,10 +90,12 @@ class AnswerFormat:
         openings, closings = THOUGHTS[self.reasoning]
         return openings, closings, prompt_end.rstrip().endswith(openings)
 
-    def reader(self, tools: Tools | None, prompt_end: str = "") -> "AnswerReader":
-        """For one answer to a request that declares `tools`, if it does, and whose prompt ends with `prompt_end`."""
+    def reader(self, tools: Tools | None, prompt_end: str = "", one_call: bool = False) -> "AnswerReader":
+        """For one answer to a request that declares `tools`, if it does, and whose prompt ends with `prompt_end`.
+        `one_call`: calls after the first are left out.
+        """
         call_reader = None if tools is None or self.tools not in CALLS else partial(CALLS[self.tools], tools=tools)
-        return AnswerReader(self._first(prompt_end), call_reader)
+        return AnswerReader(self._first(prompt_end), call_reader, one_call)
 
     def _first(self, prompt_end: str) -> Reader | None:
         if "gpt-oss" in (self.tools, self.reasoning):
@@ -111,9 +113,20 @@ class AnswerFormat:
 class AnswerReader:
     """Reasoning is split off first; what is left is read for calls."""
 
-    def __init__(self, first: Reader | None, calls: Reader | None) -> None:
+    def __init__(self, first: Reader | None, calls: Reader | None, one_call: bool = False) -> None:
+        self._one_call, self._begun, self._left_out = one_call, False, False
         self._first = None if first is None else Incremental(first)
         self._calls = None if calls is None else Incremental(calls)
+
+    def take(self, text: str, ends: bool) -> list[Part]:
+        """The parts that `text` makes certain, and where the answer `ends` with it, the rest."""
+        return [part for part in self.push(text) + (self.end() if ends else []) if self._wanted(part)]
+
+    def _wanted(self, part: Part) -> bool:
+        if isinstance(part, Call):
+            self._left_out = self._one_call and self._begun
+            self._begun = True
+        return not (self._left_out and isinstance(part, Call | Arguments))
 
     def push(self, text: str) -> list[Part]:
         """The parts of the answer that `text` makes certain."""

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.errors import RequestError
 from fp8serve.server.access.limits import Visit
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
@@ -44,6 +45,7 @@ class ParsedRequest:
 
     `sampling` makes the parameters from the number of tokens for which the longest prompt leaves room. `variables`: for
     the chat template. `truncate`: of each prompt, only the last so many tokens. `choices`: answers for each prompt.
+    `tools`: the JSON schema of each tool's arguments, for a complaint about a form that was made of them.
     `fitted` makes of these parameters those that the served weights and the prompts need, or refuses with a Fault.
     """
 
@@ -53,6 +55,7 @@ class ParsedRequest:
     variables: JsonObject = field(default_factory=dict)
     truncate: int | None = None
     choices: int = 1
+    tools: dict[str, str] = field(default_factory=dict)
     fitted: Callable[[Served, list[Ids], SamplingParams], SamplingParams] = lambda _served, _prompts, params: params
 
     @property
@@ -107,6 +110,10 @@ class Renderer(ABC, Generic[New]):
         """Further headers of an answer that is not streamed."""
         return {}
 
+    def encoded(self, item: JsonObject) -> bytes:
+        """One event of a stream."""
+        return event(item)
+
 
 Render = Callable[[Body, Generation, str], Renderer[Any]]
 """A renderer for a body, its generation and the request's id."""
@@ -135,7 +142,7 @@ async def _admit(body: Body, parse: Parse[Body], request: Request, state: Server
     with served.lease(), _reserve(asked, state) as places:
         prompts = await until_disconnect(request, _read(asked, served, state.parser))
         params = asked.fitted(served, prompts, asked.sampling(context - max(map(len, prompts))))
-        await until_disconnect(request, state.parser.form(params.form))
+        await until_disconnect(request, _check_form(asked, params, state.parser))
         visit: Visit = request.scope["visit"]
         visit.set_aside(sum(map(len, prompts)) + asked.sequences * params.max_new_tokens)
         who = request.scope["tenant"]
@@ -154,6 +161,24 @@ async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> 
     if asked.conversation is not None:
         return [await parser.conversation(served, asked.conversation, asked.variables)]
     return await parser.prompts(served, asked.prompts, asked.truncate)
+
+
+async def _check_form(asked: ParsedRequest, params: SamplingParams, parser: RequestParser) -> None:
+    """Fault when answers cannot have the form that the parameters ask for, about a tool where its schema is why."""
+    try:
+        await parser.form(params.form)
+    except RequestError:
+        for name, schema in asked.tools.items():
+            await _check_tool(name, schema, parser)
+        raise
+
+
+async def _check_tool(name: str, schema: str, parser: RequestParser) -> None:
+    try:
+        await parser.form({"json_schema": schema})
+    except RequestError as error:
+        message = f"The arguments of {name} in tools cannot be held to their schema: {error}"
+        raise Fault(Code.INVALID_PARAMETER, message, param="tools") from None
 
 
 # -- from a generation to an answer ------------------------------------------------------------------------------------
@@ -185,9 +210,9 @@ async def _encoded(renderer: Renderer[Any]) -> AsyncGenerator[bytes, None]:
     try:
         async with contextlib.aclosing(_events(renderer)) as events:
             async for item in events:
-                yield event(item)
+                yield renderer.encoded(item)
     except Fault as fault:
-        yield event(renderer.failure(fault))
+        yield renderer.encoded(renderer.failure(fault))
     if renderer.END:
         yield renderer.END
 

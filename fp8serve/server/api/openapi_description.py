@@ -13,10 +13,12 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from fp8serve.server.faults import KINDS, Code, is_openai
+from fp8serve.server.faults import KINDS, Code, is_anthropic, is_openai
 from fp8serve.server.http.scope import OPEN_PATHS
 from fp8serve.server.metrics import CONTENT_TYPE
+from fp8serve.server.schemas import anthropic_answers as m
 from fp8serve.server.schemas import finetune_responses as f
+from fp8serve.server.schemas import item_answers as i
 from fp8serve.server.schemas import responses as a
 
 JsonObject = dict[str, Any]
@@ -70,6 +72,9 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/detokenize"): Route(a.Detokenized, (*DOWN, Code.RATE_LIMITED)),
     ("post", "/v1/completions"): Route(a.Completion, GENERATION, media=(EVENTS,)),
     ("post", "/v1/chat/completions"): Route(a.ChatCompletion, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
+    ("post", "/v1/responses"): Route(i.ItemResponse, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
+    ("post", "/v1/messages"): Route(m.AnthropicMessage, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
+    ("post", "/v1/messages/count_tokens"): Route(m.TokenCount, (*DOWN, Code.TEMPLATE_ERROR)),
     ("post", "/v1/embeddings"): Route(a.Vectors, EMBEDDING),
     ("post", "/v1/rerank"): Route(a.Ranking, EMBEDDING),
     ("post", "/v1/score"): Route(a.Scores, EMBEDDING),
@@ -115,6 +120,9 @@ EXAMPLES: dict[str, JsonObject] = {
     "/detokenize": {"tokens": [1, 2, 3]},
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 16},
+    "/v1/responses": {"input": "Name a colour.", "max_output_tokens": 16},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 16},
+    "/v1/messages/count_tokens": {"messages": CHAT},
     "/v1/embeddings": {"input": "Once upon a time"},
     "/v1/rerank": {"query": "Once", "documents": ["upon", "a time"]},
     "/v1/score": {"text_1": "Once", "text_2": ["upon", "a time"]},
@@ -146,7 +154,7 @@ def describe(app: FastAPI) -> None:
 
 def _described(document: JsonObject) -> JsonObject:
     models = [route.model for route in ROUTES.values() if route.model is not None]
-    wanted: dict[type[BaseModel], None] = dict.fromkeys([*models, a.NativeError, a.OpenAIError])
+    wanted: dict[type[BaseModel], None] = dict.fromkeys([*models, a.NativeError, a.OpenAIError, a.AnthropicError])
     _, definitions = models_json_schema([(model, "serialization") for model in wanted], ref_template=REFERENCE)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
@@ -168,7 +176,7 @@ def _responses(path: str, operation: JsonObject, route: Route) -> JsonObject:
     found = {str(route.status): {"description": "Success", "content": _content(route)}}
     if path in OPEN_PATHS:
         return found | {"503": {"description": "No", "content": _content(route)}}
-    error = a.OpenAIError if is_openai(path) else a.NativeError
+    error = _error(path)
     failed: dict[str, list[str]] = {}
     for code in (*_common(operation), *route.fails):
         kind = KINDS[code]
@@ -178,6 +186,12 @@ def _responses(path: str, operation: JsonObject, route: Route) -> JsonObject:
         status: {"description": ", ".join(dict.fromkeys(codes)), "content": content}
         for status, codes in sorted(failed.items())
     }
+
+
+def _error(path: str) -> type[BaseModel]:
+    if is_anthropic(path):
+        return a.AnthropicError
+    return a.OpenAIError if is_openai(path) else a.NativeError
 
 
 def _common(operation: JsonObject) -> tuple[Code, ...]:

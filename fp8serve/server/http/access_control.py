@@ -1,10 +1,10 @@
 """The middleware that decides who may ask: by `scope["path"]` and headers and nothing else, denying by default.
 
 Where keys are asked for, only the health routes are open without one, and a key opens the routes of its scopes
-(access/scopes.py). It arrives as `Authorization: Bearer KEY` or, so that a browser can open the console, as the
-password of HTTP Basic. Keys are compared in constant time. A request by a name that is not this server's is refused
-(hosts.py), and a browser that acts for another site (`Sec-Fetch-Site`, `Origin`) may not change anything, key or no
-key.
+(access/scopes.py). It arrives as `Authorization: Bearer KEY`, as `x-api-key: KEY`, as Anthropic's clients send it, or,
+so that a browser can open the console, as the password of HTTP Basic. Keys are compared in constant time. A request by
+a name that is not this server's is refused (hosts.py), and a browser that acts for another site (`Sec-Fetch-Site`,
+`Origin`) may not change anything, key or no key.
 """
 
 import base64
@@ -62,7 +62,7 @@ class AccessControl:
             return Fault(
                 Code.INVALID_API_KEY,
                 "This server needs an API key, and the one given is missing or wrong.",
-                hint="Send it as: Authorization: Bearer KEY.",
+                hint="Send it as: Authorization: Bearer KEY, or x-api-key: KEY.",
             )
         if not opens(caller.scopes, scope):
             message = f"This API key is for {', '.join(caller.scopes)}, and that does not open this route."
@@ -72,10 +72,16 @@ class AccessControl:
     def _caller(self, scope: Scope) -> Caller | None:
         if not self._keys.needed:
             return _ANYONE
-        return self._keys.current().caller(presented_key(header(scope, b"authorization") or b""))
+        return self._keys.current().caller(key_of(scope))
 
 
 _ANYONE = Caller(ANONYMOUS, ANONYMOUS, SCOPES)
+
+
+def key_of(scope: Scope) -> bytes:
+    """The key that a request carries, empty when there is none. `Authorization` counts where there are both headers."""
+    authorization = header(scope, b"authorization")
+    return (header(scope, b"x-api-key") or b"").strip() if authorization is None else presented_key(authorization)
 
 
 def presented_key(authorization: bytes) -> bytes:

@@ -75,6 +75,12 @@ def _chat(head: Head, body: bytes) -> Answer:
     return {"prompts": [_ids(tokenizer, _render(tokenizer, head, body), head | {"special": False})]}, b""
 
 
+def _count(head: Head, body: bytes) -> Answer:
+    tokenizer = _tokenizer(head["directory"])
+    text = _render(tokenizer, head | {"prompted": True}, body)
+    return {"count": len(tokenizer.encode(text, False))}, b""
+
+
 def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
     """The template writes BOS itself where the model wants one: its text is encoded without."""
     _allow(head["template_cpu"])
@@ -188,6 +194,7 @@ JOBS: dict[str, Callable[[Head, bytes], Answer]] = {
     "encode": _encode,
     "pairs": _pairs,
     "chat": _chat,
+    "count": _count,
     "tokenize": _tokenize,
     "detokenize": _detokenize,
     "form": _form,

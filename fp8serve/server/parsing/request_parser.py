@@ -82,6 +82,10 @@ class RequestParser:
         head = {"op": "chat", "prompted": True, "variables": variables, "keep": None}
         return tuple((await self._ids(served, head, plain(messages)))[0])
 
+    async def count(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> int:
+        """How many tokens the conversation has, be they more than the context holds."""
+        return int((await self._ask(served, {"op": "count", "variables": variables}, plain(messages)))[0]["count"])
+
     async def form(self, form: dict[str, str]) -> None:
         """RequestError when answers cannot have the form, a field of SamplingParams and its text."""
         asked = json.dumps(form).encode()

@@ -40,6 +40,17 @@ class OpenAIError(ResponseShape):
     error: OpenAIErrorBody
 
 
+class AnthropicErrorBody(ResponseShape):
+    type: str
+    message: str
+
+
+class AnthropicError(ResponseShape):
+    type: Literal["error"]
+    error: AnthropicErrorBody
+    request_id: str
+
+
 # -- the server --------------------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,9 @@
 """Tools that a model may call, and which of them it may, as OpenAI's clients say it."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from fp8serve.server.schemas.bodies import Strict
@@ -13,6 +13,16 @@ MAX_TOOLS = 128
 NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
+def _an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise PydanticCustomError("arguments", 'arguments must be an object: "type": "object"')
+    return schema
+
+
+ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_an_object)]
+"""The JSON schema of a tool's arguments."""
+
+
 class Function(Strict):
     """`parameters` is the JSON schema of the arguments. `strict`: a call of it has valid arguments in any case, where
     the model's form of calls has a mark that begins them.
@@ -20,14 +30,8 @@ class Function(Strict):
 
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: ArgumentSchema | None = None
     strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _arguments_are_an_object(self) -> Self:
-        if (self.parameters or NO_ARGUMENTS).get("type", "object") != "object":
-            raise PydanticCustomError("parameters", 'parameters must describe an object: "type": "object"')
-        return self
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:

@@ -5,31 +5,12 @@ from typing import Any
 
 import pytest
 
-from fp8serve.model.text.chat import ChatTemplate
-from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.answers.choice import AnswerFormat, choose
+from tests.server.api.talking import CALL, echo
+from tests.server.api.talking import WEATHER as SCHEMA
 from tests.server.conftest import Server, Start
-from tests.server.fakes import FakeEngine, Launcher, byte_backend
 
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
-
-
-class EchoLauncher(Launcher):
-    """Its models' template is the last message alone."""
-
-    async def __call__(self, source: Any) -> tuple[FakeEngine, Tokenizer]:
-        engine, _ = await super().__call__(source)
-        template = ChatTemplate("{% if tools %}{% endif %}{{ messages[-1].content }}", {})
-        return engine, Tokenizer(byte_backend(), {"eos_token": "<eos>"}, template)
-
-
-def echo(directory: Any) -> EchoLauncher:
-    (directory / "chat_template.jinja").write_text("{% if tools %}{% endif %}{{ messages[-1].content }}")
-    return EchoLauncher()
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 
 
 async def ask(server: Server, text: str, **further: Any) -> Any:
@@ -206,6 +187,9 @@ async def test_a_schema_that_no_grammar_can_hold_is_refused(talking: Any) -> Non
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     async with talking() as server:
         assert (await ask(server, "hi", tools=[tool])).status_code == 200
-        assert (await ask(server, "hi", tools=[tool], tool_choice="required")).status_code == 400
+        error = (await ask(server, "hi", tools=[tool], tool_choice="required")).json()["error"]
+        assert error["param"] == "tools"
+        assert "f in tools" in error["message"]
+        assert "grammar" not in error["message"]
         tool["function"] = {"name": "f", "parameters": {"type": "string"}}
         assert (await ask(server, "hi", tools=[tool])).status_code == 400

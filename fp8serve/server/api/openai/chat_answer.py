@@ -1,6 +1,6 @@
 """The message of one choice as it grows: reasoning, content, tool calls, and the deltas of a stream that bring them."""
 
-import secrets
+from collections.abc import Callable
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.server.answers.choice import AnswerReader
@@ -9,21 +9,16 @@ from fp8serve.server.api.answer_pipeline import JsonObject
 
 
 class ChatAnswer:
-    """Takes in what a model writes. `one_call`: calls after the first are left out.
+    """Takes in what a model writes. `new_id` names a call."""
 
-    `short_ids`: nine letters and digits, because Mistral's templates refuse others.
-    """
-
-    def __init__(self, reader: AnswerReader, one_call: bool = False, short_ids: bool = False) -> None:
-        self._reader, self._one_call, self._short_ids = reader, one_call, short_ids
+    def __init__(self, reader: AnswerReader, new_id: Callable[[], str]) -> None:
+        self._reader, self._new_id = reader, new_id
         self._reasoning = self._content = ""
         self._calls: list[JsonObject] = []
-        self._left_out = False
         self._unsent: list[JsonObject] = []
 
     def take(self, output: RequestOutput) -> None:
-        parts = self._reader.push(output.text_delta)
-        for part in parts + (self._reader.end() if output.finish_reason is not None else []):
+        for part in self._reader.take(output.text_delta, ends=output.finish_reason is not None):
             self._add(part)
 
     def drain(self) -> list[JsonObject]:
@@ -52,10 +47,8 @@ class ChatAnswer:
             self._reasoning += part.text
             self._unsent.append(_reasoning(part.text))
         elif isinstance(part, Call):
-            self._left_out = self._one_call and bool(self._calls)
-            if not self._left_out:
-                self._begin_call(part.name)
-        elif not self._left_out:
+            self._begin_call(part.name)
+        else:
             self._add_arguments(part)
 
     def _begin_call(self, name: str) -> None:
@@ -68,9 +61,6 @@ class ChatAnswer:
         self._calls[-1]["function"]["arguments"] += part.text
         piece = {"index": len(self._calls) - 1, "function": {"arguments": part.text}}
         self._unsent.append({"tool_calls": [piece]})
-
-    def _new_id(self) -> str:
-        return secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
 
 
 def _reasoning(text: str) -> JsonObject:

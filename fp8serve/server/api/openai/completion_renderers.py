@@ -9,10 +9,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
+from fp8serve.server.api.chat.tool_requests import answer_reader, call_id
+from fp8serve.server.api.openai.chat_answer import ChatAnswer
 from fp8serve.server.api.openai.logprobs import (
     LogprobStream,
     Placed,
@@ -22,7 +25,6 @@ from fp8serve.server.api.openai.logprobs import (
     prompt_text,
     text_logprobs,
 )
-from fp8serve.server.api.openai.tool_requests import chat_answer
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import DONE
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody, SampledBody
@@ -212,7 +214,9 @@ class ChatRenderer(CompletionRenderer):
 
     def __init__(self, body: ChatBody, generation: Generation, request_id: str) -> None:
         super().__init__(body, generation, request_id)
-        self._answers = [chat_answer(body, generation, request) for request in generation.requests]
+        new_id = partial(call_id, body, generation.served, "call")
+        readers = [answer_reader(body, generation, request) for request in generation.requests]
+        self._answers = [ChatAnswer(reader, new_id) for reader in readers]
 
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
         self._answers[index].take(output)

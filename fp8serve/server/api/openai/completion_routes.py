@@ -5,9 +5,10 @@ from starlette.responses import Response
 
 from fp8serve.server.api.answer_pipeline import respond
 from fp8serve.server.api.bounded_route import BoundedRoute
+from fp8serve.server.api.chat.chat_request import parse_chat
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.openai.completion_renderers import ChatRenderer, TextRenderer
-from fp8serve.server.api.openai.completion_requests import parse_chat, parse_completion
+from fp8serve.server.api.openai.completion_requests import parse_completion
 from fp8serve.server.api.wire import STREAM_RESPONSE
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 

@@ -1,13 +1,14 @@
 """What the tools of a chat request ask of the engine, and of whoever reads the answer."""
 
+import json
+import secrets
 from dataclasses import replace
 
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.server.answers.choice import AnswerFormat
+from fp8serve.server.answers.choice import AnswerFormat, AnswerReader
 from fp8serve.server.answers.formats import Tools
 from fp8serve.server.answers.grammars import SHAPES
-from fp8serve.server.api.openai.chat_answer import ChatAnswer
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.request_parser import Ids
 from fp8serve.server.schemas.openai_bodies import ChatBody
@@ -30,11 +31,21 @@ def fit(served: Served, body: ChatBody, prompt: Ids, params: SamplingParams) -> 
     return replace(params, skip_special_tokens=False) if shown & served.tokenizer.special_texts else params
 
 
-def chat_answer(body: ChatBody, generation: Generation, request: Request) -> ChatAnswer:
+def answer_reader(body: ChatBody, generation: Generation, request: Request) -> AnswerReader:
     """The reader of one choice."""
-    form = _format(generation.served, body)
-    reader = form.reader(_declared(body.offered), _end(generation.served, request.prompt_token_ids))
-    return ChatAnswer(reader, body.parallel_tool_calls is False, form.tools == "mistral")
+    end = _end(generation.served, request.prompt_token_ids)
+    return _format(generation.served, body).reader(_declared(body.offered), end, body.parallel_tool_calls is False)
+
+
+def call_id(body: ChatBody, served: Served, prefix: str) -> str:
+    """A new name for a call: for Mistral's templates nine letters and digits, because they refuse others."""
+    short = _format(served, body).tools == "mistral"
+    return secrets.token_hex(5)[:9] if short else f"{prefix}_{secrets.token_hex(12)}"
+
+
+def schemas_of(body: ChatBody) -> dict[str, str]:
+    """The form of the arguments of each tool, by its name."""
+    return {tool.function.name: json.dumps(tool.function.schema_of_arguments) for tool in body.offered}
 
 
 def _grammar(served: Served, body: ChatBody, prompt: Ids, params: SamplingParams) -> str | None:

@@ -1,0 +1,1 @@
+"""OpenAI's newer wire: `/v1/responses`."""

@@ -1,0 +1,202 @@
+"""The body of `/v1/responses`, strictly: OpenAI's newer protocol, whose conversations are rows of items.
+
+Nothing is stored here, whatever `store` says: what would need it (`previous_response_id`, `conversation`, references to
+items) is refused. Fields that change nothing about an answer may hold anything that OpenAI documents.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from fp8serve.engine.sampling_params import Tokens
+from fp8serve.server.schemas.answer_form import JsonObjectFormat, TextFormat
+from fp8serve.server.schemas.bodies import Body, Metadata, Strict
+from fp8serve.server.schemas.messages import ToolName
+from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema
+
+MAX_PARTS = 256
+NOT_TEXT = frozenset({"input_image", "input_file", "input_audio"})
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+def _only_text(content: Any) -> Any:
+    """A complaint about parts of a kind that no model here reads."""
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in NOT_TEXT:
+            raise PydanticCustomError(
+                "not_text", "parts of the type {type} are not read here; send text", {"type": part["type"]}
+            )
+    return content
+
+
+class TextPart(Strict):
+    """What an answer's part holds beside its text says nothing to a model."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+TextParts = Annotated[
+    Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | str, BeforeValidator(_only_text)
+]
+
+
+class MessageItem(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: TextParts
+    id: Id | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class CallItem(Strict):
+    type: Literal["function_call"]
+    call_id: Id
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str
+    id: Id | None = None
+    status: Status | None = None
+    caller: None = None
+    namespace: None = None
+    parsed_arguments: Any = None
+
+
+class OutputItem(Strict):
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: TextParts
+    id: Id | None = None
+    status: Status | None = None
+
+
+class ThoughtPart(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Strict):
+    type: Literal["reasoning"]
+    id: Id | None = None
+    summary: Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS)] | None = None
+    content: Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS)] | None = None
+    encrypted_content: None = None
+    status: Status | None = None
+
+
+def _kind(item: Any) -> Any:
+    """A message may leave its type out."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="type must be message, function_call, function_call_output or reasoning",
+    ),
+]
+
+
+class FunctionTool(Strict):
+    """A tool that the client runs; those that OpenAI's servers run have another `type`."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: ArgumentSchema | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: ToolName
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(max_length=64)]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": (None, "medium")}
+
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(Strict):
+    """`effort` reaches chat templates that know it; reasoning comes as it is written, and no summary is made."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ItemStreamOptions(Strict):
+    include_obfuscation: bool | None = None
+
+
+def _not_stored(name: str | None) -> str | None:
+    if name is not None:
+        raise PydanticCustomError("not_stored", "this server stores no responses; send the whole conversation as input")
+    return name
+
+
+class ResponsesBody(Body):
+    """`POST /v1/responses`. Without `max_output_tokens` the answer may fill the context."""
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "conversation": (None,),
+        "prompt": (None,),
+        "background": (None, False),
+        "max_tool_calls": (None,),
+        "truncation": (None, "disabled"),
+        "top_logprobs": (None, 0),
+    }
+
+    model: str | None = None
+    input: Annotated[list[Item], Field(min_length=1, fail_fast=True)] | str
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream: bool | None = None
+    stream_options: ItemStreamOptions | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # reasoning is never encrypted here
+    previous_response_id: Annotated[str | None, AfterValidator(_not_stored)] = None
+    store: bool | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    max_tool_calls: int | None = None
+    truncation: str | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def messages(self) -> list[Any]:
+        """What counts as messages of a conversation."""
+        return self.input if isinstance(self.input, list) else [self.input]

@@ -1,0 +1,24 @@
+"""A server whose model writes exactly what it was told last."""
+
+from typing import Any
+
+from fp8serve.model.text.chat import ChatTemplate
+from fp8serve.model.text.tokenizer import Tokenizer
+from tests.server.fakes import FakeEngine, Launcher, byte_backend
+
+LAST = "{% if tools %}{% endif %}{{ messages[-1].content }}"
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+class EchoLauncher(Launcher):
+    """Its models' template is the last message alone, and the engine repeats its prompt."""
+
+    async def __call__(self, source: Any) -> tuple[FakeEngine, Tokenizer]:
+        engine, _ = await super().__call__(source)
+        return engine, Tokenizer(byte_backend(), {"eos_token": "<eos>"}, ChatTemplate(LAST, {}))
+
+
+def echo(directory: Any) -> EchoLauncher:
+    (directory / "chat_template.jinja").write_text(LAST)
+    return EchoLauncher()
