@@ -9,6 +9,7 @@ transformers 5 writes `dtype` where 4 wrote `torch_dtype`: both are read. Defaul
 transformers' class for the architecture. No torch here.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8serve.errors import ModelError, shown
+from fp8serve.model.config.asking import ask
 from fp8serve.model.config.encoder import ENCODERS, OF_HEADS, Head, head_of, is_encoder
 from fp8serve.model.config.families import BEFORE, FAMILIES, SHARED, Family, HeadNorm, Norm, Norms
 from fp8serve.model.config.keys import HONOURED, is_harmless
@@ -111,7 +113,7 @@ def read_config(model_dir: Path | str) -> ModelConfig:
 
 def check_config(model_dir: Path | str) -> None:
     """ModelError as `read_config`, but a model without a family is left to the process that computes it: to know more
-    takes torch and transformers."""
+    takes torch and transformers, and seconds."""
     raw, generation, where = _read(Path(model_dir))
     if not is_without_family(raw):
         parse_config(raw, generation, where)
@@ -146,9 +148,7 @@ def parse_config(
         name = ENCODERS[raw["model_type"]].architecture
         raise ModelError(f"{where} is of an encoder of {name}'s family: it embeds or classifies, and writes no text.")
     if is_without_family(raw):
-        from fp8serve.model.transformers_backend import describe  # here: it brings torch and transformers
-
-        return describe(raw, generation or {}, where)
+        return _by_transformers(raw, generation or {}, where)
     family = _family(raw, where)
     _refuse_unknown(raw, family, where)
     get = Reader(raw, family, where)
@@ -189,6 +189,16 @@ def parse_config(
         **attention,
         **_multipliers(get),
     )
+
+
+def _by_transformers(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """A process without torch stays so, and asks another."""
+    if "torch" in sys.modules:
+        from fp8serve.model.transformers_backend import describe  # here: it brings torch
+
+        return describe(raw, generation, where)
+    found = ask(raw, generation, where)
+    return ModelConfig(**found | {"computed_by": TransformersClass(**found["computed_by"])})
 
 
 def _blocks(get: Reader) -> dict[str, Any]:

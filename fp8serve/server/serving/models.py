@@ -171,15 +171,10 @@ class ServedModels:
             raise MachineError(f"The weights were not ready within {self.deadlines.load:g} seconds.") from None
         except OSError as error:
             raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
-        return Served(source, engine, tokenizer, f"{source.key}-{version}", self._answers(source, tokenizer))
+        return Served(source, engine, tokenizer, f"{source.key}-{version}", self._answers(tokenizer))
 
-    def _answers(self, source: Source, tokenizer: Tokenizer) -> AnswerFormat:
-        answers = choose(tokenizer.template_text, tokenizer.takes_tools, self._readers)
-        form = "answers of %s: tool calls are read as %s, reasoning as %s"
-        log.info(form, source.model_id, answers.tools, answers.reasoning)
-        if not tokenizer.takes_tools and tokenizer.has_chat_template and answers.tools != "none":
-            log.info("the chat template knows no tools: they are described to the model in the system message")
-        return answers
+    def _answers(self, tokenizer: Tokenizer) -> AnswerFormat:
+        return choose(tokenizer.template_text, tokenizer.takes_tools, self._readers)
 
     async def _canary(self, engine: EngineHandle) -> None:
         """One greedy token, one vector or one score: an engine that loads but cannot compute is not put in place."""

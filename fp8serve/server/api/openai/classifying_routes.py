@@ -68,7 +68,9 @@ async def _scores(
         read = await until_disconnect(request, state.parser.pairs(served, pairs))
         ids, segments = [r[0] for r in read], [r[1] for r in read]
         tokens = [len(i) for i in ids]
-        found = await until_disconnect(request, at_once(lambda: served.engine.classify(ids, segments), tokens, places))
+        found = await until_disconnect(
+            request, at_once(lambda: served.engine.classify(ids, segments), tokens, places, request.scope["visit"])
+        )
     return found, sum(tokens)
 
 
