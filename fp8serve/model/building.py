@@ -7,6 +7,7 @@ from fp8serve.model.config.either import AnyConfig
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.transformers_backend.network import TransformersModel
 
 Model = Decoder | TransformersModel  # a language model
@@ -22,7 +23,7 @@ def build_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> M
 
 def skeleton(config: AnyConfig) -> AnyModel:
     """As `build_on_meta`, of an encoder, too."""
-    return Encoder(config, device="meta") if isinstance(config, EncoderConfig) else build_on_meta(config)
+    return encoder_class(config)(config, device="meta") if isinstance(config, EncoderConfig) else build_on_meta(config)
 
 
 def transposed_linears(model: Model | Encoder) -> frozenset[str]:

@@ -38,6 +38,7 @@ from fp8serve.model.formats.scales import (
 )
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts
+from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.storage.files import present
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 from fp8serve.model.transformers_backend.check import check_against_class
@@ -116,7 +117,7 @@ def load_encoder(
     checkpoint = open_checkpoint(model_dir)
     if not isinstance(checkpoint.any_config, EncoderConfig):
         raise ModelError(f"{model_dir} holds {checkpoint.any_config.architecture}, which is not an encoder.")
-    model = Encoder(checkpoint.any_config, device="meta", dtype=dtype)
+    model = encoder_class(checkpoint.any_config)(checkpoint.any_config, device="meta", dtype=dtype)
     _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
     return model.eval()
 

@@ -32,7 +32,8 @@ from fp8serve.model.transformers_backend.names import by_module
 
 _LEFT_OVERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")  # buffers of old files; recomputed
 # of encoders: a buffer, and what made a loss in pre-training
-_OF_ENCODERS = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.")
+_OF_ENCODERS = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.", "head.",
+                "decoder.")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fp8serve.fp8.recipe import from_name
 from fp8serve.model.network.pooling import read_pooling
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.engine.tiny import write_model
-from tests.model.encoders import FAMILIES, make, pooled
+from tests.model.encoders import FAMILIES, MODERN, make, pooled
 
 OPTIONS = {"samples": 12, "seq_len": 24}
 TEXTS: Any = {"samples": 64, "seq_len": 24}  # of which eight are measured on
@@ -57,6 +57,23 @@ def test_gptq_moves_vectors_less_and_is_what_is_served(tiny: Path, tmp_path: Pat
     assert report.rounding == "gptq"
     assert 1 - report.quality.mean < 0.9 * (1 - nearest.quality.mean)
     assert served(tmp_path / "fp8", tiny).mean == pytest.approx(report.quality.mean, abs=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_modernbert(tmp_path: Path, recipe: str) -> None:
+    make(tmp_path / "m", MODERN)
+    pooled(tmp_path / "m", "cls_token", normalize=True)
+    plain = calibrate_encoder(tmp_path / "m", out=tmp_path / "plain", recipe=from_name(recipe), **TEXTS)
+    target = (1 + plain.quality.median) / 2
+    options = TEXTS | {"recipe": from_name(recipe), "rounding": "gptq", "target_cosine": target}
+    report = calibrate_encoder(tmp_path / "m", out=tmp_path / "fp8", **options)
+    assert 0 < len(report.layers) <= len(plain.layers) == 16
+    assert plain.quality.median < target <= report.quality.median < 1
+    exact, got = Embedder(tmp_path / "m", recipe="bf16"), Embedder(tmp_path / "fp8")
+    texts = ["some text", "other words here" * 2, "a"]
+    together = got.embed(texts).vectors
+    assert 0.98 < Closeness.of(exact.embed(texts).vectors, together).least < 1
+    assert all(torch.equal(got.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
 
 
 def test_layers_that_are_named_stay_in_bf16(tiny: Path, tmp_path: Path) -> None:

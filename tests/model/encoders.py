@@ -14,6 +14,10 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 40,
 }  # fmt: skip
 BERT = transformers.BertConfig(**SIZES)
+MODERN = transformers.ModernBertConfig(
+    **(SIZES | {"num_hidden_layers": 4, "hidden_size": 128}), local_attention=10, pad_token_id=0, bos_token_id=2,
+    eos_token_id=3, cls_token_id=2, sep_token_id=3,
+)  # fmt: skip
 FAMILIES = [
     BERT,
     transformers.BertConfig(**SIZES, hidden_act="gelu_pytorch_tanh"),

@@ -12,11 +12,11 @@ from fp8serve.errors import ModelError, RequestError
 from fp8serve.model.checkpoint import load_encoder, open_checkpoint
 from fp8serve.model.network.encoder import activated
 from fp8serve.model.network.pooling import Pooling, read_pooling
-from tests.model.encoders import BERT, FAMILIES, ids_of, make, pooled, randomized
+from tests.model.encoders import BERT, FAMILIES, MODERN, ids_of, make, pooled, randomized
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda c: f"{c.model_type}-{c.hidden_act}")
+@pytest.mark.parametrize("config", [*FAMILIES, MODERN], ids=lambda c: f"{c.model_type}-{c.to_dict().get('hidden_act')}")
 @torch.no_grad()
 def test_hidden_states_are_transformers_bit_for_bit(
     tmp_path: Path, config: transformers.PretrainedConfig, dtype: torch.dtype
@@ -75,6 +75,44 @@ def test_a_configuration_that_is_not_computed_is_refused(tmp_path: Path, change:
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=words):
+        load_encoder(tmp_path / "m", "bf16")
+
+
+@torch.no_grad()
+def test_modernbert_as_it_is_published(tmp_path: Path) -> None:
+    """With a head of pre-training, and the keys of transformers 4."""
+    model = randomized(transformers.ModernBertForMaskedLM(MODERN)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    raw = json.loads(path.read_text()) | {"norm_eps": 1e-4}
+    kinds = raw.pop("layer_types"), raw.pop("rope_parameters")
+    assert kinds[0] == ["full_attention", *["sliding_attention"] * 2, "full_attention"]
+    old = {"global_rope_theta": 5e4, "local_rope_theta": 2e3, "global_attn_every_n_layers": 2}
+    path.write_text(json.dumps(raw | old | {"local_attention": 6}))
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "m", dtype=torch.bfloat16).eval()
+    ids = ids_of(30)
+    expected = theirs(input_ids=ids[None], attention_mask=torch.ones(1, 30)).last_hidden_state[0]
+    assert torch.equal(load_encoder(tmp_path / "m", "bf16")(ids, [30]), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"norm_bias": True},
+        {"attention_bias": True},
+        {"hidden_activation": "relu"},
+        {"layer_types": ["full_attention"]},
+        {"local_attention": 0},
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}},
+        {"rope_parameters": [1]},
+        {"architectures": ["ModernBertForSequenceClassification"]},
+    ],
+)
+def test_a_modernbert_that_is_not_computed_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    make(tmp_path / "m", MODERN)
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=f"{next(iter(change))}|architecture"):
         load_encoder(tmp_path / "m", "bf16")
 
 

@@ -1,4 +1,4 @@
-"""The hyper-parameters of an encoder: BERT (MiniLM, BGE) and RoBERTa (XLM-RoBERTa: multilingual E5, BGE-M3).
+"""The hyper-parameters of an encoder: BERT (MiniLM, BGE), RoBERTa (XLM-RoBERTa: E5, BGE-M3) and ModernBERT.
 
 As for decoders (config.py), a key of config.json is honoured, harmless or refused. No torch here.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8serve.errors import ModelError, shown
+from fp8serve.model.config import modern
 from fp8serve.model.config.keys import is_harmless
 from fp8serve.model.config.reader import positive_number
 
@@ -22,7 +23,8 @@ class EncoderFamily:
     """architecture: of the model without a head. prefix: of its tensors in files that were saved with a head.
 
     classifier: of the model with a head of labels. has_pooler: what such a head reads lies in the model itself.
-    counts_from_pad: positions start behind the id of padding, as in fairseq.
+    counts_from_pad: positions start behind the id of padding, as in fairseq. pretrained: of the model with what made a
+    loss in pre-training, where published embedders say that they are this one. is_modern: a ModernBERT (modern.py).
     """
 
     architecture: str
@@ -30,9 +32,12 @@ class EncoderFamily:
     prefix: str
     has_pooler: bool = False
     counts_from_pad: bool = False
+    pretrained: str = ""
+    is_modern: bool = False
 
 
 ENCODERS: dict[str, EncoderFamily] = {
+    "modernbert": EncoderFamily("ModernBertModel", "", "model.", pretrained="ModernBertForMaskedLM", is_modern=True),
     "bert": EncoderFamily("BertModel", "BertForSequenceClassification", "bert.", has_pooler=True),
     "roberta": EncoderFamily("RobertaModel", "RobertaForSequenceClassification", "roberta.", counts_from_pad=True),
     "xlm-roberta": EncoderFamily(
@@ -74,6 +79,8 @@ class EncoderConfig:
     activation: EncoderActivation
     dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
     head: Head | None = None
+    layer_windows: tuple[int | None, ...] = ()  # of ModernBERT's layers; None sees the whole text
+    layer_thetas: tuple[float, ...] = ()  # and the bases of their rotary position
 
     @property
     def head_dim(self) -> int:
@@ -108,6 +115,7 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
     hidden, heads = _whole(raw, "hidden_size", where), _whole(raw, "num_attention_heads", where)
     if hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
+    layers, is_modern = _whole(raw, "num_hidden_layers", where), family.is_modern
     head = head_of(raw, where) if raw.get("architectures") == [family.classifier] else None
     rows, first = _whole(raw, "max_position_embeddings", where), _first_position(raw, family, where)
     if rows <= first:
@@ -120,30 +128,38 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
         vocab_size=_whole(raw, "vocab_size", where),
         hidden_size=hidden,
         intermediate_size=_whole(raw, "intermediate_size", where),
-        num_layers=_whole(raw, "num_hidden_layers", where),
+        num_layers=layers,
         num_heads=heads,
         max_position_embeddings=rows,
         first_position=first,
-        type_vocab_size=_whole({"type_vocab_size": 2} | dict(raw), "type_vocab_size", where),
-        layer_norm_eps=positive_number(raw.get("layer_norm_eps"), "layer_norm_eps", where, 1e-12),
+        layer_windows=modern.layer_windows(raw, layers, where) if is_modern else (),
+        layer_thetas=modern.layer_thetas(raw, layers, where) if is_modern else (),
+        type_vocab_size=1 if is_modern else _whole({"type_vocab_size": 2} | dict(raw), "type_vocab_size", where),
+        layer_norm_eps=_eps(raw, "norm_eps" if is_modern else "layer_norm_eps", 1e-5 if is_modern else 1e-12, where),
         activation=_activation(raw, where),
         dtype=_dtype(raw, where),
         head=head,
     )
 
 
+def _eps(raw: Mapping[str, Any], key: str, usual: float, where: str) -> float:
+    return positive_number(raw.get(key), key, where, usual)
+
+
 def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
     names = raw.get("architectures")
-    if names and names not in ([family.architecture], [family.classifier]):
+    known = [name for name in (family.architecture, family.classifier, family.pretrained) if name]
+    if names and names not in [[name] for name in known]:
         found = names[0] if isinstance(names, list) else names
         raise ModelError(
-            f"{where}: the architecture {shown(found)} is not supported; of this family {family.architecture} and "
-            f"{family.classifier} are."
+            f"{where}: the architecture {shown(found)} is not supported; of this family {' and '.join(known)} "
+            f"{'are' if len(known) > 1 else 'is'}."
         )
+    honoured = modern.HONOURED | modern.HARMLESS if family.is_modern else _HONOURED
     for key, value in raw.items():
         plain = value in ("absolute", None) if key == "position_embedding_type" else is_harmless(key, value)
         causal = key in ("is_decoder", "is_encoder_decoder") and bool(value)
-        if causal or not (key in _HONOURED or plain or (names == [family.classifier] and key in OF_HEADS)):
+        if causal or not (key in honoured or plain or (names == [family.classifier] and key in OF_HEADS)):
             raise ModelError(
                 f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."
@@ -192,9 +208,10 @@ def _first_position(raw: Mapping[str, Any], family: EncoderFamily, where: str) -
 
 
 def _activation(raw: Mapping[str, Any], where: str) -> EncoderActivation:
-    name = raw.get("hidden_act", "gelu")
+    key = "hidden_activation" if ENCODERS[raw["model_type"]].is_modern else "hidden_act"
+    name = raw.get(key, "gelu")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ModelError(f"{where}: hidden_act is {shown(name)}; encoders here compute {', '.join(_ACTIVATIONS)}.")
+        raise ModelError(f"{where}: {key} is {shown(name)}; encoders here compute {', '.join(_ACTIVATIONS)}.")
     return _ACTIVATIONS[name]
 
 

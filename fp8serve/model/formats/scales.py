@@ -253,7 +253,8 @@ def _maths(model_dir: Path) -> dict[str, Any]:
     raw = read_optional_json(model_dir / "config.json")
     if is_encoder(raw):
         of_encoder = asdict(parse_encoder_config(raw))
-        return {name: x for name, x in of_encoder.items() if name != "dtype" and not (name == "head" and x is None)}
+        later = {name for name in ("head", "layer_windows", "layer_thetas") if not of_encoder[name]}
+        return {name: x for name, x in of_encoder.items() if name not in {"dtype"} | later}
     config = read_config(model_dir)
     notes = {"dtype", "bos_token_id", "eos_token_ids", "layer_ropes"}
     if config.softmax_scale == config.head_dim**-0.5:
