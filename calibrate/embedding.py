@@ -1,4 +1,4 @@
-"""calibrate, of an encoder: amaxes from whole texts, and what FP8 does to the directions of their vectors.
+"""calibrate, of a model that embeds: amaxes from whole texts, and what FP8 does to the directions of their vectors.
 
 There are no next tokens, so no perplexity: each held-out text is embedded by both models, and the cosine of the two
 vectors is what FP8 cost (closeness.py). Weights are rounded as those of a decoder are (rounding.py). An encoder is
@@ -16,9 +16,13 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
-from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, load_encoder, write_calibrated
+from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, write_calibrated
+from fp8serve.model.config.either import AnyConfig
 from fp8serve.model.config.encoder import EncoderConfig
-from fp8serve.model.network.pooling import Pooling, has_pooling, read_pooling
+from fp8serve.model.config.sentence import has_pooling
+from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.network.pooling import Pooling, read_pooling
+from fp8serve.model.reading import hidden_states, load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
 
 from .closeness import Closeness
@@ -47,7 +51,7 @@ def calibrate_encoder(
     progress: Progress | None = None,
     **options: Any,
 ) -> EmbeddingReport:
-    """Calibrate the encoder in `model_dir` and write the FP8 directory `out`.
+    """Calibrate the encoder, or the decoder that embeds, in `model_dir` and write the FP8 directory `out`.
 
     options: fields of CalibrationOptions; RecipeError for one that is of language models only. Otherwise raises as
     `calibrate` does.
@@ -71,7 +75,7 @@ def _checked(out: Path, recipe: Recipe, options: Mapping[str, Any]) -> Calibrati
     asked, usual = CalibrationOptions.of(dict(options)), CalibrationOptions.of({})
     for name, value in vars(asked).items():
         if name not in _TAKEN and value != getattr(usual, name):
-            raise RecipeError(f"{name} is of language models, and this is an encoder; leave it out.")
+            raise RecipeError(f"{name} is of models that write text, and this one embeds or classifies; leave it out.")
     check_settings(out, recipe, asked, is_encoder=True)
     return asked
 
@@ -79,8 +83,8 @@ def _checked(out: Path, recipe: Recipe, options: Mapping[str, Any]) -> Calibrati
 def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stages) -> EncoderJob:
     """The model and the texts; nothing observed yet."""
     with stages.stage("load"):
-        model = load_encoder(source, "bf16", device=asked.device).requires_grad_(False)
-        convert(model)
+        model = load_reader(source, "bf16", device=asked.device).requires_grad_(False)
+        convert(model, skip=() if isinstance(model, Encoder) else (model.head_name,))
         linears = {name: cast(Linear, model.get_submodule(name)) for name in model.linear_names()}
         pooling = _pooling(source, model.config)
         batches = _batches(asked, source, model.config)
@@ -90,14 +94,16 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
     return job
 
 
-def _pooling(source: Path, config: EncoderConfig) -> Pooling:
+def _pooling(source: Path, config: AnyConfig) -> Pooling:
     """As the directory says; without a word a head's is what it reads, and another's the mean."""
     if has_pooling(source):
         return read_pooling(source)
+    if not isinstance(config, EncoderConfig):
+        return Pooling("lasttoken", normalized=False)
     return Pooling("mean" if config.head is None else "cls", normalized=False)
 
 
-def _batches(asked: CalibrationOptions, source: Path, config: EncoderConfig) -> Batches:
+def _batches(asked: CalibrationOptions, source: Path, config: AnyConfig) -> Batches:
     return calibration_batches(
         asked.data, Tokenizer.from_dir(source), config.vocab_size,
         samples=asked.samples, seq_len=min(asked.seq_len, config.max_length), batch_size=asked.batch_size,
@@ -110,7 +116,7 @@ def _observe(job: EncoderJob) -> None:
     observer, batches = job.observer, job.batches.calibration
     for batch in job.stages.steps("observe", batches):
         with autocast(enabled=False, calibrating=True, recipe=observer.recipe), torch.enable_grad():
-            job.model(batch.ids, batch.lengths)
+            hidden_states(job.model, batch.ids, batch.lengths)
         observer.end_batch()
     check(observer.seen, () if delayed(job.recipe) is None else observer.seen, len(batches))
 

@@ -1,4 +1,4 @@
-"""A calibration of an encoder under way: the model, what was seen of it, and what it costs as it is served."""
+"""A calibration of a model that embeds under way: the model, what was seen of it, and what it costs as it is served."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,9 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.building import AnyModel
 from fp8serve.model.network.pooling import Pooling
+from fp8serve.model.reading import hidden_states
 
 from .closeness import Closeness
 from .compare import freezer
@@ -36,7 +37,7 @@ class EncoderJob:
     recipe: Recipe
     asked: CalibrationOptions
     stages: Stages
-    model: Encoder
+    model: AnyModel
     linears: dict[str, Linear]
     batches: Batches
     pooling: Pooling
@@ -116,4 +117,4 @@ class EncoderJob:
         """Of the held-out texts, by the model as it is now."""
         held_out = self.batches.held_out
         batches = held_out if stage is None else self.stages.steps(stage, held_out)
-        return torch.cat([self.pooling(self.model(b.ids, b.lengths), b.lengths) for b in batches])
+        return torch.cat([self.pooling(hidden_states(self.model, b.ids, b.lengths), b.lengths) for b in batches])

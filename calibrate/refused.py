@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fp8serve.errors import DataError, RecipeError
+from fp8serve.errors import DataError, ModelError, RecipeError
 from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.formats.quantization_config import quantization_files
@@ -38,7 +38,12 @@ def check_settings(
 
 
 def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:
-    """RecipeError: smoothing has to know which layers read what, of a model that only transformers knows."""
+    """ModelError: a model with a head of labels is measured otherwise (embedding.py).
+
+    RecipeError: smoothing has to know which layers read what, of a model that only transformers knows.
+    """
+    if config.head is not None:
+        raise ModelError("The model has a head of labels and no next tokens; use calibrate_encoder.")
     if asked.smoothing is not None and config.computed_by is not None:
         raise RecipeError(
             f"Smoothing changes a layer together with the norm before it, and {config.architecture} has no family that "

@@ -25,6 +25,7 @@ from fp8serve.commands import (
     generate,
     inspect,
     jobs,
+    key,
     models,
     serve,
     studies,
@@ -47,7 +48,7 @@ COMMANDS: dict[str, Any] = {
 }  # fmt: skip
 for name, module in COMMANDS.items():
     app.command(name, help=module.__doc__)(module.command)
-for group, inner in {"models": models.app, "jobs": jobs.app, "bench": studies.app}.items():
+for group, inner in {"models": models.app, "jobs": jobs.app, "key": key.app, "bench": studies.app}.items():
     app.add_typer(inner, name=group)
 
 

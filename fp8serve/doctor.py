@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve import __version__
+from fp8serve.errors import ModelError
 
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512vbmi", "amx_bf16", "asimd", "bf16")
 _LEAST_DISK = 1 << 30
 
 
-def examine(data_dir: Path | None = None) -> dict[str, Any]:
-    """Everything `fp8serve doctor` shows; `problems` lists sentences about what keeps fp8serve from working, `notes`
-    those about what makes it slow."""
+def examine(data_dir: Path | None = None, model: str | None = None) -> dict[str, Any]:
+    """Everything `fp8serve doctor` shows; `problems` lists sentences about what keeps fp8serve from working, or from
+    computing `model`, and `notes` those about what makes it slow."""
     import torch
 
     from fp8serve.fp8 import ops
@@ -31,6 +32,7 @@ def examine(data_dir: Path | None = None) -> dict[str, Any]:
     disk = _disk(data_dir or _data_home())
     gpus, library = _gpus(), cuda_library()
     refused, slow = about_gpus(gpus, library)
+    computed, unknown = _model(model)
     return {
         "fp8serve": __version__,
         "python": platform.python_version(),
@@ -46,12 +48,28 @@ def examine(data_dir: Path | None = None) -> dict[str, Any]:
         "compilers": {"c++": _compiler(), "nvcc": _nvcc()},
         "memory": _memory(),
         "disk": disk,
-        "problems": _problems(disk) + refused,
+        "model": computed,
+        "problems": _problems(disk) + refused + unknown,
         "notes": slow,
     }
 
 
 _BF16 = {"runs": "torch", "why": "no FP8: torch's own high-precision kernels"}
+
+
+def _model(name: str | None) -> tuple[dict[str, str] | None, list[str]]:
+    """(what the model is and who computes it, problems); without weights."""
+    from fp8serve.hub import find_model
+    from fp8serve.model.config.either import computed_by, read_any_config
+
+    if name is None:
+        return None, []
+    try:
+        path = find_model(name)
+        config = read_any_config(path)
+    except ModelError as error:
+        return None, [str(error)]
+    return {"path": str(path), "architecture": config.architecture, "computed_by": computed_by(config)}, []
 
 
 def _recipe(needed: tuple[str, ...], kernels: dict[str, str]) -> dict[str, str]:

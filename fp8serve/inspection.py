@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.model.agreement import contradictions
+from fp8serve.model.config.either import ComputedBy, computed_by
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.formats import interop, transformer_engine
 from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, check_belongs, problems, read_scales
@@ -45,10 +46,11 @@ class Scale:
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """{"path", "holds", "scales": [Scale as a dict, ...], "notes", "problem"} of a model directory, of a
+    """{"path", "holds", "computed_by", "scales": [Scale as a dict, ...], "notes", "problem"} of a model directory, of a
     scales.safetensors, of a .safetensors file of weights, or of one with the `_extra_state` tensors of Transformer
     Engine.
 
+    `computed_by` is "fp8serve", "transformers", or None where no model can be loaded.
     `notes` are sentences on what the model loses here and on who else cannot read it; `problem` says why nothing in it
     can be served, or is None. A model that cannot be loaded is shown all the same, its tensors by their names alone.
 
@@ -88,7 +90,7 @@ def _of_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any]:
         found += _from_scales(state, FILE_NAME, dict(contradictions(checkpoint, state)))
         problem = _stranger(checkpoint, state)
     notes = [*left_out_notes(path, checkpoint.left_out), *reader_notes(checkpoint)]
-    return _report(path, _describe(checkpoint), found, notes, problem)
+    return _report(path, _describe(checkpoint), found, notes, problem, computed_by(checkpoint.any_config))
 
 
 def _present(path: Path) -> Shards:
@@ -128,10 +130,16 @@ def _stranger(checkpoint: Checkpoint, state: ScalingCheckpoint) -> str | None:
 
 
 def _report(
-    path: Path, holds: str, scales: list[Scale], notes: Sequence[str] = (), problem: str | None = None
+    path: Path,
+    holds: str,
+    scales: list[Scale],
+    notes: Sequence[str] = (),
+    problem: str | None = None,
+    computed: ComputedBy | None = None,
 ) -> dict[str, Any]:
     found = [asdict(s) for s in scales]
-    return {"path": str(path), "holds": holds, "scales": found, "notes": list(notes), "problem": problem}
+    about = {"path": str(path), "holds": holds, "computed_by": computed}
+    return about | {"scales": found, "notes": list(notes), "problem": problem}
 
 
 def _describe(checkpoint: Checkpoint) -> str:

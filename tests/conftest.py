@@ -5,11 +5,14 @@ beside other work, where threads that wait for each other cost minutes. Results 
 """
 
 import os
+import signal
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job, and its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,14 @@ def test_a_recipe_is_native_when_all_its_ops_have_kernels(monkeypatch: pytest.Mo
     assert recipes["block"] == {"runs": "on the reference", "why": "no compiled kernel for quantize_block"}
 
 
+def test_a_model_that_nobody_computes_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nobodys"}')
+    report = doctor.examine(tmp_path, str(tmp_path))
+    assert report["model"] is None
+    assert any("'nobodys'" in problem for problem in report["problems"])
+    assert main(["doctor", str(tmp_path), "--data-dir", str(tmp_path)]) == 1
+
+
 def test_instruction_sets_agree_with_torch() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability.startswith("AVX512"):

@@ -20,17 +20,19 @@ ALLOWED = {
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options"},
 }
-FOUNDATION = {"faults", "settings", "metrics", "tasks"}
+FOUNDATION = {"faults", "settings", "metrics", "tasks", "usage"}
 ALLOWED_IN_SERVER = {
     "answers": {"answers"},
     **dict.fromkeys(FOUNDATION, {"answers"} | FOUNDATION),
     "schemas": {"schemas"},
-    "http": {"http"} | FOUNDATION,
+    "access": {"access"} | FOUNDATION,
+    "http": {"http", "access"} | FOUNDATION,
     "serving": {"serving", "answers"} | FOUNDATION,
     "parsing": {"parsing", "serving", "schemas"} | FOUNDATION,
     "finetuning": {"finetuning", "parsing", "serving", "schemas"} | FOUNDATION,
-    "server_state": {"finetuning", "parsing", "serving"} | FOUNDATION,
-    "api": {"api", "server_state", "finetuning", "parsing", "serving", "schemas", "http", "answers"} | FOUNDATION,
+    "server_state": {"access", "finetuning", "parsing", "serving"} | FOUNDATION,
+    "api": {"api", "access", "server_state", "finetuning", "parsing", "serving", "schemas", "http", "answers"}
+    | FOUNDATION,
     "app": {"api", "server_state", "finetuning", "serving", "http"} | FOUNDATION,
     "launch": {"app", "server_state", "serving", "http"} | FOUNDATION,
 }

@@ -1,9 +1,15 @@
 """What a process of ours must not load before it serves."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from fp8serve.model.config.decoder import parse_config
+from tests.model.oracle import SIZES
 
 
 @pytest.mark.parametrize(
@@ -14,3 +20,61 @@ def test_no_compiler_and_no_transformers_is_imported(module: str) -> None:
     code = f"import sys, {module}; print([m for m in {unwanted} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def without_torch(code: str, *arguments: str) -> Any:
+    """What `code` prints as JSON, in a process that must end without torch."""
+    code = f"import json, sys\n{code}\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+WINDOWS = {"model_type": "exaone4", **SIZES, "pad_token_id": 2, "sliding_window": 8, "layer_types": None}
+
+
+def test_a_process_without_torch_asks_another_what_transformers_class_makes_of_a_model() -> None:
+    code = """
+from dataclasses import asdict
+from fp8serve.model.config.decoder import parse_config
+config = parse_config(json.loads(sys.argv[1]))
+hash(config)
+print(json.dumps(repr(config)))
+"""
+    assert without_torch(code, json.dumps(WINDOWS)) == repr(parse_config(WINDOWS))
+
+
+def test_a_refusal_comes_back_as_the_same_sentence() -> None:
+    code = """
+from fp8serve.errors import ModelError
+from fp8serve.model.config.decoder import parse_config
+try:
+    parse_config(json.loads(sys.argv[1]), where="here")
+except ModelError as error:
+    print(json.dumps(str(error)))
+"""
+    found = without_torch(code, json.dumps({"model_type": "granitemoe", **SIZES}))
+    assert found.startswith("'granitemoe' is a mixture of experts")
+
+
+def test_the_front_takes_a_job_for_such_a_model_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WINDOWS))
+    code = """
+from pathlib import Path
+import fp8serve.server.app
+from fp8serve.server.faults import Fault
+from fp8serve.server.finetuning.job_directory import JobDirectories
+from fp8serve.server.schemas.finetune_bodies import FinetuneBody
+from fp8serve.server.serving.served import Source
+from fp8serve.server.settings import Settings
+model, out = Path(sys.argv[1]), Path(sys.argv[1]) / "job"
+settings = Settings(model=model)
+directories, source = JobDirectories(settings, model, None), Source("base", "mine", model, settings)
+config = directories.fill(out, FinetuneBody(data=[{"text": "a"}]), source, None)
+try:
+    directories.fill(model / "long", FinetuneBody(data=[{"text": "a"}], seq_len=257), source, None)
+except Fault as fault:
+    print(json.dumps([config.seq_len, fault.message]))
+"""
+    seq_len, refusal = without_torch(code, str(tmp_path))
+    assert seq_len == SIZES["max_position_embeddings"]
+    assert refusal.startswith("seq_len 257 is longer than the 256 tokens")

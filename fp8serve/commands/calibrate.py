@@ -53,12 +53,12 @@ def command(
     from fp8serve.calibration.pipeline import calibrate
     from fp8serve.calibration.ranks import torchrun
     from fp8serve.calibration.report import summary_table
+    from fp8serve.engine.task import task_of
     from fp8serve.hub import find_model
-    from fp8serve.model.config.either import holds_encoder
 
     check_report(report_file)
     directory, recipe = find_model(model), scaling().recipe
-    if holds_encoder(directory):
+    if task_of(directory) != "generate":
         return _encoder(directory, out, recipe, options.values, report_file, json)
     with torchrun() as ranks, stages("Calibrating") if ranks.first else nullcontext() as progress:
         report = calibrate(

@@ -1,11 +1,12 @@
 """Say what this machine has and how fp8serve runs on it.
 
-Device, instruction set, which kernel serves each operation, and which recipes run natively. Status 1 when
-something is in the way.
+Device, instruction set, which kernel serves each operation, and which recipes run natively; with MODEL, who computes
+it: fp8serve's own layers, or transformers' class. Status 1 when something is in the way.
 
 \b
 Examples:
   fp8serve doctor
+  fp8serve doctor ./llama
   fp8serve doctor --json
 """
 
@@ -18,6 +19,7 @@ from fp8serve.terminal import AsJson, print_json, print_table, size
 
 
 def command(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Model as the other commands take it.")] = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(help="The server's data directory, to check its disk.", show_default="a user directory"),
@@ -26,13 +28,15 @@ def command(
 ) -> None:
     from fp8serve.doctor import examine
 
-    report = examine(data_dir)
+    report = examine(data_dir, model)
     print_json(report) if json else _print(report)
     if report["problems"]:
         raise typer.Exit(1)
 
 
 def _print(report: dict[str, Any]) -> None:
+    from fp8serve.model.config.either import COMPUTED_BY
+
     cpu, memory, disk, tools = report["cpu"], report["memory"], report["disk"], report["compilers"]
     print(
         f"fp8serve {report['fp8serve']}, Python {report['python']}, torch {report['torch']['version']}, "
@@ -51,7 +55,10 @@ def _print(report: dict[str, Any]) -> None:
     print(f"C++      {tools['c++'] or 'none: csrc/ cannot be compiled here'}")
     print(f"nvcc     {tools['nvcc'] or 'none: CUDA kernels cannot be compiled here'}")
     library = report["cuda_library"]
-    print(f"CUDA     kernels {library['state']}{_for(library['architectures'])}\n")
+    print(f"CUDA     kernels {library['state']}{_for(library['architectures'])}")
+    if (model := report["model"]) is not None:
+        print(f"model    {model['path']}, {model['architecture']}, {COMPUTED_BY[model['computed_by']]}")
+    print()
     numerics = report["numerics"]
     rows = [(op, kernel, numerics.get(op, "")) for op, kernel in sorted(report["kernels"].items())]
     print_table(("operation", "served by", "numerics class"), rows)

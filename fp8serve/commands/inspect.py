@@ -93,8 +93,11 @@ def _draw(path: Path, report_file: Path | None) -> None:
 
 def _print(report: dict[str, Any]) -> None:
     from fp8serve.inspection import sparkline
+    from fp8serve.model.config.either import COMPUTED_BY
 
     print(f"{report['path']}: {report['holds']}, {len(report['scales'])} scale tensors")
+    if report["computed_by"] is not None:
+        print(COMPUTED_BY[report["computed_by"]])
     for note in report["notes"]:
         print(note)
     rows = [

@@ -6,6 +6,7 @@ Routes: /generate, the OpenAI ones, /finetune, /health, /metrics, /docs, and a c
 Examples:
   fp8serve serve ./llama-fp8
   fp8serve serve ./llama-fp8 --host 0.0.0.0 --api-key-file key.txt
+  fp8serve serve ./llama-fp8 --api-keys keys.toml
   fp8serve serve ./llama-fp8 --train-on share
   fp8serve serve ./llama --recipe current --port 8080
 """

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8serve.engine.labels import labelled
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.text_encoder import TextEncoder
-from fp8serve.errors import ModelError, RequestError
+from fp8serve.errors import RequestError
 from fp8serve.model.config.encoder import Head, ScoreActivation
 
 Pair = tuple[str, str]
@@ -26,36 +27,35 @@ class Classified:
 
 
 class Classifier:
-    """A directory of an encoder with a head of labels (`BertForSequenceClassification`).
+    """A directory of a model with a head of labels (`BertForSequenceClassification`), or of a decoder that judges.
 
-    options: the fields of EngineOptions. Raises as `Embedder`; ModelError: the model has no such head, too.
+    options: the fields of EngineOptions. Raises as `Embedder`; ModelError: the model has no labels, too.
     """
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
-        self.encoder = TextEncoder(model_dir, EngineOptions.of(options))
-        config = self.encoder.model.config
-        if config.head is None:
-            raise ModelError(f"{model_dir} holds {config.architecture}, which has no labels; it embeds.")
-        self.head: Head = config.head
+        self.encoder = TextEncoder(model_dir, EngineOptions.of(options), "classify")
+        self.labelled = labelled(self.encoder.model, self.encoder.tokenizer, Path(model_dir))
+        self.head: Head = self.labelled.head
 
     def classify(self, texts: Sequence[str | Pair]) -> Classified:
         """The scores of each text, or pair of texts. RequestError: one is too long."""
         if isinstance(texts, str) or not texts:
             raise RequestError("classify takes a list of one or more texts, or pairs of texts.")
-        read = [self.encoder.tokenizer.encode_pair(*((t, None) if isinstance(t, str) else t)) for t in texts]
+        pairs = [self.labelled.asked(*((text, None) if isinstance(text, str) else text)) for text in texts]
+        read = [self.encoder.tokenizer.encode_pair(*pair) for pair in pairs]
         return self.classify_ids([ids for ids, _ in read], [segments for _, segments in read])
 
     @torch.inference_mode()
     def classify_ids(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> Classified:
         """Of token ids, with 0 or 1 for each: whether it is of the first or the second text. RequestError."""
-        kinds = self.encoder.model.config.type_vocab_size
+        kinds = self.labelled.segments
         for ids, parts in zip(sequences, segments, strict=True):
             self.encoder.check(ids)
             if len(ids) != len(parts) or not all(0 <= part < kinds for part in parts):
                 raise RequestError(f"Segments must be one for each token, of 0 to {kinds - 1}.")
         logits = torch.empty(len(sequences), len(self.head.labels))
         for step in self.encoder.run(sequences, segments):
-            logits[step.indexes] = self.encoder.model.logits(step.hidden, step.lengths).cpu()
+            logits[step.indexes] = self.labelled.logits(step.hidden, step.lengths).cpu()
         return Classified(logits, scored(logits, self.head.activation), [len(ids) for ids in sequences])
 
 

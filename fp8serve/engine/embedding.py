@@ -33,7 +33,7 @@ class Embedder:
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
         self.pooling: Pooling = read_pooling(model_dir)
-        self.encoder = TextEncoder(model_dir, EngineOptions.of(options), self.pooling.max_length)
+        self.encoder = TextEncoder(model_dir, EngineOptions.of(options), "embed", self.pooling.max_length)
         self.options, self.model = self.encoder.options, self.encoder.model
         self.tokenizer, self.frozen = self.encoder.tokenizer, self.encoder.frozen
 

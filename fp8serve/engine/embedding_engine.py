@@ -1,4 +1,4 @@
-"""An encoder in the engine's process: what `worker.py` asks of an engine, where nothing is generated."""
+"""A model that embeds or classifies, in the engine's process: what `worker.py` asks of an engine."""
 
 import time
 from base64 import b64encode
@@ -16,8 +16,6 @@ from fp8serve.engine.request import EngineLimits, Request, Task
 from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
 from fp8serve.fp8 import ops
-from fp8serve.model.config.either import read_any_config
-from fp8serve.model.config.encoder import EncoderConfig
 
 
 class EncoderEngine:
@@ -151,12 +149,5 @@ class ClassifyingEngine(EncoderEngine):
 
     def info(self) -> dict[str, Any]:
         """And what is scored."""
-        head = self.classifier.head
-        return super().info() | {"labels": list(head.labels), "activation": head.activation}
-
-
-def encoder_engine(model_dir: Path, **options: Any) -> EncoderEngine:
-    """By what the directory holds."""
-    config = read_any_config(model_dir)
-    has_labels = isinstance(config, EncoderConfig) and config.head is not None
-    return (ClassifyingEngine if has_labels else EmbeddingEngine)(model_dir, **options)
+        head, around = self.classifier.head, self.classifier.labelled.around
+        return super().info() | {"labels": list(head.labels), "activation": head.activation, "pair": around}

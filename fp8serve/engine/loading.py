@@ -28,6 +28,7 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import KvScale, Runner
+from fp8serve.engine.task import check_generates
 from fp8serve.engine.traffic import Calibrated, Traffic, input_scale
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
@@ -111,6 +112,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     """See `Engine` for what is raised."""
     on_gpu = check_device(options.device).type == "cuda"
     config = read_config(model_dir)
+    check_generates(model_dir, options.task)
     if on_gpu and config.head_dim > GPU_HEAD_DIM:
         raise ModelError(
             f"{model_dir} has keys of {config.head_dim} elements, and attention on a GPU takes at most {GPU_HEAD_DIM}; "
@@ -121,7 +123,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     check_length(config, options)
     model = load_servable(model_dir, parse_recipe(options.recipe), _path(options.scales), options.device)
     frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    tiles = _separate_rows(model, frozen, options)
+    tiles = separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     sizes = sizes or plan_on_gpu(model, config, options, cache_dtype)
     model.expect(sizes.max_model_len)
@@ -157,7 +159,7 @@ def _tokenizer(model_dir: Path) -> Tokenizer | None:
     return Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
 
 
-def _separate_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
+def separate_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
     """Makes every linear's rows independent of each other, and joins what can be joined; the heights of tiles.
 
     Our CPU kernels are written to be and tested for it. Other products of a CPU are measured, and tiled where that is

@@ -14,6 +14,7 @@ import torch
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.either import AnyConfig
 from fp8serve.model.network.memory import free_memory
 
 CPU_SHARE = 4  # the cache takes at most a quarter of free memory: weights are mapped, and need room to stay there
@@ -43,9 +44,9 @@ def plan(config: ModelConfig, options: EngineOptions, cache_dtype: torch.dtype, 
     return CachePlan(options.max_model_len or min(longest, blocks * options.block_size), blocks, block_bytes)
 
 
-def check_length(config: ModelConfig, options: EngineOptions) -> int:
+def check_length(config: AnyConfig, options: EngineOptions) -> int:
     """The longest sequence of the model; RequestError when the options ask for a longer one."""
-    longest = config.max_position_embeddings
+    longest = config.max_length
     if options.max_model_len is not None and options.max_model_len > longest:
         raise RequestError(
             f"max_model_len {options.max_model_len} is beyond the {longest} tokens of this model's "

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len
 
+from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
 from fp8serve.fp8.recipe import RecipeChoice, to_json
 from fp8serve.options import About, check, known_fields
@@ -33,6 +34,7 @@ class EngineOptions:
     ] = None
     device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
     kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = "bf16"
+    task: Annotated[Task | None, About("What the model is served for.", unset="what its directory is for")] = None
     max_num_seqs: Annotated[int, Ge(1), About("Sequences that run at the same time.")] = 16
     max_model_len: Annotated[
         int | None,

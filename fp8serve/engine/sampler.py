@@ -19,16 +19,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import compress
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fp8serve.engine.masks import Mask
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.transfer import to_device
 from fp8serve.fp8 import ops as ops  # registers the op called below
+
+if TYPE_CHECKING:
+    from fp8serve.engine.masks import Mask  # which needs a library that the GPU's tests do not
 
 TOO_EARLY = -1e30
 """The logit of an end that comes too early: it is taken only where bad words leave nothing else."""
@@ -55,7 +58,7 @@ class _Ranked:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: Mask | None = None) -> list[Sampled]:
+def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None) -> list[Sampled]:
     """FP32 logits [sequences, vocab] -> one token for each sequence; `mask` is of those that have a form. `logits` is
     overwritten.
     """
@@ -153,7 +156,7 @@ def _forbid_bad_words(logits: Tensor, seqs: list[Sequence]) -> None:
             logits[row].index_fill_(0, to_device(seq.ban.tokens(), torch.long, logits.device), -torch.inf)
 
 
-def _forbid_other_forms(logits: Tensor, mask: Mask) -> None:
+def _forbid_other_forms(logits: Tensor, mask: "Mask") -> None:
     """Only what the grammar allows, where a request has one."""
     forbidden = to_device(mask.forbidden(logits.shape[-1]), torch.bool, logits.device)
     for row, not_these in zip(mask.rows, forbidden, strict=True):

@@ -4,13 +4,15 @@ import secrets
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fp8serve.engine.bad_words import Ban
-from fp8serve.engine.grammar import Matcher
 from fp8serve.engine.output import FinishReason, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from fp8serve.engine.grammar import Matcher  # which needs a library that the GPU's tests do not
 
 
 class Status(Enum):
@@ -43,7 +45,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # the cache manager
     block_hashes: list[bytes] = field(default_factory=list)  # the cache manager: chained, of full blocks
     finish_reason: FinishReason | None = None  # whoever ends it
-    constraint: Matcher | None = None  # the engine, when the answer has a given form
+    constraint: "Matcher | None" = None  # the engine, when the answer has a given form
     ban: Ban | None = None  # the engine, when there are texts that must not come
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
     drafter: Guesser | None = None  # the engine, where tokens are drafted

@@ -1,7 +1,7 @@
-"""An encoder ready to run over texts, as many together as fit a step: what embedding and classifying share.
+"""A model ready to run over texts, as many together as fit a step: what embedding and classifying share.
 
 Texts lie one behind the other, without padding; what a text gets does not depend on the others (invariant.py,
-model/network/encoder.py).
+model/reading.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from fp8serve.engine.accelerator import check_device
 from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
-from fp8serve.engine.loading import parse_recipe
+from fp8serve.engine.loading import parse_recipe, separate_rows
+from fp8serve.engine.memory import check_length
 from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.checkpoint import load_encoder
+from fp8serve.model.building import AnyModel
 from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.reading import hidden_states, load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
 
 
@@ -32,22 +35,25 @@ class Step:
 
 
 class TextEncoder:
-    """A directory's encoder and tokenizer. Raises ModelError, ScalesError and RecipeError, as loading does, and
-    RequestError for an option that only a model which generates can have."""
+    """A directory's encoder, or its decoder, and tokenizer.
 
-    def __init__(self, model_dir: str | Path, options: EngineOptions, max_length: int | None = None) -> None:
+    Raises ModelError, ScalesError and RecipeError, as loading does, and RequestError for an option that only a model
+    which generates can have.
+    """
+
+    def __init__(
+        self, model_dir: str | Path, options: EngineOptions, task: Task, max_length: int | None = None
+    ) -> None:
         """max_length: tokens of a text at most; None: as many as the model has positions."""
-        if options.speculative_tokens:
-            raise RequestError("An encoder writes nothing that could be drafted; leave speculative_tokens out.")
-        if options.roll_history:
-            raise RequestError("roll_history is for models that generate, and this is an encoder; leave it out.")
+        _check(options, task)
         check_device(options.device)
         scales = None if options.scales is None else Path(options.scales)
         self.options = options
-        self.model = load_encoder(model_dir, parse_recipe(options.recipe), scales, options.device)
+        self.model = load_reader(model_dir, parse_recipe(options.recipe), scales, options.device)
         self.tokenizer = Tokenizer.from_dir(model_dir)
         self.frozen = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}
-        self.max_length = min(max_length or self.model.config.max_length, self.model.config.max_length)
+        longest = check_length(self.model.config, options)
+        self.max_length = min(longest, max_length or longest, options.max_model_len or longest)
         _separate_rows(self.model, self.frozen, options)
 
     def check(self, ids: Sequence[int]) -> None:
@@ -65,7 +71,10 @@ class TextEncoder:
         for group in self._groups([len(ids) for ids in sequences]):
             parts = None if segments is None else self._flat([segments[i] for i in group])
             lengths = [len(sequences[i]) for i in group]
-            yield Step(group, lengths, self.model(self._flat([sequences[i] for i in group]), lengths, parts))
+            yield Step(group, lengths, self._hidden([sequences[i] for i in group], parts))
+
+    def _hidden(self, sequences: Sequence[Sequence[int]], segments: Tensor | None) -> Tensor:
+        return hidden_states(self.model, self._flat(sequences), [len(ids) for ids in sequences], segments)
 
     def _groups(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indexes of texts that are computed together: neighbours, as many as fit a step, and at least one."""
@@ -81,8 +90,21 @@ class TextEncoder:
         return torch.tensor([i for row in rows for i in row], device=self.options.device)
 
 
-def _separate_rows(model: Encoder, frozen: dict[str, FrozenLinear], options: EngineOptions) -> None:
-    """Makes every linear's rows independent of each other; see loading.py for the same of a decoder."""
+def _check(options: EngineOptions, task: Task) -> None:
+    """RequestError: an option that only a model which generates can have, or another task."""
+    if options.task not in (None, task):
+        raise RequestError(f"task is {options.task!r}, and the model was opened to {task}; leave one of the two out.")
+    if options.speculative_tokens:
+        raise RequestError(f"A model that is there to {task} writes nothing to draft; leave speculative_tokens out.")
+    if options.roll_history:
+        raise RequestError(f"roll_history is for models that generate, and this one is to {task}; leave it out.")
+
+
+def _separate_rows(model: AnyModel, frozen: dict[str, FrozenLinear], options: EngineOptions) -> None:
+    """Makes every linear's rows independent of each other."""
+    if not isinstance(model, Encoder):
+        separate_rows(model, frozen, options)
+        return
     for layer in frozen.values():
         layer.make_rows_independent()
     if own_products(options.device):

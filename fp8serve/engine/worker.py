@@ -30,13 +30,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from fp8serve.ending import end_process
-from fp8serve.engine.embedding_engine import EncoderEngine, encoder_engine
+from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
-from fp8serve.engine.request import Request
+from fp8serve.engine.request import Request, Task
+from fp8serve.engine.task import task_of
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.model.config.either import holds_encoder
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
@@ -176,10 +176,15 @@ class Heartbeat:
         self._stop.set()
 
 
+_ENGINES: dict[Task, Callable[..., Engine | EncoderEngine]] = {
+    "generate": Engine, "embed": EmbeddingEngine, "classify": ClassifyingEngine
+}  # fmt: skip
+
+
 def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
     """The engine; None where it cannot be loaded, and the owner is told why."""
     try:
-        return (encoder_engine if holds_encoder(model) else Engine)(model, **asdict(options))
+        return _ENGINES[task_of(model, options.task)](model, **asdict(options))
     except Fp8ServeError as problem:
         connection.send("failed", **_described(problem))
     except Exception as problem:

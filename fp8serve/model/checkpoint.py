@@ -67,6 +67,8 @@ def load_trainable(
 ) -> Model:
     """The model with high-precision weights of `dtype` that may be written to; FP8 weights are dequantized."""
     checkpoint = open_checkpoint(model_dir)
+    if checkpoint.config.head is not None:
+        raise ModelError(f"{model_dir} holds a head of labels, and models that write text are trained here.")
     model = build_on_meta(checkpoint.config, dtype)
     for name in checkpoint:
         own = torch.float32 if keeps_fp32(name) else dtype

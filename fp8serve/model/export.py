@@ -24,7 +24,9 @@ from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
 from fp8serve.model.building import skeleton, transposed_linears
+from fp8serve.model.config.decoder import classifies
 from fp8serve.model.config.either import parse_any_config
+from fp8serve.model.config.encoder import is_encoder
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.formats.file_formats import FORMATS
@@ -126,7 +128,8 @@ def write_calibrated(
     config = read_text_config(source)
     high_precision = weights if weights is not None else open_checkpoint(source)
     writer = _Quantizer(config, high_precision, quantized or {}, kept, scales, format, from_file=weights is None)
-    files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv), kept=kept)
+    head = ["score"] if classifies(config) and not is_encoder(config) else []
+    files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv), kept=[*head, *kept])
     config["quantization_config"] = files.pop("quantization_config")
     origin = "" if weights is not None else fingerprint(source)
     with whole_directory(out) as folder:
@@ -275,7 +278,7 @@ def _carry(source: Path, folder: Path) -> None:
     for name in CARRIED:
         if regular_file(source / name):
             (folder / name).write_bytes(read_file(inside(source, name), MAX_CARRIED_BYTES))
-    for config in sorted(source.glob("[0-9]_Pooling/config.json")):
+    for config in sorted((*source.glob("[0-9]_Pooling/config.json"), *source.glob("[0-9]_LogitScore/config.json"))):
         if regular_file(config):
             (folder / config.parent.name).mkdir()
             write_json(folder / config.parent.name / "config.json", read_json(config))

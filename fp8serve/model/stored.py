@@ -213,7 +213,16 @@ def _by_module(shards: Shards, config: AnyConfig) -> Shards:
     """The tensors by the names of the parameters that they are."""
     if isinstance(config, EncoderConfig):
         return _without_prefix(shards, config)
+    shards = _with_prefix(shards)
     return unstacked(shards if config.computed_by is None else by_module(shards, config), config)
+
+
+def _with_prefix(shards: Shards) -> Shards:
+    """By the names of a model with a head, where the file was saved without (`Qwen3Model`)."""
+    if "embed_tokens.weight" not in shards:
+        return shards
+    parts = ("embed_tokens.", "layers.", "norm.")
+    return shards.renamed({key: f"model.{key}" if key.startswith(parts) else key for key in shards})
 
 
 def _without_prefix(shards: Shards, config: EncoderConfig) -> Shards:

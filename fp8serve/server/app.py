@@ -34,6 +34,7 @@ from fp8serve.server.http.access_control import AccessControl
 from fp8serve.server.http.access_log import AccessLog
 from fp8serve.server.http.body_limits import BodyLimits
 from fp8serve.server.http.error_handlers import add_error_handlers
+from fp8serve.server.http.rate_limits import RateLimits
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Launch
 from fp8serve.server.settings import Settings
@@ -71,7 +72,8 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     app.add_middleware(
         BodyLimits, max_bytes=limits.body_bytes, seconds=limits.body_seconds, held_bytes=limits.held_bytes
     )
-    app.add_middleware(AccessControl, settings=settings)
+    app.add_middleware(RateLimits, tenants=state.tenants)
+    app.add_middleware(AccessControl, settings=settings, keys=state.keys)
     app.add_middleware(AccessLog, metrics=state.metrics)
     return app
 

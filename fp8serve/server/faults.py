@@ -39,6 +39,7 @@ class Code(Enum):
     BODY_TOO_LARGE = "body_too_large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     QUEUE_FULL = "queue_full"
+    RATE_LIMITED = "rate_limit_exceeded"
     STARTING = "starting"
     DRAINING = "draining"
     PAUSED = "paused_for_training"
@@ -86,6 +87,7 @@ KINDS: dict[Code, Kind] = {
     Code.BODY_TOO_LARGE: Kind(413, 413, "invalid_request_error", "validation"),
     Code.UNSUPPORTED_MEDIA_TYPE: Kind(415, 415, "invalid_request_error", "validation"),
     Code.QUEUE_FULL: Kind(429, 429, "rate_limit_error", "overloaded", retry=True),
+    Code.RATE_LIMITED: Kind(429, 429, "rate_limit_error", "overloaded", retry=True),
     Code.STARTING: _UNAVAILABLE,
     Code.DRAINING: _UNAVAILABLE,
     Code.PAUSED: _UNAVAILABLE,

@@ -7,7 +7,7 @@ with its own error.
 SIGTERM or SIGINT begins the drain: readiness turns false, new work gets 503 with Retry-After, accepted requests
 finish. When none is left, or `drain_seconds` have passed and the rest were ended with a typed error, the sockets
 close and `run` returns, exit status 0. A second signal ends the wait. A running fine-tune job stops at a checkpoint
-meanwhile and resumes with the next server.
+meanwhile and resumes with the next server. SIGHUP has the file of keys read again, where there is one.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -112,11 +113,15 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.state = state
         self._signals = 0
+        self._keys_asked = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """uvicorn raises the signal again when it is done, which would make the exit status 143; we have handled it."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.handle_exit)
+        if self.state.keys.path is not None:
+            handlers[signal.SIGHUP] = self.handle_hangup
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
@@ -126,8 +131,14 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1
 
+    def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
+        self._keys_asked = True
+
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
+        if self._keys_asked:
+            self._keys_asked = False
+            self.state.keys.reload()
         if self._signals and not self.state.draining.is_set():
             log.info("asked to stop: draining")
             self.state.begin_drain()

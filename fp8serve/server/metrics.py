@@ -99,6 +99,7 @@ class Metrics:
         self.job_counts: Callable[[], Mapping[str, int]] = dict
         self._http()
         self._generation()
+        self._tenants()
         self.registry.register(_Live(self))
         self._model = vllm_aliases_of
 
@@ -153,6 +154,21 @@ class Metrics:
         )
         self.engine_restarts = Counter(
             "fp8serve_engine_restarts", "Engine processes started again after they died", registry=on
+        )
+
+    def _tenants(self) -> None:
+        """By the names that the operator gave tenants, never by keys."""
+        on, tenant = self.registry, ("tenant",)
+        self.tenant_requests = Counter("fp8serve_tenant_requests", "Requests that were let in", tenant, registry=on)
+        self.tenant_in_flight = Gauge("fp8serve_tenant_requests_in_flight", "Of these, not ended", tenant, registry=on)
+        self.tenant_tokens = Counter(
+            "fp8serve_tenant_tokens", "Of ended requests: prompt or generated", (*tenant, "kind"), registry=on
+        )
+        self.tenant_rejected = Counter(
+            "fp8serve_tenant_requests_rejected",
+            "Refused by a limit of the tenant: requests, tokens or concurrent",
+            (*tenant, "reason"),
+            registry=on,
         )
 
     def preset(self) -> None:

@@ -15,6 +15,8 @@ from dataclasses import replace
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
+from fp8serve.server.access.key_file import KeyFile
+from fp8serve.server.access.limits import Tenants
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
@@ -27,6 +29,7 @@ from fp8serve.server.serving.models import BASE, ServedModels
 from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
+from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server")
 
@@ -37,9 +40,11 @@ class ServerState:
     def __init__(self, settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> None:
         limits = settings.limits
         self.settings = settings
+        self.keys = KeyFile(settings.api_keys, settings.api_key)
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
+        self.tenants = Tenants(self.metrics)
         self.models = ServedModels(
             settings.model_name, start_engine or launch, self.metrics, settings.deadlines, settings.answers
         )
@@ -87,7 +92,7 @@ class ServerState:
         log.info(
             "serving %s (%s) as %s on %s", served.source.model_id, served.weight_version, self.models.name, self.address
         )
-        if self.settings.api_key is None and not is_loopback(self.settings.host):
+        if not self.settings.asks_for_keys and not is_loopback(self.settings.host):
             log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
         self.runner.start()
 
@@ -202,10 +207,13 @@ class ServerState:
         places: Places,
         n: int = 1,
         tenant: str = "",
+        usage: Usage | None = None,
     ) -> Generation:
         """Checks and admits; after this the answer is a 200. Fault otherwise."""
         requests = build_requests(served, prompts, params, n, tenant)
-        generation = Generation(served, requests, n, places, self.metrics, self.settings.request_seconds)
+        generation = Generation(
+            served, requests, n, places, self.metrics, usage or Usage(), self.settings.request_seconds
+        )
         self.active.add(generation)
         return generation
 

@@ -102,6 +102,10 @@ class Settings(EngineOptions):
             private=True,
         ),
     ] = field(default=None, repr=False)
+    api_keys: Annotated[
+        Path | None,
+        About("File of keys with scopes, tenants and limits (docs/operating.md).", unset="none", private=True),
+    ] = None
     allow_unauthenticated: Annotated[bool, About("Listen beyond this machine without a key.")] = False
     allowed_hosts: Annotated[
         tuple[str, ...],
@@ -133,6 +137,11 @@ class Settings(EngineOptions):
         if self.api_key is not None and not self.api_key.strip():
             raise RequestError("The API key is empty; give a key or leave the option out.")
         _check_exposure(self)
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether requests must carry a key."""
+        return self.api_key is not None or self.api_keys is not None
 
     @property
     def engine(self) -> EngineOptions:
@@ -170,10 +179,10 @@ class Settings(EngineOptions):
 
 def _check_exposure(settings: Settings) -> None:
     """Whoever can reach the port can run jobs on this machine, so an open port needs a key or an explicit word."""
-    if settings.api_key is None and not settings.allow_unauthenticated and not is_loopback(settings.host):
+    if not settings.asks_for_keys and not settings.allow_unauthenticated and not is_loopback(settings.host):
         raise MachineError(
             f"Listening on {settings.host} lets other machines in, and no API key is set: "
-            "give --api-key-file (or --api-key), listen on 127.0.0.1, or say --allow-unauthenticated."
+            "give --api-key-file (or --api-key, --api-keys), listen on 127.0.0.1, or say --allow-unauthenticated."
         )
 
 

@@ -24,12 +24,12 @@ MAX_LISTED = 100  # bad lines described one by one
 
 
 @dataclass(frozen=True)
-class ValidationReport:
-    """What a dry run found.
+class DataReport:
+    """What lies in the data of a job.
 
     bad_lines: {"file", "line" (from 1, None for a whole file), "message"} of the first hundred; bad_line_count of all.
     data: counts as a run reports them. steps: optimizer steps of the job. longest_row and microbatch_tokens in tokens.
-    memory_bytes: estimate by part. sample: the first row as [text, carries loss] pieces.
+    sample: the first row as [text, carries loss] pieces.
     """
 
     ok: bool
@@ -41,22 +41,35 @@ class ValidationReport:
     steps_per_epoch: int
     longest_row: int
     microbatch_tokens: int
-    memory_bytes: dict[str, int]
     sample: list[tuple[str, bool]]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 
+@dataclass(frozen=True)
+class ValidationReport(DataReport):
+    """What a dry run found. memory_bytes: estimate by part."""
+
+    memory_bytes: dict[str, int]
+
+
 def validate(config: TrainConfig) -> ValidationReport:
     """Look at the model's configuration and all data. Raises ModelError or RecipeError; bad data are in the report."""
     model = read_config(config.model)
     check_length(config.seq_len, model)
+    found = look_at_data(config)
+    memory = memory_estimate(model, config, found.microbatch_tokens, found.trainable_fraction)
+    return ValidationReport(**vars(found), memory_bytes=memory)
+
+
+def look_at_data(config: TrainConfig) -> DataReport:
+    """As `validate`, without the model's configuration: to read that one may take another process."""
     tokenizer = Tokenizer.from_dir(config.model, config.today)
     rows, report, bad = _good_rows(config, tokenizer)
     lengths = [row.tokens for row in rows]
     microbatch = max((sum(lengths[i] for i in m) for s in epoch_steps(lengths, config, 0) for m in s), default=0)
-    return ValidationReport(
+    return DataReport(
         ok=bool(rows) and not bad,
         bad_lines=bad[:MAX_LISTED],
         bad_line_count=len(bad),
@@ -66,7 +79,6 @@ def validate(config: TrainConfig) -> ValidationReport:
         steps_per_epoch=len(epoch_steps(lengths, config, 0)),
         longest_row=max(lengths, default=0),
         microbatch_tokens=microbatch,
-        memory_bytes=memory_estimate(model, config, microbatch, report.trainable_fraction),
         sample=_marked(rows[0], tokenizer) if rows else [],
     )
 

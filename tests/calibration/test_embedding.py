@@ -104,7 +104,7 @@ def test_a_report_says_what_loses_less(tiny: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_options_of_language_models_are_refused(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="kv_cache is of language models"):
+    with pytest.raises(RecipeError, match="kv_cache is of models that write text"):
         calibrate_encoder(tiny, out=tmp_path / "fp8", kv_cache=True, **OPTIONS)
     with pytest.raises(RecipeError, match="nothing to calibrate"):
         calibrate_encoder(tiny, out=tmp_path / "fp8", recipe=None, **OPTIONS)
@@ -144,6 +144,10 @@ def test_the_command_tells_the_cosine(tiny: Path, tmp_path: Path, capsys: pytest
     assert "no page for an encoder" in capsys.readouterr().err
 
 
-def test_commands_of_language_models_say_what_it_is(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_language_models_say_what_it_is(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tiny)]) == 1
-    assert "an encoder: it embeds, and writes no text" in capsys.readouterr().err
+    assert "an encoder: it embeds, and writes no text" in capfd.readouterr().err
+    assert main(["generate", str(tiny), "abc"]) == 1
+    said = capfd.readouterr().err.strip()
+    assert said.count("\n") == 0
+    assert "family: it embeds or classifies, and writes no text" in said

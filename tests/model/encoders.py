@@ -35,6 +35,11 @@ def make(folder: Path, config: Any, kind: Any = transformers.AutoModel) -> None:
     """A model's directory with a tokenizer of letters."""
     torch.manual_seed(0)
     randomized(kind.from_config(config)).save_pretrained(folder)
+    letters(folder)
+
+
+def letters(folder: Path) -> None:
+    """A tokenizer of letters."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(97, 123))]
     backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -43,6 +48,10 @@ def make(folder: Path, config: Any, kind: Any = transformers.AutoModel) -> None:
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     backend.save(str(folder / "tokenizer.json"))
+
+
+def ids_of(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 def pooled(

@@ -150,12 +150,12 @@ def test_long_tables_are_cut_and_say_so(source: Path, fp8: Path, capsys: pytest.
 def test_configurations_are_compared_key_by_key(fp8: Path) -> None:
     other = copy(fp8)
     config = json.loads((other / "config.json").read_text())
-    config["rope_theta"] = 12345.0
+    config["rope_parameters"]["rope_theta"] = 12345.0
     config["quantization_config"]["version"] = "mine"
     (other / "config.json").write_text(json.dumps(config))
     found = compare(fp8, other).config
-    assert found.keys() == {"rope_theta", "quantization_config.version"}
-    assert found["rope_theta"][1] == 12345.0
+    assert found.keys() == {"rope_parameters.rope_theta", "quantization_config.version"}
+    assert found["rope_parameters.rope_theta"][1] == 12345.0
 
 
 def test_what_does_not_compare(model_dir: ModelDir, source: Path, fp8: Path, tmp_path: Path) -> None:

@@ -167,11 +167,11 @@ def test_the_tokenizer_comes_from_where_the_caller_says(how: str, tmp_path: Path
 
 def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
     model, out = trained(tmp_path), tmp_path / "out"
-    gpt2 = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32)
+    bloom = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=32)
     partly = convert(make_model("llama", tmp_path / "partly"), skip=("lm_head", "down_proj"))
     refused: list[tuple[type[Exception], str, nn.Module, Recipe]] = [
         (ModelError, "has no configuration of transformers", nn.Linear(2, 2), RECIPE),
-        (ModelError, "GPT2LMHeadModel", transformers.GPT2LMHeadModel(gpt2), RECIPE),
+        (ModelError, "BloomForCausalLM", transformers.BloomForCausalLM(bloom), RECIPE),
         (ModelError, "down_proj was not converted", train(partly), RECIPE),
         (ScalesError, "has not run with gradients", convert(make_model("llama", tmp_path / "fresh")), RECIPE),
     ]

@@ -12,11 +12,7 @@ from fp8serve.errors import ModelError, RequestError
 from fp8serve.model.checkpoint import load_encoder, open_checkpoint
 from fp8serve.model.network.encoder import activated
 from fp8serve.model.network.pooling import Pooling, read_pooling
-from tests.model.encoders import BERT, FAMILIES, make, pooled, randomized
-
-
-def ids_of(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(seed))
+from tests.model.encoders import BERT, FAMILIES, ids_of, make, pooled, randomized
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

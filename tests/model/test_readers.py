@@ -126,11 +126,12 @@ def test_compressed_tensors_dequantized_gives_the_same_logits(recipe: str, sourc
 
 
 def test_fp8_blocks_dequantized_give_the_same_logits(source: Path, tmp_path: Path) -> None:
-    """Without a GPU transformers dequantizes them."""
+    """Without a GPU transformers dequantizes them. Processors sum products of BF16 in different orders."""
     out = written(source, tmp_path / "out", "fp8", "block")
     theirs, _ = read_by_transformers(out, torch.bfloat16)
+    assert_same_parameters(theirs, out, torch.bfloat16)
     with torch.no_grad():
-        torch.testing.assert_close(all_logits(load_servable(out, "bf16"), IDS), logits(theirs), rtol=0, atol=0)
+        torch.testing.assert_close(all_logits(load_servable(out, "bf16"), IDS), logits(theirs), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("recipe", COMPRESSED)

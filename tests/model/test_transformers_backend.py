@@ -12,13 +12,18 @@ from safetensors.torch import load_file, save_file
 from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.refused import check_model
+from fp8serve.cli import main
+from fp8serve.doctor import examine
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import ModelError, RecipeError
+from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
+from fp8serve.model.config.either import COMPUTED_BY
 from fp8serve.model.transformers_backend import check
+from fp8serve.model.transformers_backend.experts import TESTED
 from tests.compatibility.cases import BY_TRANSFORMERS, make
-from tests.model.oracle import SIZES, all_logits, class_of, write_tokenizer
+from tests.model.oracle import SIZES, all_logits, class_of, make_random, write_tokenizer
 
 
 def described(model_type: str, **more: Any) -> Any:
@@ -42,7 +47,10 @@ def test_windows_heads_and_scales_are_those_of_the_class() -> None:
         ("gptj", {}, "does not build"),
         ("mamba", {}, "in a MambaMixer"),
         ("falcon_h1", {}, "in a Conv1d"),
-        ("granitemoe", {}, "in a GraniteMoe"),
+        ("granitemoe", {}, "is a mixture of experts without a family"),
+        ("phimoe", {}, "is a mixture of experts without a family"),
+        ("dots1", {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 48}, "is a mixture of"),
+        ("jetmoe", {}, "for ernie4_5_moe and olmoe alone"),
         ("t5", {}, "no causal language model"),
         ("diffllama", {}, "in 4 of its 2 layers"),
         ("minicpm3", {}, "heads of"),
@@ -58,12 +66,24 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(model_type: str, more:
     assert str(refused.value).count(". ") == 0
 
 
+def test_every_mixture_that_is_computed_goes_through_every_room() -> None:
+    tested = {name for name, (_, options, _) in BY_TRANSFORMERS.items() if "num_experts_per_tok" in options}
+    assert tested == set(TESTED)
+
+
 def test_a_class_that_changes_logits_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     options = SIZES | {"head_dim": 16, "pad_token_id": 2, "final_logit_softcapping": 5.0}
     model = transformers.VaultGemmaForCausalLM(transformers.VaultGemmaConfig(**options))
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="changes the logits"):
+        load_servable(tmp_path, "bf16")
+
+
+def test_a_class_whose_files_hold_buffers_is_refused(tmp_path: Path) -> None:
+    """xIELU's `beta` and `eps`: read as weights they would be rounded, and trained."""
+    make_random("Apertus", SIZES | {"pad_token_id": 2}, tmp_path)
+    with pytest.raises(ModelError, match=r"keeps \S+\.act_fn\.\w+ in its files, which is no weight"):
         load_servable(tmp_path, "bf16")
 
 
@@ -77,6 +97,47 @@ def test_a_class_in_which_tokens_meet_elsewhere_is_refused_as_it_is_loaded(
     monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + 3 * x.roll(1, 1)))
     with pytest.raises(ModelError, match="other hidden states"):
         load_servable(tmp_path, "bf16")
+
+
+def test_every_token_of_a_mixture_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one token in fourteen is wrong: the first of the second sequence reads the last of the first one."""
+    make("ernie4_5_moe", tmp_path)
+    mixture = transformers.models.ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeSparseMoeBlock
+    plain, (first, _) = mixture.forward, check.LENGTHS
+
+    def leaking(self: Any, x: torch.Tensor) -> Any:
+        before = torch.zeros_like(x)
+        if x.shape[1] > max(check.LENGTHS):
+            before[:, first] = 3 * x[:, first - 1]
+        return plain(self, x + before)
+
+    monkeypatch.setattr(mixture, "forward", leaking)
+    with pytest.raises(ModelError, match="other hidden states"):
+        load_servable(tmp_path, "bf16")
+
+
+def test_another_choice_of_experts_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here packed sequences are routed by the smallest logits."""
+    make("ernie4_5_moe", tmp_path)
+    router = transformers.models.ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeTopKRouter
+    plain = router.forward
+    packed = sum(check.LENGTHS)
+    monkeypatch.setattr(router, "forward", lambda self, x: plain(self, -x if len(x) == packed else x))
+    with pytest.raises(ModelError, match="other hidden states"):
+        load_servable(tmp_path, "bf16")
+
+
+@torch.no_grad()
+def test_a_few_of_many_experts_say_what_the_class_says_where_rounding_chooses_none(tmp_path: Path) -> None:
+    """In FP32: 64 greedy tokens of the class are what our logits would have chosen, with equal logits all along."""
+    options = SIZES | {"num_experts": 7, "num_experts_per_tok": 2, "pad_token_id": 2}
+    theirs = make_random("Olmoe", options, tmp_path, torch.float32)
+    prompt = torch.randint(3, 256, (1, 60), generator=torch.Generator().manual_seed(1))
+    ids = theirs.generate(prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+    expected = theirs(ids).logits[0]
+    found = all_logits(load_servable(tmp_path, "bf16", dtype=torch.float32), ids[0].tolist())
+    assert torch.equal(found[59:-1, 2:].argmax(-1), expected[59:-1, 2:].argmax(-1))
+    assert float((found - expected).norm() / expected.norm()) < 8 * torch.finfo(torch.float32).eps
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,11 +190,21 @@ def test_an_answer_does_not_depend_on_its_neighbours(name: str, recipe: str, tmp
     assert [done.logprobs for done in together] == [done.logprobs for done in alone]
 
 
-def test_it_is_said_who_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_who_computes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     make("helium", tmp_path)
     assert Engine(tmp_path, recipe="rowwise").info()["computed_by"] == "transformers"
     assert "HeliumForCausalLM has no family here" in caplog.text
     make("llama", tmp_path / "llama")
+    by = {"transformers": tmp_path, "fp8serve": tmp_path / "llama"}
+    for who, path in by.items():
+        assert inspect(path)["computed_by"] == who
+        assert examine(tmp_path, str(path))["model"]["computed_by"] == who
+        capsys.readouterr()
+        for command in ("inspect", "doctor"):
+            assert main([command, str(path)]) == 0
+        assert capsys.readouterr().out.count(COMPUTED_BY[who]) == 2  # type: ignore[index]
     assert Engine(tmp_path / "llama", recipe="rowwise").info()["computed_by"] == "fp8serve"
 
 

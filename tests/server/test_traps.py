@@ -131,8 +131,8 @@ async def test_no_number_makes_a_server_error(start: Start, route: str) -> None:
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
-            "tools",
+            {"messages": [{"role": "user", "content": "x"}], "audio": {}},
+            "audio",
         ),
         (
             "/v1/fine_tuning/jobs",

@@ -9,6 +9,7 @@ transformers 5 writes `dtype` where 4 wrote `torch_dtype`: both are read. Defaul
 transformers' class for the architecture. No torch here.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8serve.errors import ModelError, shown
+from fp8serve.model.config.asking import ask
+from fp8serve.model.config.encoder import ENCODERS, OF_HEADS, Head, head_of, is_encoder
 from fp8serve.model.config.families import BEFORE, FAMILIES, SHARED, Family, HeadNorm, Norm, Norms
 from fp8serve.model.config.keys import HONOURED, is_harmless
 from fp8serve.model.config.latent import Latent, latent_attention, latent_of
@@ -26,6 +29,7 @@ from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.storage.files import present, read_optional_json
 
 Activation = Literal["silu", "gelu_tanh"]
+_CLASSIFIES = "ForSequenceClassification"
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -88,7 +92,13 @@ class ModelConfig:
     latent: Latent | None = None  # all heads read one key, whose latent part is the value, too
     num_predictors: int = 0  # layers behind the last that may be in the file, and are left out
     attention_sinks: bool = False  # a logit of each head joins the sum of its weights
+    head: Head | None = None  # of labels, in place of the one that makes logits of tokens
     computed_by: TransformersClass | None = None  # fields of rotary position, norms and biases say nothing then
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_position_embeddings
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -103,7 +113,7 @@ def read_config(model_dir: Path | str) -> ModelConfig:
 
 def check_config(model_dir: Path | str) -> None:
     """ModelError as `read_config`, but a model without a family is left to the process that computes it: to know more
-    takes torch and transformers."""
+    takes torch and transformers, and seconds."""
     raw, generation, where = _read(Path(model_dir))
     if not is_without_family(raw):
         parse_config(raw, generation, where)
@@ -134,10 +144,11 @@ def parse_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
 ) -> ModelConfig:
     """`raw` is the object in config.json, `generation` that in generation_config.json; `where` is named in errors."""
+    if is_encoder(raw):
+        name = ENCODERS[raw["model_type"]].architecture
+        raise ModelError(f"{where} is of an encoder of {name}'s family: it embeds or classifies, and writes no text.")
     if is_without_family(raw):
-        from fp8serve.model.transformers_backend import describe  # here: it brings torch and transformers
-
-        return describe(raw, generation or {}, where)
+        return _by_transformers(raw, generation or {}, where)
     family = _family(raw, where)
     _refuse_unknown(raw, family, where)
     get = Reader(raw, family, where)
@@ -155,7 +166,8 @@ def parse_config(
         num_layers=layers,
         rms_norm_eps=get.number(family.eps_key),
         max_position_embeddings=max_len,
-        tie_word_embeddings=get.boolean("tie_word_embeddings"),
+        tie_word_embeddings=not classifies(raw) and get.boolean("tie_word_embeddings"),
+        head=head_of(raw, where) if classifies(raw) else None,
         mlp_bias=get.boolean("mlp_bias"),
         layer_windows=windows,
         layer_ropes=layer_ropes(get, windows, max_len, turned),
@@ -177,6 +189,16 @@ def parse_config(
         **attention,
         **_multipliers(get),
     )
+
+
+def _by_transformers(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """A process without torch stays so, and asks another."""
+    if "torch" in sys.modules:
+        from fp8serve.model.transformers_backend import describe  # here: it brings torch
+
+        return describe(raw, generation, where)
+    found = ask(raw, generation, where)
+    return ModelConfig(**found | {"computed_by": TransformersClass(**found["computed_by"])})
 
 
 def _blocks(get: Reader) -> dict[str, Any]:
@@ -255,7 +277,7 @@ def is_without_family(raw: Mapping[str, Any]) -> bool:
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
     family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
-    if family is None or (names and names != [family.architecture]):
+    if family is None or (names and names not in _spelled(family.architecture)):
         found = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
         more = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
@@ -263,9 +285,20 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     return family
 
 
+def _spelled(architecture: str) -> list[list[str]]:
+    """transformers' classes of a family: the one that writes text, and those that embed and classify."""
+    return [[architecture.replace("ForCausalLM", end)] for end in ("ForCausalLM", "Model", _CLASSIFIES)]
+
+
+def classifies(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json is that of a model with a head of labels."""
+    names = raw.get("architectures")
+    return isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_CLASSIFIES)
+
+
 def _refuse_unknown(raw: Mapping[str, Any], family: Family, where: str) -> None:
     for key, value in raw.items():
-        known = key in HONOURED or key in family.optional
+        known = key in HONOURED or key in family.optional or (classifies(raw) and key in OF_HEADS)
         fits = value in (family.fixed[key], None) if key in family.fixed else is_harmless(key, value)
         if not known and not fits:
             raise ModelError(

@@ -2,13 +2,23 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fp8serve.model.config.decoder import ModelConfig, check_config, parse_config, read_config
 from fp8serve.model.config.encoder import EncoderConfig, is_encoder, parse_encoder_config
 from fp8serve.model.storage.files import read_optional_json
 
 AnyConfig = ModelConfig | EncoderConfig
+ComputedBy = Literal["fp8serve", "transformers"]
+COMPUTED_BY: dict[ComputedBy, str] = {
+    "fp8serve": "computed by fp8serve's own layers",
+    "transformers": "computed by transformers' own class, because it has no family here: the same numerics, and slower",
+}
+
+
+def computed_by(config: AnyConfig) -> ComputedBy:
+    """Who computes the model; `COMPUTED_BY` has the words for it."""
+    return "transformers" if isinstance(config, ModelConfig) and config.computed_by is not None else "fp8serve"
 
 
 def holds_encoder(model_dir: Path | str) -> bool:

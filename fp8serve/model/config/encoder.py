@@ -44,7 +44,7 @@ _HONOURED = frozenset({
     "num_attention_heads", "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "dtype",
     "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings",
 })  # fmt: skip
-_OF_HEADS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
+OF_HEADS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
 _SCORES: dict[str, ScoreActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
@@ -108,7 +108,7 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
     hidden, heads = _whole(raw, "hidden_size", where), _whole(raw, "num_attention_heads", where)
     if hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
-    head = _head(raw, where) if raw.get("architectures") == [family.classifier] else None
+    head = head_of(raw, where) if raw.get("architectures") == [family.classifier] else None
     rows, first = _whole(raw, "max_position_embeddings", where), _first_position(raw, family, where)
     if rows <= first:
         raise ModelError(
@@ -143,14 +143,14 @@ def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
     for key, value in raw.items():
         plain = value in ("absolute", None) if key == "position_embedding_type" else is_harmless(key, value)
         causal = key in ("is_decoder", "is_encoder_decoder") and bool(value)
-        if causal or not (key in _HONOURED or plain or (names == [family.classifier] and key in _OF_HEADS)):
+        if causal or not (key in _HONOURED or plain or (names == [family.classifier] and key in OF_HEADS)):
             raise ModelError(
                 f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
                 "remove it if it does not change the model's maths."
             )
 
 
-def _head(raw: Mapping[str, Any], where: str) -> Head:
+def head_of(raw: Mapping[str, Any], where: str) -> Head:
     """Labels as transformers names them; the activation as sentence-transformers chooses it for one label, and as
     transformers' pipeline does for more."""
     named = raw.get(

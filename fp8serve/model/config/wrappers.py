@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8serve.errors import Fp8ServeError, ModelError, shown
+from fp8serve.model.config.encoder import is_encoder
 from fp8serve.model.config.families import FAMILIES
+from fp8serve.model.config.sentence import lacks_head
 from fp8serve.model.storage.files import read_json
 
 if TYPE_CHECKING:
@@ -32,11 +34,12 @@ _OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_
 def read_text_config(model_dir: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, Any]:
     """config.json of the language model in `model_dir`, as it would be published alone.
 
+    A head that an embedding model was published without is taken for its embedding, which nobody asks for logits.
     `error` as for `read_json`; ModelError: a wrapper's text_config is missing or of a model that it cannot hold.
     """
     raw = read_json(model_dir / "config.json", error)
     if not is_wrapper(raw):
-        return raw
+        return raw | {"tie_word_embeddings": True} if not is_encoder(raw) and lacks_head(model_dir, raw) else raw
     from fp8serve.model.storage.shards import open_shards  # here: a configuration is read without safetensors
 
     text = text_part(raw, str(model_dir / "config.json"))

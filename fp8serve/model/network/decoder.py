@@ -233,17 +233,18 @@ class Decoder(nn.Module):
         self, config: ModelConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16
     ) -> None:
         super().__init__()
-        self.config, self.head_name = config, "lm_head"
+        self.config, self.head_name = config, "lm_head" if config.head is None else "score"
+        rows = config.vocab_size if config.head is None else len(config.head.labels)
         with torch.device(device):
             self.model = Backbone(config)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.register_module(self.head_name, nn.Linear(config.hidden_size, rows, bias=False))
         self.tie()
         self.to(dtype)
 
     def tie(self) -> None:
         """Share the embedding with the head where the configuration says so; needed again after replacing either."""
         if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.head.weight = self.model.embed_tokens.weight
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
         """token_ids, positions integer [T] -> hidden [R, hidden] of the rows `last` int64 [R], after the final norm.
@@ -282,8 +283,8 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> nn.Module:
-        """The linear layer that makes logits."""
-        return self.lm_head
+        """The linear layer that makes logits: of tokens, or of labels."""
+        return cast(nn.Module, self._modules[self.head_name])
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -319,11 +320,12 @@ class Decoder(nn.Module):
         for layer in layers:
             attention, block = layer.self_attn, layer.get_submodule(layer.block)
             yield from (*attention.matrices(), *block.matrices())
-        yield self.lm_head
+        yield self.head
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden] -> FP32 [T, vocab]: computed in the weights' dtype, then widened, as transformers does."""
-        logits, cap = self.lm_head(hidden), self.config.logits_softcap
+        """hidden [T, hidden] -> FP32 [T, vocab], or [T, labels]: computed in the weights' dtype, then widened, as
+        transformers does."""
+        logits, cap = self.head(hidden), self.config.logits_softcap
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
         if cap is not None:

@@ -5,8 +5,6 @@ which vectors count, `sentence_bert_config.json` how many tokens are read, `conf
 texts are put in front. A directory that does not say how it pools is refused: a guess gives vectors that look healthy.
 """
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +15,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fp8serve.errors import ModelError, RequestError, shown
-from fp8serve.model.storage.files import (
-    MAX_CARRIED_BYTES,
-    no_duplicates,
-    present,
-    read_json,
-    read_optional_json,
-    read_text,
-)
+from fp8serve.model.config.sentence import FILE_NAME, modules_of, one_folder
+from fp8serve.model.storage.files import present, read_json, read_optional_json
 
 Mode = Literal["mean", "cls", "lasttoken"]
 MODES: dict[str, Mode] = {
     "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"
 }  # fmt: skip
-_FOLDER = re.compile(r"[0-9]{1,2}_Pooling")
 
 
 @dataclass(frozen=True)
@@ -65,20 +56,15 @@ class Pooling:
         return "" if name is None else self.prompts[name]
 
 
-def has_pooling(model_dir: Path | str) -> bool:
-    """Whether the directory is that of an embedding model."""
-    return present(Path(model_dir) / "modules.json")
-
-
 def read_pooling(model_dir: Path | str) -> Pooling:
     """ModelError: the directory does not say how it pools, or in a way that is not computed here."""
     model_dir = Path(model_dir)
-    if not has_pooling(model_dir):
+    if not present(model_dir / FILE_NAME):
         raise ModelError(
             f"{model_dir} does not say how the vectors of a text's tokens become one: it holds no modules.json, as "
             "sentence-transformers writes it."
         )
-    modules = _modules(model_dir / "modules.json")
+    modules = _modules(model_dir)
     path = model_dir / pooling_file(modules, model_dir)
     raw = read_json(path)
     said = read_optional_json(model_dir / "config_sentence_transformers.json")
@@ -87,26 +73,16 @@ def read_pooling(model_dir: Path | str) -> Pooling:
 
 def pooling_file(modules: Mapping[str, str], model_dir: Path) -> str:
     """Where the configuration of the pooling lies, in the directory."""
-    folder = modules["Pooling"]
-    if not _FOLDER.fullmatch(folder):
-        raise ModelError(f"{model_dir / 'modules.json'} names the folder {shown(folder)} for Pooling, not N_Pooling.")
-    return f"{folder}/config.json"
+    return f"{one_folder(modules['Pooling'], 'Pooling', model_dir)}/config.json"
 
 
-def _modules(path: Path) -> dict[str, str]:
-    """The folder of each module, by the last word of its type, in their order."""
-    try:
-        rows = json.loads(read_text(path, MAX_CARRIED_BYTES), object_pairs_hook=no_duplicates)
-        found = {str(row["type"]).rpartition(".")[2]: str(row["path"]) for row in rows}
-    except (ValueError, RecursionError, KeyError, TypeError):
-        raise ModelError(f"{path} is not a list of modules with a type and a path.") from None
-    if (
-        list(found)[:2] != ["Transformer", "Pooling"]
-        or list(found)[2:] not in ([], ["Normalize"])
-        or len(found) < len(rows)
-    ):
+def _modules(model_dir: Path) -> dict[str, str]:
+    """See `modules_of`. ModelError: others than are computed here."""
+    found = modules_of(model_dir)
+    if list(found)[:2] != ["Transformer", "Pooling"] or list(found)[2:] not in ([], ["Normalize"]):
         raise ModelError(
-            f"{path} lists {', '.join(found)}; computed here are Transformer and Pooling, and Normalize behind them."
+            f"{model_dir / FILE_NAME} lists {', '.join(found)}; computed here are Transformer and Pooling, and "
+            "Normalize behind them."
         )
     return found
 

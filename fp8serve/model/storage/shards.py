@@ -183,12 +183,12 @@ def open_shards(model_dir: Path) -> Shards:
 
 
 def _check_alone(model_dir: Path, entries: Mapping[str, StoredTensor]) -> None:
-    """ModelError: there is an index beside the single file that is of other files or tensors, such as an older save's;
-    programs differ in which of the two they read."""
+    """ModelError: there is an index beside the single file that promises other files or tensors, such as an older
+    save's; programs differ in which of the two they read. Tensors that were added to the file alone are no harm."""
     if not present(model_dir / INDEX):
         return
     weight_map = _weight_map(model_dir / INDEX)
-    others = sorted(set(weight_map.values()) - {SINGLE}) or sorted(set(weight_map) ^ set(entries))
+    others = sorted(set(weight_map.values()) - {SINGLE}) or sorted(set(weight_map) - set(entries))
     if others:
         raise ModelError(
             f"{model_dir} holds {SINGLE} and an index that contradicts it ({shown(others[0])}); remove the older one."

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.transformers_backend.attention import register
-from fp8serve.model.transformers_backend.experts import in_mixtures, take_apart
+from fp8serve.model.transformers_backend.experts import check_mixture, in_mixtures, take_apart
 
 
 def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -32,6 +32,7 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
     except Exception as problem:  # transformers raises what its classes happen to raise
         text = " ".join(str(problem).split())
         raise ModelError(f"transformers does not build {_name(raw)}: {text[:300].removesuffix('.')}.") from problem
+    check_mixture(model, raw["model_type"], _name(raw))
     take_apart(model, dtype)
     check(model, _name(raw))
     return cast(nn.Module, model.eval())

@@ -5,9 +5,12 @@
 
 The class's router stays and is called as it is; what it chose is computed as in our own mixtures (network/experts.py).
 The linear layers have the names that files give them: transformers knows those, because it stacks them as it loads.
-Classes whose files hold the stacks themselves are refused.
+
+Which experts a token reaches, and how their answers are added up, is said by every class in words of its own, so a
+mixture is computed only if its model type is one of `TESTED`; all others are refused.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fp8serve.errors import ModelError
 from fp8serve.model.network.experts import Expert, Experts
 
+TESTED = ("ernie4_5_moe", "olmoe")  # each has a row in tests/compatibility/cases.py
+_MIXES = re.compile("expert|moe|router", re.IGNORECASE)
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
 Leaves = tuple[str, str, str]  # gate, up, down
 
@@ -27,10 +33,8 @@ class ClassExpert(Expert):
 
     def __init__(self, leaves: Leaves, hidden: int, size: int, activation: Callable[[Tensor], Tensor]) -> None:
         nn.Module.__init__(self)
-        self.names, self._activation = (
-            leaves,
-            (activation,),
-        )  # in a tuple, for it may be a module, and is every expert's
+        self.names = leaves
+        self._activation = (activation,)  # in a tuple, for it may be a module, and is every expert's
         for leaf, sizes in zip(leaves, ((hidden, size), (hidden, size), (size, hidden)), strict=True):
             self.register_module(leaf, nn.Linear(*sizes, bias=False, device="meta"))
 
@@ -47,6 +51,16 @@ class ClassExperts(Experts):
             return torch.empty_like(x)
         chosen, order = chosen.sort(-1)
         return super().forward(x, chosen, weights.gather(-1, order))
+
+
+def check_mixture(model: nn.Module, model_type: str, name: str) -> None:
+    """ModelError for a mixture that is not one of `TESTED`."""
+    called = (word for path, module in model.named_modules() for word in (path, type(module).__name__))
+    if model_type not in TESTED and any(_MIXES.search(word) for word in called):
+        raise ModelError(
+            f"{name} is a mixture of experts without a family; of those, transformers' class is tested here, "
+            f"and used, for {' and '.join(TESTED)} alone."
+        )
 
 
 def take_apart(model: nn.Module, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from fp8serve.model.formats.scales import FILE_NAME
 from fp8serve.model.formats.torchao import plain_name, plain_names
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import INDEX, SINGLE, Shards, StoredTensor, inside, read_header
-from fp8serve.model.transformers_backend.transposed import as_multiplied
+from fp8serve.model.transformers_backend.turned_files import as_multiplied
 from fp8serve.model.verify.codes import Codes, codes_of
 from fp8serve.model.verify.finding import Finding, error
 

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
+from fp8serve.server.access.limits import Visit
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
@@ -142,7 +143,10 @@ async def _admit(body: Body, parse: Parse[Body], request: Request, state: Server
         prompts = await until_disconnect(request, _read(asked, served, state.parser))
         params = asked.fitted(served, prompts, asked.sampling(context - max(map(len, prompts))))
         await until_disconnect(request, _check_form(asked, params, state.parser))
-        return state.generation(served, prompts, params, places, asked.choices, request.scope["tenant"])
+        visit: Visit = request.scope["visit"]
+        visit.set_aside(sum(map(len, prompts)) + asked.sequences * params.max_new_tokens)
+        who = request.scope["tenant"]
+        return state.generation(served, prompts, params, places, asked.choices, who, visit.usage)
 
 
 def _reserve(asked: ParsedRequest, state: ServerState) -> Places:

@@ -41,8 +41,8 @@ class Route:
 
 
 DOWN = (Code.STARTING, Code.ENGINE_DOWN, Code.MODEL_NOT_FOUND)
-GENERATION = (*DOWN, Code.QUEUE_FULL, Code.GENERATION_FAILED)
-EMBEDDING = (*DOWN, Code.CONTEXT_LENGTH_EXCEEDED)
+GENERATION = (*DOWN, Code.QUEUE_FULL, Code.RATE_LIMITED, Code.GENERATION_FAILED)
+EMBEDDING = (*DOWN, Code.RATE_LIMITED, Code.CONTEXT_LENGTH_EXCEEDED)
 JOB = (Code.JOB_NOT_FOUND,)
 SUBMISSION = (
     Code.MODEL_NOT_FOUND, Code.FILE_NOT_FOUND, Code.TRAINING_REFUSED, Code.QUEUE_FULL, Code.DRAINING, Code.DISK_FULL,
@@ -68,8 +68,8 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/generate"): Route(a.Generated, GENERATION, media=(EVENTS,)),
     ("post", "/generate_stream"): Route(None, GENERATION, media=(EVENTS,)),
     ("post", "/"): Route(a.Generated, GENERATION, media=(EVENTS,), many=True),
-    ("post", "/tokenize"): Route(a.Tokenized, (*DOWN, Code.TEMPLATE_ERROR)),
-    ("post", "/detokenize"): Route(a.Detokenized, DOWN),
+    ("post", "/tokenize"): Route(a.Tokenized, (*DOWN, Code.RATE_LIMITED, Code.TEMPLATE_ERROR)),
+    ("post", "/detokenize"): Route(a.Detokenized, (*DOWN, Code.RATE_LIMITED)),
     ("post", "/v1/completions"): Route(a.Completion, GENERATION, media=(EVENTS,)),
     ("post", "/v1/chat/completions"): Route(a.ChatCompletion, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
     ("post", "/v1/responses"): Route(i.ItemResponse, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),

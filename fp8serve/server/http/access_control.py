@@ -1,17 +1,20 @@
 """The middleware that decides who may ask: by `scope["path"]` and headers and nothing else, denying by default.
 
-Only the health routes are open when a key is set. The key arrives as `Authorization: Bearer KEY`, as `x-api-key: KEY`,
-as Anthropic's clients send it, or, so that a browser can open the console, as the password of HTTP Basic. Keys are
-compared as bytes in constant time. A request by a name that is not this server's is refused (hosts.py), and a browser
-that acts for another site (`Sec-Fetch-Site`, `Origin`) may not change anything, key or no key.
+Where keys are asked for, only the health routes are open without one, and a key opens the routes of its scopes
+(access/scopes.py). It arrives as `Authorization: Bearer KEY`, as `x-api-key: KEY`, as Anthropic's clients send it, or,
+so that a browser can open the console, as the password of HTTP Basic. Keys are compared in constant time. A request by
+a name that is not this server's is refused (hosts.py), and a browser that acts for another site (`Sec-Fetch-Site`,
+`Origin`) may not change anything, key or no key.
 """
 
 import base64
 import binascii
-import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fp8serve.server.access.key_file import KeyFile
+from fp8serve.server.access.keys import ANONYMOUS, SCOPES, Caller
+from fp8serve.server.access.scopes import opens
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.hosts import Hosts
 from fp8serve.server.http.scope import OPEN_PATHS, header, refuse
@@ -22,11 +25,11 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class AccessControl:
-    """See the module."""
+    """See the module. Handlers find who asks in `scope["caller"]`, and its name for the engine in `scope["tenant"]`."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, keys: KeyFile) -> None:
         self.app = app
-        self._key = settings.api_key.encode() if settings.api_key is not None else None
+        self._keys = keys
         self._hosts = Hosts(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,21 +37,16 @@ class AccessControl:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":  # there is no websocket here
             return await send({"type": "websocket.close", "code": 1008})
-        if (fault := self._verdict(scope)) is not None:
+        caller = self._caller(scope)
+        if (fault := self._verdict(scope, caller)) is not None:
             return await refuse(fault, scope, receive, send, close=True)
-        scope["tenant"] = tenant_of(scope, self._key)
+        scope["caller"] = caller
+        scope["tenant"] = tenant_of(scope, caller.tenant if caller is not None and self._keys.needed else None)
         return await self.app(scope, receive, send)
 
-    def _verdict(self, scope: Scope) -> Fault | None:
-        if scope["path"] not in OPEN_PATHS and not self._hosts.knows(scope):
-            hint = "Ask for localhost, or start the server with --allowed-host NAME."
-            return Fault(Code.FORBIDDEN, "This server does not answer to the name in the Host header.", hint=hint)
-        if scope["path"] not in OPEN_PATHS and not self._authorised(scope):
-            return Fault(
-                Code.INVALID_API_KEY,
-                "This server needs an API key, and the one given is missing or wrong.",
-                hint="Send it as: Authorization: Bearer KEY, or x-api-key: KEY.",
-            )
+    def _verdict(self, scope: Scope, caller: Caller | None) -> Fault | None:
+        if scope["path"] not in OPEN_PATHS and (fault := self._stranger(scope, caller)) is not None:
+            return fault
         foreign = header(scope, b"sec-fetch-site") in (b"cross-site", b"same-site") or not self._hosts.is_own_page(
             scope
         )
@@ -56,11 +54,28 @@ class AccessControl:
             return Fault(Code.FORBIDDEN, "A page of another site may not use this server.")
         return None
 
-    def _authorised(self, scope: Scope) -> bool:
-        if self._key is None:
-            return True
-        given = key_of(scope)
-        return hmac.compare_digest(given, self._key)
+    def _stranger(self, scope: Scope, caller: Caller | None) -> Fault | None:
+        if not self._hosts.knows(scope):
+            hint = "Ask for localhost, or start the server with --allowed-host NAME."
+            return Fault(Code.FORBIDDEN, "This server does not answer to the name in the Host header.", hint=hint)
+        if caller is None:
+            return Fault(
+                Code.INVALID_API_KEY,
+                "This server needs an API key, and the one given is missing or wrong.",
+                hint="Send it as: Authorization: Bearer KEY, or x-api-key: KEY.",
+            )
+        if not opens(caller.scopes, scope):
+            message = f"This API key is for {', '.join(caller.scopes)}, and that does not open this route."
+            return Fault(Code.FORBIDDEN, message, hint="Check the path, or ask the operator for another key.")
+        return None
+
+    def _caller(self, scope: Scope) -> Caller | None:
+        if not self._keys.needed:
+            return _ANYONE
+        return self._keys.current().caller(key_of(scope))
+
+
+_ANYONE = Caller(ANONYMOUS, ANONYMOUS, SCOPES)
 
 
 def key_of(scope: Scope) -> bytes:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.scope import METHODS, OPEN_PATHS, header, refuse
 from fp8serve.server.metrics import Metrics
+from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server.access")
 
@@ -27,7 +28,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class AccessLog:
-    """See the module. Handlers find the request id in `scope["request_id"]`."""
+    """See the module. Handlers find the request id in `scope["request_id"]`, and count tokens in `scope["usage"]`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -38,6 +39,7 @@ class AccessLog:
             return await self.app(scope, receive, send)
         given = (header(scope, b"x-request-id") or b"").decode("latin-1")
         scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        scope["usage"] = Usage()
         answer = _Answer(scope, send)
         started = time.perf_counter()
         try:

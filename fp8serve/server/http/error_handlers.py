@@ -1,6 +1,7 @@
 """From an exception in a handler to an answer: faults as they are, the rest translated first."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -123,8 +124,11 @@ def _place(location: Sequence[Any]) -> str:
     union.
     """
     parts = [str(part) for part in location[1:]]
-    named = [part for part in parts if part.isidentifier() or part.isdigit()]
+    own = [part for before, part in pairwise(["", *parts]) if before not in _TAGGED]
+    named = [part for part in own if part.isidentifier() or part.isdigit()]
     return ".".join(part[:40] for part in named if part not in _BRANCHES)[:120]
 
 
 _BRANCHES = frozenset({"str", "int", "float", "bool"})
+_TAGGED = frozenset({"response_format", "grammar"})
+"""Fields whose `type` chooses a branch of a union: the branch's name stands behind the field's."""

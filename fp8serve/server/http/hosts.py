@@ -22,7 +22,7 @@ class Hosts:
 
     def __init__(self, settings: Settings) -> None:
         self._added = frozenset(map(_plain, settings.allowed_hosts))
-        checks = bool(self._added) or (settings.api_key is None and is_loopback(settings.host))
+        checks = bool(self._added) or (not settings.asks_for_keys and is_loopback(settings.host))
         self._known = LOCAL_NAMES | {_plain(settings.host)} | self._added if checks else None
 
     def knows(self, scope: Scope) -> bool:

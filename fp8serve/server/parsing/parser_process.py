@@ -178,9 +178,9 @@ def _complaint(error: Any) -> Head:
 
 def _dry_run(head: Head, body: bytes) -> Answer:
     from fp8serve.train.config import TrainConfig
-    from fp8serve.train.validate import validate
+    from fp8serve.train.validate import look_at_data
 
-    return {}, validate(TrainConfig.from_json(body.decode())).to_json().encode()
+    return {}, look_at_data(TrainConfig.from_json(body.decode())).to_json().encode()
 
 
 def _rows(head: Head, body: bytes) -> Answer:

@@ -21,6 +21,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.serving.admission import Outcome, Places, Ticket
 from fp8serve.server.serving.served import Served
+from fp8serve.server.usage import Usage
 
 Item = tuple[int, RequestOutput] | Fault
 
@@ -35,6 +36,7 @@ class Generation:
         n: int,
         places: Places,
         metrics: Metrics,
+        usage: Usage,
         seconds: float | None = None,
     ) -> None:
         self.served = served
@@ -43,10 +45,12 @@ class Generation:
         self.started = time.perf_counter()
         self.seconds = seconds
         self._metrics = metrics
+        self._usage = usage
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._lease = contextlib.ExitStack()
         self._tickets = places.take([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
+        usage.prompt += self.prompt_tokens
 
     @property
     def id(self) -> str:
@@ -99,7 +103,7 @@ class Generation:
 
     async def _pump(self, index: int, request: Request, ticket: Ticket) -> None:
         """One request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
-        clock = _Clock(self._metrics, self.started)
+        clock = _Clock(self._metrics, self._usage, self.started)
         outcome: Outcome = "cancelled"
         try:
             async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:
@@ -138,10 +142,11 @@ def _fault_of(output: RequestOutput, alive: bool) -> Fault | None:
 
 
 class _Clock:
-    """Latencies of one request, from admission on."""
+    """Latencies of one request, from admission on, and its tokens."""
 
-    def __init__(self, metrics: Metrics, started: float) -> None:
+    def __init__(self, metrics: Metrics, usage: Usage, started: float) -> None:
         self._metrics = metrics
+        self._usage = usage
         self._started = started
         self._first: float | None = None
         self._last = started
@@ -157,6 +162,7 @@ class _Clock:
             self._metrics.inter_token.observe((now - self._last) / len(output.token_ids))
         self._last = now
         self._metrics.generated_tokens.inc(len(output.token_ids))
+        self._usage.generated += len(output.token_ids)
 
     def done(self, request: Request, output: RequestOutput) -> None:
         now = time.perf_counter()

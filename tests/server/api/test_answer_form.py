@@ -147,9 +147,9 @@ def test_a_form_survives_the_parser_process(model: str, body: dict[str, Any]) ->
     ("form", "param"),
     [
         ({"type": "yaml"}, "response_format"),
-        ({"type": "json_schema"}, "response_format.json_schema.json_schema"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.json_schema.schema"),
-        ({"type": "json_object", "schema": {}}, "response_format.json_object.schema"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
+        ({"type": "json_object", "schema": {}}, "response_format.schema"),
         ("json_object", "response_format"),
     ],
 )

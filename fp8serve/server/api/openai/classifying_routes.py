@@ -63,9 +63,21 @@ async def _scores(
 ) -> tuple[list[list[float]], int]:
     """Of each text, or pair of texts, the score of every label, and how many tokens were read."""
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
+    pairs = [_asked(pair, served.engine.info.get("pair")) for pair in pairs]
     with served.lease(), state.admission.reserve(len(pairs)) as places:
         read = await until_disconnect(request, state.parser.pairs(served, pairs))
         ids, segments = [r[0] for r in read], [r[1] for r in read]
         tokens = [len(i) for i in ids]
-        found = await until_disconnect(request, at_once(lambda: served.engine.classify(ids, segments), tokens, places))
+        found = await until_disconnect(
+            request, at_once(lambda: served.engine.classify(ids, segments), tokens, places, request.scope["visit"])
+        )
     return found, sum(tokens)
+
+
+def _asked(pair: Pair, around: Sequence[str] | None) -> Pair:
+    """As the model is asked: what it wants around a pair makes one text of it."""
+    first, second = pair
+    if second is None or around is None:
+        return pair
+    before, between, behind = around
+    return f"{before}{first}{between}{second}{behind}", None

@@ -137,7 +137,7 @@ async def _vectors(
         read = await until_disconnect(request, state.parser.prompts(served, prompts, cut, first=True))
         tokens = [len(ids) for ids in read]
         found = await until_disconnect(
-            request, at_once(lambda: served.engine.embed(read, how.dimensions), tokens, places)
+            request, at_once(lambda: served.engine.embed(read, how.dimensions), tokens, places, request.scope["visit"])
         )
     return found, sum(tokens)
 

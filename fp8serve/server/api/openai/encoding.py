@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.server.access.limits import Visit
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.admission import Outcome, Places
 
@@ -12,10 +13,12 @@ _OK: Outcome = "ok"
 _FAILED: Outcome = "failed"
 
 
-async def at_once(ask: Callable[[], Awaitable[T]], tokens: Sequence[int], places: Places) -> T:
-    """What the engine answers to texts of so many tokens. Fault: it refuses them, or stopped."""
+async def at_once(ask: Callable[[], Awaitable[T]], tokens: Sequence[int], places: Places, visit: Visit) -> T:
+    """What the engine answers to texts of so many tokens. Fault: it refuses them, or stopped, or they are too many."""
+    visit.set_aside(sum(tokens))
     tickets, outcome = places.take(list(tokens)), _FAILED
     try:
+        visit.usage.prompt += sum(tokens)
         found = await ask()
         outcome = _OK
         return found

@@ -1,0 +1,105 @@
+"""API keys for a server's file of keys (`serve --api-keys`), which knows them by their hashes alone.
+
+\b
+Examples:
+  fp8serve key new --name ci --tenant research --scope generate
+  fp8serve key new --name ops --tenant ops --scope read --scope admin --file keys.toml
+  fp8serve key list keys.toml
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fp8serve.errors import MachineError, RequestError
+from fp8serve.server.access.keys import SCOPES, Keys, line_of, new_key, parse_keys, read_keys
+from fp8serve.terminal import AsJson, print_json, print_table, remark
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Option(help="Of the key, in the file and the server's log.")],
+    tenant: Annotated[str, typer.Option(help="Whose key it is; keys of a tenant share its limits.")],
+    scope: Annotated[
+        list[str], typer.Option(metavar="|".join(SCOPES), help="What the key may do; repeat for several.")
+    ],
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the line to this file, which is made if need be.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Make a key. It is shown here and nowhere else; the file gets its hash.
+
+    \b
+    Examples:
+      fp8serve key new --name ci --tenant research --scope generate
+      KEY=$(fp8serve key new --name ci --tenant research --scope generate --file keys.toml)
+    """
+    key = new_key()
+    line = line_of(name, tenant, scope, key)
+    if file is not None:
+        _add(name, line, file)
+    if json:
+        print_json({"key": key, "line": line})
+        return
+    print(key)
+    if file is None:
+        print(line)
+        remark("The first line is the key, which is not shown again; the second is for the server's file of keys.")
+
+
+def _add(name: str, line: str, file: Path) -> None:
+    """A line at the end of the file, if what comes of it is a file of keys. Raises MachineError or RequestError."""
+    if file.exists() and any(caller.name == name for caller in read_keys(file).digests.values()):
+        raise RequestError(f"{file} has a key named {name}; choose another --name, or take its line out.")
+    try:
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        text = before + ("" if before.endswith("\n") or not before else "\n") + line + "\n"
+        try:
+            parse_keys(text.encode())
+        except RequestError as error:
+            raise RequestError(f"The key cannot be added to {file}: {error}") from None
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as out:
+            out.write(text[len(before) :])
+    except OSError as error:
+        raise MachineError(f"The file of keys {file} cannot be written: {error.strerror}.") from None
+
+
+@app.command("list")
+def list_keys(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The server's file of keys.")], json: AsJson = False
+) -> None:
+    """What the keys of a file may do, and how much.
+
+    \b
+    Examples:
+      fp8serve key list keys.toml
+    """
+    rows = _rows(read_keys(file))
+    if json:
+        print_json(rows)
+    else:
+        columns = ("name", "tenant", "scopes", "requests/min", "tokens/min", "at once")
+        print_table(columns, [(*(_shown(value) for value in row.values()),) for row in rows])
+
+
+def _rows(keys: Keys) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": caller.name,
+            "tenant": caller.tenant,
+            "scopes": list(caller.scopes),
+            "requests_per_minute": caller.limits.requests_per_minute,
+            "tokens_per_minute": caller.limits.tokens_per_minute,
+            "concurrent_requests": caller.limits.concurrent_requests,
+        }
+        for caller in keys.digests.values()
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else ", ".join(value) if isinstance(value, list) else str(value)

@@ -1,0 +1,131 @@
+"""How much each tenant may ask for: requests and tokens a minute, and requests at once.
+
+A bound of N a minute is a bucket that holds N and fills by N a minute: a tenant that was quiet may have all of it at
+once. Tokens are set aside before the answer begins, those of the prompt and the most that may be generated, and what
+was not used is given back at its end; so a client that says `max_tokens` gets more answers out of the same bound. What
+asks for more than the bucket ever holds waits for a full one, and pays the rest after. Nothing waits in the server: a
+request above a bound is a 429, which says when to come back, and costs nothing.
+
+The books live as long as the server, whatever happens to the file of keys; its new limits count from the next request.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+from fp8serve.server.access.keys import Caller, TenantLimits
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.metrics import Metrics
+from fp8serve.server.usage import Usage
+
+Clock = Callable[[], float]
+
+
+class Bucket:
+    """What is left of a bound a minute. `level` is below 0 where more was used than there was."""
+
+    def __init__(self, capacity: int, now: float) -> None:
+        self.capacity, self.level, self._at = capacity, float(capacity), now
+
+    def fill(self, capacity: int, now: float) -> None:
+        """Brings the level up to date, with the bound that holds now."""
+        self.capacity = capacity
+        self.level = min(capacity, self.level + (now - self._at) * capacity / 60)
+        self._at = now
+
+    def seconds_until(self, level: float) -> float:
+        return max(0.0, level - self.level) * 60 / self.capacity
+
+
+class Books:
+    """One tenant's. A bucket is made when a bound is first set."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._buckets: dict[str, Bucket] = {}
+
+    def bucket(self, kind: str, limits: TenantLimits, now: float) -> Bucket | None:
+        """That of "requests" or "tokens", up to date; None: no bound."""
+        capacity = limits.requests_per_minute if kind == "requests" else limits.tokens_per_minute
+        if capacity is None:
+            return None
+        found = self._buckets.setdefault(kind, Bucket(capacity, now))
+        found.fill(capacity, now)
+        return found
+
+
+class Visit:
+    """One request of a tenant, from its arrival to its last byte."""
+
+    def __init__(self, caller: Caller, books: Books, usage: Usage, metrics: Metrics, clock: Clock) -> None:
+        self.usage = usage
+        self._limits, self._tenant = caller.limits, caller.tenant
+        self._books, self._metrics, self._clock = books, metrics, clock
+        self._set_aside = 0
+
+    def enter(self) -> None:
+        """Counts the request. Fault 429: the tenant has as many as it may."""
+        most, requests, tokens = self._limits.concurrent_requests, self._bucket("requests"), self._bucket("tokens")
+        if most is not None and self._books.running >= most:
+            self._refuse("concurrent", f"may have {most} requests at once, and has them", 1)
+        if requests is not None and requests.level < 1:
+            self._refuse("requests", f"may make {requests.capacity} requests a minute", requests.seconds_until(1))
+        if tokens is not None and tokens.level <= 0:
+            self._refuse("tokens", f"may use {tokens.capacity} tokens a minute", tokens.seconds_until(1))
+        if requests is not None:
+            requests.level -= 1
+        self._books.running += 1
+        self._metrics.tenant_requests.labels(self._tenant).inc()
+        self._metrics.tenant_in_flight.labels(self._tenant).inc()
+
+    def set_aside(self, tokens: int) -> None:
+        """The most that the answer may use. Fault 429: the tenant has not so many left."""
+        bucket = self._bucket("tokens")
+        if bucket is None:
+            return
+        wanted = min(tokens, bucket.capacity)
+        if bucket.level < wanted:
+            message = f"may use {bucket.capacity} tokens a minute, and this request may need {tokens}"
+            self._refuse("tokens", message, bucket.seconds_until(wanted))
+        bucket.level -= wanted
+        self._set_aside += wanted
+
+    def leave(self) -> None:
+        """Settles the tokens: what was set aside against what was used."""
+        if (bucket := self._bucket("tokens")) is not None:
+            bucket.level = min(bucket.capacity, bucket.level + self._set_aside - self.usage.total)
+        self._books.running -= 1
+        self._metrics.tenant_in_flight.labels(self._tenant).dec()
+        for kind, count in (("prompt", self.usage.prompt), ("generated", self.usage.generated)):
+            self._metrics.tenant_tokens.labels(self._tenant, kind).inc(count)
+
+    def headers(self) -> dict[str, str]:
+        """The bounds that are set, as OpenAI's clients read them."""
+        found: dict[str, str] = {}
+        for kind in ("requests", "tokens"):
+            if (bucket := self._bucket(kind)) is not None:
+                found[f"x-ratelimit-limit-{kind}"] = str(bucket.capacity)
+                found[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
+                found[f"x-ratelimit-reset-{kind}"] = f"{bucket.seconds_until(bucket.capacity):.3f}s"
+        return found
+
+    def _bucket(self, kind: str) -> Bucket | None:
+        return self._books.bucket(kind, self._limits, self._clock())
+
+    def _refuse(self, reason: str, what: str, seconds: float) -> None:
+        self._metrics.tenant_rejected.labels(self._tenant, reason).inc()
+        after = max(1, math.ceil(seconds))
+        hint = f"Try again in {after} seconds." if after > 1 else "Try again in a second."
+        raise Fault(Code.RATE_LIMITED, f"The tenant of this key {what}.", hint=hint, retry_after=after)
+
+
+class Tenants:
+    """The books of all tenants, by name."""
+
+    def __init__(self, metrics: Metrics, clock: Clock = time.monotonic) -> None:
+        self.books: dict[str, Books] = {}
+        self._metrics, self._clock = metrics, clock
+
+    def visit(self, caller: Caller, usage: Usage) -> Visit:
+        """A request that has arrived and is not counted yet."""
+        return Visit(caller, self.books.setdefault(caller.tenant, Books()), usage, self._metrics, self._clock)

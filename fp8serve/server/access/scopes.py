@@ -1,0 +1,69 @@
+"""What a key may do: four scopes, and which routes each of them opens.
+
+A route that is not in the table is opened by `admin` alone, so a forgotten one is closed. `admin` opens everything. The
+paths are those of the routes; they are matched as the router matches them, on the decoded path and nothing else.
+"""
+
+import re
+from collections.abc import Iterable
+
+from starlette.routing import compile_path
+from starlette.types import Scope as Request
+
+from fp8serve.server.access.keys import SCOPES, Scope
+
+JOBS = "/v1/fine_tuning/jobs"
+
+WITH_ANY_KEY = (
+    "GET /", "GET /docs", "GET /openapi.json", "GET /version", "GET /v1/models", "GET /v1/models/{model:path}",
+    "GET /console/{file}",
+)  # fmt: skip
+"""What every client asks for, and pages that say nothing of this server."""
+
+OPENED_BY: dict[Scope, tuple[str, ...]] = {
+    "read": ("GET /info", "GET /scales", "GET /metrics", "GET /models"),
+    "generate": (
+        "POST /", "POST /generate", "POST /generate_stream", "POST /generate/stream", "POST /tokenize",
+        "POST /detokenize", "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings",
+        "POST /v1/rerank", "POST /v1/score", "POST /classify", "POST /v1/messages", "POST /v1/messages/count_tokens",
+        "POST /v1/responses",
+    ),
+    "finetune": (
+        "GET /finetune", "POST /finetune", "POST /finetune/validate", "GET /finetune/{job_id}",
+        "GET /finetune/{job_id}/events", "GET /finetune/{job_id}/checkpoints", "GET /finetune/{job_id}/metrics",
+        "POST /finetune/{job_id}/cancel", "POST /finetune/{job_id}/resume",
+        "GET /v1/files", "POST /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
+        "GET /v1/files/{file_id}/content",
+        f"GET {JOBS}", f"POST {JOBS}", f"GET {JOBS}/{{job_id}}", f"GET {JOBS}/{{job_id}}/events",
+        f"GET {JOBS}/{{job_id}}/checkpoints", f"POST {JOBS}/{{job_id}}/cancel", f"POST {JOBS}/{{job_id}}/resume",
+    ),
+    "admin": ("POST /finetune/{job_id}/activate", "POST /models/{name}/activate"),
+}  # fmt: skip
+
+Rows = tuple[tuple[str, re.Pattern[str]], ...]
+
+
+def _compiled(routes: Iterable[str]) -> Rows:
+    split = (route.partition(" ") for route in routes)
+    return tuple((method, compile_path(path)[0]) for method, _, path in split)
+
+
+_OPEN: dict[Scope, Rows] = {
+    scope: _compiled(WITH_ANY_KEY + (() if scope == "admin" else OPENED_BY[scope])) for scope in SCOPES
+}
+_GENERATING = _compiled(OPENED_BY["generate"])
+
+
+def opens(scopes: Iterable[Scope], request: Request) -> bool:
+    """Whether one of `scopes` opens the route of an ASGI request."""
+    return any(scope == "admin" or _among(_OPEN[scope], request) for scope in scopes)
+
+
+def generates(request: Request) -> bool:
+    """Whether the request is for a route that the limits of a tenant count."""
+    return _among(_GENERATING, request)
+
+
+def _among(rows: Rows, request: Request) -> bool:
+    method = "GET" if request["method"] == "HEAD" else request["method"]
+    return any(method == known and pattern.match(request["path"]) for known, pattern in rows)
