@@ -29,11 +29,14 @@ from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fp8serve.errors import ModelError, RequestError, one_line
+from fp8serve.model.text.call_spellings import spellings
 from fp8serve.model.text.tool_prompt import with_tools
 
 Message = dict[str, Any]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
+"""What a template raises that does not take a conversation."""
 MAX_STEPS = 50_000_000
 MAX_CHARS = 16 * 1024 * 1024
 
@@ -200,15 +203,23 @@ class ChatTemplate:
         if "tools" in variables and not self.takes_tools:
             messages, given["tools"] = with_tools(messages, given["tools"], self.knows_calls), None
         plain = [_plain_message(message) for message in messages]
-        given |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
+        given |= {"add_generation_prompt": add_generation_prompt}
         token = _mark.set(mark)
         try:
             with _budget():
-                return _bounded(self._template.generate(self._special_tokens | given))
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
-            raise RequestError(f"The model's chat template refuses these messages: {one_line(e)}.") from None
+                return self._first_accepted(plain, given)
         finally:
             _mark.reset(token)
+
+    def _first_accepted(self, messages: list[Message], given: dict[str, Any]) -> str:
+        """The text of the first spelling that the template takes; the complaint is about the first of all."""
+        complaint = ""
+        for spelt in spellings(messages):
+            try:
+                return _bounded(self._template.generate(self._special_tokens | given | {"messages": spelt}))
+            except REFUSALS as e:
+                complaint = complaint or one_line(e)
+        raise RequestError(f"The model's chat template refuses these messages: {complaint}.")
 
 
 @contextmanager

@@ -186,3 +186,17 @@ async def test_keys_and_models_as_their_client_sends_them(start: Start) -> None:
             said = await server.client.post("/v1/messages", json=asked, headers=headers | {"x-api-key": key})
             assert (said.status_code, said.json()["error"]["type"]) == (status, kind)
         assert (await server.client.post("/v1/messages", json=body("hi"), headers=headers)).status_code == 200
+
+
+async def test_a_long_request_says_the_same(talking: Any) -> None:
+    """It is checked in a parser process, and written again without what says nothing."""
+    async with talking() as server:
+        turns = [*TURNS, {"role": "user", "content": "hi"}]
+        tools = [TOOL | {"description": "Weather. " * 20_000}]
+        form = {"format": {"type": "json_schema", "schema": WEATHER}}
+        asked = {"messages": turns, "tools": tools, "max_tokens": 2, "output_config": form}
+        said = await server.client.post("/v1/messages", json=asked)
+        assert said.json()["content"][0]["text"] == "hi"
+        turns[0] = {"role": "user", "content": [{"type": "image"}]}
+        said = await server.client.post("/v1/messages", json=asked)
+        assert "image" in said.json()["error"]["message"]

@@ -166,3 +166,15 @@ async def test_what_is_not_stored_is_named(start: Start) -> None:
     async with start() as server:
         error = (await ask(server, "hi", previous_response_id="resp_1")).json()["error"]
         assert error["param"] == "previous_response_id"
+
+
+async def test_a_long_request_says_the_same(talking: Any) -> None:
+    """It is checked in a parser process, and written again without what says nothing."""
+    async with talking() as server:
+        form = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER}}
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}, CALLED, RESULT]
+        asked = {"input": [*items, {"role": "user", "content": "hi"}], "text": form, "max_output_tokens": 2}
+        tools = [TOOL | {"description": "Weather. " * 20_000}]
+        told = await server.client.post("/v1/responses", json=asked | {"tools": tools})
+        assert told.json()["output"][0]["content"][0]["text"] == "hi"
+        assert told.json()["text"]["format"]["schema"] == WEATHER
