@@ -1,11 +1,5 @@
 // The reference page: the OpenAPI description as text, grouped by tag.
-"use strict";
-
-function element(tag, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(tag), properties);
-  node.append(...children);
-  return node;
-}
+import { element } from "./dom.js";
 
 function resolved(schema, all, seen = []) {
   if (Array.isArray(schema)) return schema.map((item) => resolved(item, all, seen));
@@ -28,7 +22,7 @@ function route(path, method, operation, schemas) {
 }
 
 (async function show() {
-  const description = await (await fetch("/openapi.json")).json();
+  const description = await (await fetch(new URL("../openapi.json", import.meta.url))).json();
   const groups = new Map();
   for (const [path, methods] of Object.entries(description.paths)) {
     for (const [method, operation] of Object.entries(methods)) {
@@ -37,5 +31,5 @@ function route(path, method, operation, schemas) {
       groups.get(tag).append(...route(path, method, operation, description.components?.schemas ?? {}));
     }
   }
-  for (const [tag, list] of groups) document.getElementById("groups").append(element("section", {}, element("h2", {}, tag), list));
+  for (const [tag, list] of groups) document.getElementById("groups").append(element("section", { className: "card" }, element("h2", {}, tag), list));
 })();
