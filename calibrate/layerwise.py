@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.mapped import release_pages
@@ -77,6 +78,12 @@ def releasing(decoder: Model) -> Iterator[None]:
 def _release(layer: nn.Module) -> None:
     for parameter in layer.parameters():
         release_pages(parameter)
+
+
+def release_weights(frozen: Mapping[str, FrozenLinear]) -> None:
+    """Rounded weights that are mapped from a file of unfinished results leave memory until they are read again."""
+    for layer in frozen.values():
+        release_pages(layer.weight_q)
 
 
 def within(decoder: AnyModel, index: int, named: Mapping[str, T]) -> dict[str, T]:
