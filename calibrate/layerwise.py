@@ -17,6 +17,7 @@ from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.mapped import release_pages
 
 from .data import Batch
+from .heap import trim
 from .passes import Tap, attending, hooks
 from .progress import Stages
 
@@ -53,13 +54,14 @@ def streams(decoder: AnyModel, batches: Sequence[Batch], tap: Tap | None = None)
 
 
 def layers(decoder: AnyModel, stage: str, stages: Stages | None) -> Iterator[int]:
-    """The index of every layer; the pages of one that is done are released.
+    """The index of every layer; the pages of one that is done are released, and what was freed meanwhile.
 
     So nobody may write to a weight that is a view of the file, which would be forgotten: who changes it replaces it.
     """
     for index in (stages or Stages()).steps(stage, range(len(decoder.parts))):
         yield index
         _release(decoder.parts[index])
+        trim()
 
 
 @contextmanager
