@@ -27,8 +27,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, get_args
 
+from fp8serve import logs
 from fp8serve.ending import end_process
 from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine
 from fp8serve.engine.engine import Engine
@@ -211,7 +212,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--socket", required=True, help="AF_UNIX socket to connect to")
     parser.add_argument("--options", default="{}", help="EngineOptions as JSON")
+    parser.add_argument("--log-format", choices=get_args(logs.LogFormat), default="plain")
     parsed = parser.parse_args(arguments)
+    logs.configure(parsed.log_format, "engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(parsed.socket)
     heartbeat = Heartbeat(connection)

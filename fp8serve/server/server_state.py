@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
@@ -46,13 +47,17 @@ class ServerState:
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
         self.tenants = Tenants(self.metrics)
         self.models = ServedModels(
-            settings.model_name, start_engine or launch, self.metrics, settings.deadlines, settings.answers
+            settings.model_name,
+            start_engine or partial(launch, log_format=settings.log_format),
+            self.metrics,
+            settings.deadlines,
+            settings.answers,
         )
         self.supervisor = EngineSupervisor(self.models, self.metrics)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
         )
-        self.parser = RequestParser(limits)
+        self.parser = RequestParser(limits, settings.log_format)
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.started_at = int(time.time())

@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Le
 
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.logs import LogFormat
 from fp8serve.options import About, check, options_of
 from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
 
@@ -129,6 +130,7 @@ class Settings(EngineOptions):
     request_seconds: Annotated[float | None, Gt(0), About("How long an answer may take.", unset="no limit")] = None
     tool_parser: Annotated[ToolFormat, About("How the model writes tool calls; auto: as its template does.")] = "auto"
     reasoning_parser: Annotated[ReasoningFormat, About("How the model writes what it thinks; likewise.")] = "auto"
+    log_format: Annotated[LogFormat, About("How the log is written: lines of text, or a JSON object a line.")] = "plain"
     vllm_metrics: Annotated[bool, About("Also publish metrics under vllm:* names.")] = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 

@@ -1,7 +1,8 @@
 """The outermost middleware: each response gets a request id and security headers, and is counted and logged.
 
-The log line holds the route's template, status and milliseconds; never a query string, a body or a header. An
-exception that nobody expected becomes a small 500 without a word about where it happened.
+The log line holds the route's template, status and milliseconds; never a query string, a body or a header. In JSON
+(`fp8serve/logs.py`) it has them as fields, and tenant, tokens and the failure's code besides; every record made for a
+request has its ids. An exception that nobody expected becomes a small 500 without a word about where it happened.
 """
 
 import logging
@@ -11,8 +12,10 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fp8serve import logs
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.scope import METHODS, OPEN_PATHS, header, refuse
+from fp8serve.server.http.trace_context import trace_context
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.usage import Usage
 
@@ -40,7 +43,12 @@ class AccessLog:
         given = (header(scope, b"x-request-id") or b"").decode("latin-1")
         scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope["usage"] = Usage()
-        answer = _Answer(scope, send)
+        with logs.request_fields(request_id=scope["request_id"]):
+            if (caller := trace_context(scope)) is not None:
+                logs.bind(trace_id=caller.trace_id, span_id=caller.span_id)
+            return await self._answer(scope, receive, _Answer(scope, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
         started = time.perf_counter()
         try:
             await self.app(scope, receive, answer)
@@ -54,15 +62,25 @@ class AccessLog:
                     answer,
                 )
         finally:
-            self._account(scope, answer.status, time.perf_counter() - started)
+            self._account(scope, answer.status or 499, time.perf_counter() - started)
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
         route = _route(scope)
         method = scope["method"] if scope["method"] in METHODS else "other"
-        self.metrics.responses.labels(route, method, str(status or 499)).inc()
+        self.metrics.responses.labels(route, method, str(status)).inc()
         self.metrics.http_seconds.labels(route).observe(seconds)
         level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO  # probes come every few seconds
-        log.log(level, "%s %s %s %.1f ms %s", method, route, status or 499, seconds * 1e3, scope["request_id"])
+        usage: Usage = scope["usage"]
+        seen = logs.fields(
+            method=method,
+            route=route,
+            status=status,
+            duration_ms=round(seconds * 1e3, 1),
+            prompt_tokens=usage.prompt or None,
+            answer_tokens=usage.generated or None,
+        )
+        line = "%s %s %s %.1f ms %s"
+        log.log(level, line, method, route, status, seconds * 1e3, scope["request_id"], extra=seen)
 
 
 def _route(scope: Scope) -> str:
