@@ -65,7 +65,7 @@ class Connection:
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
             for line in lines:
-                self.inbox.put(json.loads(line))
+                self.inbox.put(json.loads(line) | {"arrived": time.monotonic()})
         self.inbox.put({"op": "close"})
 
 
@@ -127,7 +127,7 @@ class Worker:
         try:
             if self._deadline is not None:
                 raise RequestError("The engine is shutting down and takes no new requests.")
-            self._engine.add_request(Request.from_json(message["request"]))
+            self._engine.add_request(Request.from_json(message["request"]), message["arrived"])
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
 

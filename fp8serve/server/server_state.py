@@ -30,6 +30,7 @@ from fp8serve.server.serving.models import BASE, ServedModels
 from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
+from fp8serve.server.tracing import tracing_of
 from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server")
@@ -45,6 +46,7 @@ class ServerState:
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
+        self.tracing = tracing_of(settings.otlp_endpoint)
         self.tenants = Tenants(self.metrics)
         self.models = ServedModels(
             settings.model_name,
@@ -149,6 +151,7 @@ class ServerState:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.models.close()
         await self.parser.close()
+        await self.tracing.close()
         self.jobs.close()
         self._lock.close()
 
