@@ -42,7 +42,7 @@ class EncoderEngine:
         self._totals["computed"] += sum(tokens)
         self._totals["steps"] += 1
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, arrived: float | None = None) -> None:
         """RequestError."""
         self.limits.check(request)
 

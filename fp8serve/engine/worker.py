@@ -27,8 +27,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, get_args
 
+from fp8serve import logs
 from fp8serve.ending import end_process
 from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine
 from fp8serve.engine.engine import Engine
@@ -64,7 +65,7 @@ class Connection:
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
             for line in lines:
-                self.inbox.put(json.loads(line))
+                self.inbox.put(json.loads(line) | {"arrived": time.monotonic()})
         self.inbox.put({"op": "close"})
 
 
@@ -126,7 +127,7 @@ class Worker:
         try:
             if self._deadline is not None:
                 raise RequestError("The engine is shutting down and takes no new requests.")
-            self._engine.add_request(Request.from_json(message["request"]))
+            self._engine.add_request(Request.from_json(message["request"]), message["arrived"])
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
 
@@ -211,7 +212,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--socket", required=True, help="AF_UNIX socket to connect to")
     parser.add_argument("--options", default="{}", help="EngineOptions as JSON")
+    parser.add_argument("--log-format", choices=get_args(logs.LogFormat), default="plain")
     parsed = parser.parse_args(arguments)
+    logs.configure(parsed.log_format, "engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(parsed.socket)
     heartbeat = Heartbeat(connection)
