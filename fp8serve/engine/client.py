@@ -192,6 +192,9 @@ class EngineClient:
         try:
             await self._send(op, id=number, **fields)
             return await self._replies[number]
+        except asyncio.CancelledError:
+            self._write("forget", id=number)
+            raise
         finally:
             del self._replies[number]
 
