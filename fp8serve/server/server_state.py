@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
@@ -29,6 +30,7 @@ from fp8serve.server.serving.models import BASE, ServedModels
 from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
+from fp8serve.server.tracing import tracing_of
 from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server")
@@ -44,15 +46,20 @@ class ServerState:
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
+        self.tracing = tracing_of(settings.otlp_endpoint)
         self.tenants = Tenants(self.metrics)
         self.models = ServedModels(
-            settings.model_name, start_engine or launch, self.metrics, settings.deadlines, settings.answers
+            settings.model_name,
+            start_engine or partial(launch, log_format=settings.log_format),
+            self.metrics,
+            settings.deadlines,
+            settings.answers,
         )
         self.supervisor = EngineSupervisor(self.models, self.metrics)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
         )
-        self.parser = RequestParser(limits)
+        self.parser = RequestParser(limits, settings.log_format)
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.started_at = int(time.time())
@@ -144,6 +151,7 @@ class ServerState:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.models.close()
         await self.parser.close()
+        await self.tracing.close()
         self.jobs.close()
         self._lock.close()
 
