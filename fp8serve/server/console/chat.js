@@ -62,6 +62,13 @@ class Chat {
     this.update();
   }
 
+  /** Where both names lead to one model, two equal columns would mislead. */
+  warn() {
+    const weights = this.columns.map((column) => column.turns.at(-1)?.answer?.weights);
+    const isOne = weights.length === 2 && weights[0] !== undefined && weights[0] === weights[1];
+    say(this.note, isOne && !this.busy ? `Both columns were answered by the same weights, ${weights[0]}.` : "");
+  }
+
   get busy() {
     return this.columns.some((column) => column.running !== null);
   }
@@ -71,6 +78,7 @@ class Chat {
     this.go.disabled = this.busy;
     this.halt.hidden = !this.busy;
     this.hint.hidden = begun;
+    if (begun) this.warn();
     for (const one of [this.redo, this.anew, this.keep, this.save]) one.hidden = !begun;
     for (const one of [this.redo, this.keep, this.save]) one.disabled = this.busy;
   }

@@ -47,21 +47,24 @@ export class ChatSettings {
 
   /** Lists what `/v1/models` offers for writing text; a choice that is still there stays. */
   offer(models) {
-    const names = models.filter((model) => (model.task ?? "generate") === "generate").map((model) => model.id);
+    const names = models.filter(writes).map((model) => model.id);
     const options = (chosen) => names.map((name) => element("option", { value: name, selected: name === chosen }, name));
+    const unloaded = models.filter((model) => model.state === "available");
+    const later = unloaded.map(({ id }) => element("option", { value: id, disabled: true }, `${id}: not loaded`));
     const [model, other] = [this.model.value, this.wanted ?? this.other.value];
     this.model.replaceChildren(...options(model));
-    this.other.replaceChildren(element("option", { value: "" }, "No other model"), ...options(other));
+    this.other.replaceChildren(element("option", { value: "" }, "No other model"), ...options(other), ...later);
     if (names.includes(other)) this.wanted = undefined;
     const length = models[0]?.max_model_len;
-    if (length && Number(this.tokens.value) === MAX_TOKENS) this.tokens.value = Math.min(MAX_TOKENS, Math.floor(length / 2));
+    const isPreset = Number(this.tokens.value) === MAX_TOKENS;
+    if (length && isPreset) this.tokens.value = Math.min(MAX_TOKENS, Math.floor(length / 2));
     this.changed();
   }
 
   /** Puts `name` into the second column, now or when the server offers it. */
   compareWith(name) {
     this.wanted = name;
-    if ([...this.other.options].some((option) => option.value === name)) {
+    if ([...this.other.options].some((option) => option.value === name && !option.disabled)) {
       this.other.value = name;
       this.wanted = undefined;
       this.changed();
@@ -90,6 +93,11 @@ export class ChatSettings {
   get opening() {
     return this.system.value.trim() ? [{ role: "system", content: this.system.value }] : [];
   }
+}
+
+/** Whether a model of `/v1/models` answers, and with text. */
+export function writes({ state, task }) {
+  return !["available", "failed"].includes(state) && (task ?? "generate") === "generate";
 }
 
 export function labelled(text, field) {

@@ -42,13 +42,13 @@ export function say(node, text, isError = false) {
   node.classList.toggle("error", isError);
 }
 
-/** Replaces the children only when what they are made from has changed, so that focus and selection survive a refresh. */
+/** Replaces the children by those that `make` gives, empty ones left out, only when what they are made from has changed, so that focus and selection survive a refresh. */
 export function renew(node, data, make) {
   const mark = JSON.stringify(data);
   if (node.mark === mark) return;
   node.mark = mark;
   const path = focusPath(node);
-  node.replaceChildren(...make());
+  node.replaceChildren(...make().filter(Boolean));
   if (path) node.querySelector(path)?.focus();
 }
 

@@ -53,6 +53,7 @@ class Finetune {
 
   async submit() {
     this.start.disabled = true;
+    this.sample.hidden = true;
     say(this.note, "");
     try {
       const job = await post("finetune", this.body);

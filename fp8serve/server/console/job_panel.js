@@ -6,7 +6,7 @@ import { button, element, facts, renew, say, table } from "./dom.js";
 import { follow } from "./job_events.js";
 import { count, moment, number, seconds } from "./numbers.js";
 import { announce } from "./state.js";
-import { serve, wayBack } from "./swap.js";
+import { load, serve, wayBack } from "./swap.js";
 
 const MESSAGES = 100;
 
@@ -66,7 +66,7 @@ export class JobPanel {
     this.progress.hidden = !total;
     if (total) Object.assign(this.progress, { max: total, value: step });
     renew(this.numbers, [job.progress, job.status], () => [jobFacts(job)]);
-    renew(this.actions, [job.status, job.active, job.cancel_requested, models?.served, models?.activating !== null], () => this.buttons(job, models));
+    renew(this.actions, [job.status, job.active, job.cancel_requested, models?.served, models?.models, models?.activating !== null], () => this.buttons(job, models));
     renew(this.checkpoints, [checkpoints, job.status, job.active], () => (checkpoints.length ? [element("h4", {}, "Checkpoints"), this.table(job, checkpoints)] : []));
   }
 
@@ -75,12 +75,16 @@ export class JobPanel {
     const then = (work) => () => work().then(() => this.refresh());
     const off = Boolean(models?.activating);
     const back = job.active && wayBack(models?.served, models?.available[0].model);
+    const isLoaded = job.active || models?.models?.some((model) => model.served?.source === job.id);
+    const isDone = job.status === "succeeded";
+    const act = (name, work, properties = {}) => button(name, then(work), { report: announce, ...properties });
     return [
-      ["queued", "running"].includes(job.status) && !job.cancel_requested && button("Cancel", then(() => post(`${path}/cancel`)), { report: announce }),
-      job.status === "failed" && button("Go on from the last checkpoint", then(() => post(`${path}/resume`)), { report: announce }),
-      job.status === "succeeded" && !job.active && button("Serve it", then(() => serve(job.id, job.fine_tuned_model)), { report: announce, disabled: off }),
-      job.active && element("a", { href: `#/chat?model=${encodeURIComponent(job.fine_tuned_model)}` }, "Compare in chat"),
-      back && button(`Roll back to ${back.model}`, then(() => serve(back.source, back.model)), { report: announce, disabled: off }),
+      ["queued", "running"].includes(job.status) && !job.cancel_requested && act("Cancel", () => post(`${path}/cancel`)),
+      job.status === "failed" && act("Go on from the last checkpoint", () => post(`${path}/resume`)),
+      isDone && !isLoaded && act("Serve it", () => serve(job.id, job.fine_tuned_model), { disabled: off }),
+      isDone && !isLoaded && models?.models && act("Load it beside its base", () => load(job.id, job.fine_tuned_model)),
+      isLoaded && element("a", { href: `#/chat?model=${encodeURIComponent(job.fine_tuned_model)}` }, "Compare in chat"),
+      back && act(`Roll back to ${back.model}`, () => serve(back.source, back.model, back.base), { disabled: off }),
     ].filter(Boolean);
   }
 

@@ -2,8 +2,10 @@
 
 import { get } from "./api.js";
 import { button, element, facts, renew, table } from "./dom.js";
+import { writes } from "./chat_settings.js";
+import { bytes, count } from "./numbers.js";
 import { announce, onModels } from "./state.js";
-import { serve, wayBack } from "./swap.js";
+import { load, serve, unload, wayBack } from "./swap.js";
 
 export function modelsView(section) {
   const view = new Models();
@@ -26,31 +28,61 @@ class Models {
   async refresh() {
     const found = await get("models");
     renew(this.now, found, () => this.served(found));
-    renew(this.available, [found.available, found.served, found.activating !== null], () => this.choice(found));
+    renew(this.available, [found.available, found.loadable, found.models, found.activating !== null], () => this.choice(found));
     if (this.info.open) await this.showInfo();
   }
 
-  served({ served, activating, available, state }) {
+  served({ served, activating, available, state, models }) {
+    if (models?.length > 1) return this.several(models);
     const back = wayBack(served, available[0].model);
     const loading = activating && element("p", {}, `Loading ${activating.model} for ${Math.round(activating.seconds)} s. The present weights serve until it is ready.`);
-    const rollBack = back && button(`Roll back to ${back.model}`, () => serve(back.source, back.model).then(() => this.refresh()), { disabled: Boolean(activating), report: announce, id: "roll-back" });
     if (!served) return [element("h3", {}, "Serving"), element("p", {}, `Nothing yet: ${state}.`), loading];
-    return [element("h3", {}, "Serving"), facts([["Model", served.model], ["Weights", served.weight_version], ["From", served.source === "base" ? "the start of the server" : served.source]]), loading, rollBack].filter(Boolean);
+    const origin = served.source === "base" ? "the start of the server" : served.source;
+    const known = facts([["Model", served.model], ["Weights", served.weight_version], ["From", origin]]);
+    const rollBack = back && this.act(`Roll back to ${back.model}`, () => serve(back.source, back.model, back.base), { disabled: Boolean(activating), id: "roll-back" });
+    return [element("h3", {}, "Serving"), known, loading, rollBack];
   }
 
-  choice({ available, served, activating }) {
+  /** Where the server holds several models: each with its state. */
+  several(models) {
+    const rows = models.map(({ name, default: isDefault, state, problem, served, in_flight: busy, memory_bytes: memory }) => [
+      isDefault ? `${name} (default)` : name, problem ? `${state}: ${problem}` : state, served?.model === name ? served.weight_version : served?.model ?? "–",
+      count(busy), bytes(Object.values(memory).reduce((sum, size) => sum + size, 0)), this.actions(name, isDefault, served)]);
+    return [element("h3", {}, "Serving"), table("Models that serve", ["Model", "State", "Weights", "In flight", "Memory", ""], rows, "stacked")];
+  }
+
+  actions(name, isDefault, served) {
+    const back = served && served.source !== "base" && served.source.startsWith("ftjob-") && isDefault;
+    return [
+      back && this.act(`Roll back to ${name}`, () => serve("base", name, name)),
+      !isDefault && this.act("Unload", () => unload(name), { "aria-label": `Unload ${name}` }),
+    ].filter(Boolean);
+  }
+
+  act(name, work, properties = {}) {
+    return button(name, () => work().then(() => this.refresh()), { report: announce, ...properties });
+  }
+
+  choice({ available, served, activating, models = [], loadable = [] }) {
+    const off = { disabled: Boolean(activating) };
+    const serving = new Set([served?.source, ...models.map((model) => model.served?.source)].filter((source) => source !== "base"));
+    if (served?.source === "base") serving.add("base");
     const rows = available.map(({ source, model }) => {
       const origin = source === "base" ? "base model" : element("a", { href: `#/finetune/${encodeURIComponent(source)}` }, "fine-tune job");
-      const isServed = source === served?.source;
-      const act = isServed ? element("b", { className: "good" }, "serving") : button("Serve", () => serve(source, model).then(() => this.refresh()), { disabled: Boolean(activating), report: announce, "aria-label": `Serve ${model}` });
-      return [model, origin, act];
+      if (serving.has(source)) return [model, origin, element("b", { className: "good" }, "serving")];
+      const beside = models.length > 0 && source !== "base" && this.act("Load beside", () => load(source, model), { "aria-label": `Load ${model} beside the others` });
+      return [model, origin, [this.act("Serve", () => serve(source, model), { ...off, "aria-label": `Serve ${model}` }), beside].filter(Boolean)];
     });
-    return [element("h3", {}, "Weights that can serve"), table("Weights that can serve", ["Model", "Origin", ""], rows, "stacked"), element("p", { className: "quiet" }, "Requests under way end with the weights that they began with.")];
+    const loaded = new Set(models.map(({ name }) => name));
+    const folders = loadable.filter((name) => !loaded.has(name)).map((name) => [name, "directory", this.act("Load beside", () => load(name, name), { "aria-label": `Load ${name} beside the others` })]);
+    return [element("h3", {}, "Weights that can serve"), table("Weights that can serve", ["Model", "Origin", ""], [...rows, ...folders], "stacked"),
+      element("p", { className: "quiet" }, "Requests under way end with the weights that they began with.")];
   }
 
   showNames(models) {
-    renew(this.names, models, () => {
-      const rows = models.map((model) => [model.id, model.task ?? "–", model.max_model_len ?? "–", (model.task ?? "generate") === "generate" ? element("a", { href: `#/chat?model=${encodeURIComponent(model.id)}`, "aria-label": `Compare ${model.id} in the chat` }, "Compare in chat") : null]);
+    const usable = models.filter(({ state }) => state !== "available");
+    renew(this.names, usable, () => {
+      const rows = usable.map((model) => [model.id, model.task ?? "–", model.max_model_len ?? "–", writes(model) ? compare(model.id) : null]);
       return [element("h3", {}, "Names that requests may use"), table("Names that requests may use", ["Name", "Task", "Context, in tokens", ""], rows, "stacked")];
     });
   }
@@ -61,4 +93,8 @@ class Models {
     const groups = [["The engine", info.engine], ["Limits", info.limits], ["Options", info.options]];
     renew(this.about, groups, () => groups.map(([name, object]) => element("div", { className: "card" }, element("h3", {}, name), facts(flat(object)))));
   }
+}
+
+function compare(name) {
+  return element("a", { href: `#/chat?model=${encodeURIComponent(name)}`, "aria-label": `Compare ${name} in the chat` }, "Compare in chat");
 }

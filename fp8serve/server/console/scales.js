@@ -2,9 +2,11 @@
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
+import { writes } from "./chat_settings.js";
 import { element, facts, renew, say, table } from "./dom.js";
 import { COLOURS, HeatMap } from "./heatmap.js";
 import { number, percent } from "./numbers.js";
+import { onModels } from "./state.js";
 import { level, sentence, trouble, verdict } from "./trouble.js";
 
 const KEPT = 900; // looks: half an hour
@@ -24,6 +26,9 @@ class Scales {
     this.verdict = element("p", { id: "verdict", className: "verdict", role: "status" });
     this.list = element("ol", { className: "troubles" });
     this.by = element("select", { id: "colour-by", onchange: () => this.draw() }, ...COLOURS.map((name) => element("option", {}, name)));
+    this.model = element("select", { id: "scales-model", onchange: () => this.refresh().catch(() => {}) });
+    this.which = element("label", { hidden: true }, "Model", this.model);
+    onModels((models) => this.offer(models));
     this.map = new HeatMap((layers) => this.choose(layers));
     this.detail = element("div", { id: "detail", className: "card" }, element("p", { className: "quiet" }, HINT));
     this.chart = new Chart("Largest input over time", { across: (at) => `${Math.round(at)} s`, fromZero: true });
@@ -34,17 +39,25 @@ class Scales {
       element("details", { id: "all-scales" }, element("summary", {}, "All numbers, most trouble first"), this.all));
   }
 
+  /** Where the server holds several models, a choice between them. */
+  offer(models) {
+    const names = [...new Set(models.filter(writes).map((model) => model.root ?? model.id))];
+    const chosen = this.model.value;
+    this.model.replaceChildren(...names.map((name) => element("option", { selected: name === chosen }, name)));
+    this.which.hidden = names.length < 2;
+  }
+
   /** `#/scales/NAME` shows that tensor. */
   open([name]) {
     if (name) this.chosen = [name];
   }
 
   controls() {
-    return element("div", { className: "row" }, element("label", {}, "Coloured by", this.by));
+    return element("div", { className: "row" }, this.which, element("label", {}, "Coloured by", this.by));
   }
 
   async refresh() {
-    const { layers, weight_version: version } = await get("scales");
+    const { layers, weight_version: version } = await get(this.which.hidden ? "scales" : `scales?model=${encodeURIComponent(this.model.value)}`);
     if (version !== this.version) this.history.clear();
     this.version = version;
     this.layers = layers;

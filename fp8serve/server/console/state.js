@@ -4,6 +4,7 @@ import { get, ROOT } from "./api.js";
 import { say } from "./dom.js";
 
 const $ = (id) => document.getElementById(id);
+const SHOWN_MS = 60_000;
 const SENTENCES = {
   paused: "A fine-tune job has the device: prompts are answered again when it has ended. Everything else goes on.",
   loading: "The model is loading.",
@@ -14,6 +15,7 @@ const SENTENCES = {
 
 let state = null;
 let said = { text: "", isError: false }; // of the last thing that a person asked for
+let fading;
 const followers = new Set();
 export let models = [];
 
@@ -56,6 +58,8 @@ function show(now) {
 /** Says in the line below the header how something went; an empty text takes it away. */
 export function announce(text, isError = false) {
   said = { text, isError };
+  clearTimeout(fading);
+  if (text && !isError) fading = setTimeout(() => announce(""), SHOWN_MS);
   line();
 }
 

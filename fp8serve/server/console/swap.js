@@ -6,8 +6,9 @@ import { announce } from "./state.js";
 let previous = null; // what served before the last change that this page made
 let swapping = false;
 
-/** Serves `source` ("base" or a job's id). Resolves when it serves; rejects with the server's sentence. */
-export async function serve(source, name) {
+/** Serves `source`: a job's id, or "base" for what the model `base` began with. Resolves when it serves; rejects with the
+ * server's sentence. */
+export async function serve(source, name, base) {
   if (swapping) throw new Error("Another change of weights is under way; wait until it has ended.");
   swapping = true;
   const since = performance.now();
@@ -15,9 +16,8 @@ export async function serve(source, name) {
   tell();
   const ticking = setInterval(tell, 1000);
   try {
-    const { alias } = await get("models");
-    const { served, previous: before } = await post(`models/${encodeURIComponent(alias)}/activate`, { source });
-    previous = before;
+    const { model, served, previous: before } = await post(await route(source, base), source === "base" ? { source } : {});
+    previous = before && { ...before, base: model };
     announce(`Now serving ${served.model}.`);
   } catch (error) {
     announce(error.message, true);
@@ -26,6 +26,30 @@ export async function serve(source, name) {
     clearInterval(ticking);
     swapping = false;
   }
+}
+
+async function route(source, base) {
+  if (source !== "base") return `finetune/${encodeURIComponent(source)}/activate`; // in place of the model it began with
+  return `models/${encodeURIComponent(base ?? (await get("models")).alias)}/activate`;
+}
+
+/** Serves the result of a job, or a directory that the server knows, beside what serves already. `shown`: what it is called here. */
+export async function load(source, shown) {
+  const name = source.startsWith("ftjob-") ? `tuned-${source.slice(-8)}` : source; // "ft:..." always means the weights themselves
+  announce(`Loading ${shown}. What serves already goes on.`);
+  try {
+    await post(`models/${encodeURIComponent(name)}/load`, { source });
+    announce(`${shown} serves now beside the others, and is called ${name}.`);
+  } catch (error) {
+    announce(error.message, true);
+    throw error;
+  }
+}
+
+/** Ends the serving of a model that was loaded. */
+export async function unload(name) {
+  await post(`models/${encodeURIComponent(name)}/unload`);
+  announce(`${name} is no longer served.`);
 }
 
 /** What to go back to from `served`: {source, model}, or null where there is nothing. `base`: the name of the base model. */

@@ -1,13 +1,15 @@
 """The chat: streams, probabilities, two columns, tools, what can be done with a conversation, and hostile text."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.server.console.browser import Browser
 from tests.server.console.canned import answer_with, chunk, token
 from tests.server.console.test_frame import ready
-from tests.server.process import Process
+from tests.server.fakes import model_dir
+from tests.server.process import Process, serving
 
 pytestmark = pytest.mark.browser
 IDLE = (
@@ -55,6 +57,7 @@ def test_two_columns_get_the_same_prompt_and_seed(browser: Browser, server: Proc
     answers = browser.run("return [...document.querySelectorAll('.answer .text')].map((one) => one.textContent)")
     assert len(answers) == 2
     assert answers[0] == answers[1] != ""
+    assert "answered by the same weights, base-" in browser.text(".composer p")
     browser.click("#again")
     browser.until(IDLE)
     other = browser.run("return [...document.querySelectorAll('.answer .text')].map((one) => one.textContent)")
@@ -193,3 +196,20 @@ def test_a_conversation_becomes_training_data(browser: Browser, echoing: Process
     assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
     assert row["messages"][0]["content"] == "abc"
     assert len(row["messages"][1]["content"]) == 8
+
+
+def test_a_server_that_dies_in_the_middle_costs_no_word(browser: Browser, tmp_path: Path) -> None:
+    options = {"model": str(model_dir(tmp_path / "echo")), "data_dir": str(tmp_path / "data"), "fake": True}
+    with serving(tmp_path / "log", **options, delay=0.05) as process:
+        ready(browser, process.url + "/#/chat")
+        browser.fill("#prompt", "abc")
+        browser.type("Enter")
+        browser.until("document.querySelectorAll('.answer .token').length > 5")
+        process.popen.kill()
+        browser.until("document.querySelector('.facts-line.error')?.textContent.includes('lost')")
+        browser.until("document.getElementById('state').textContent === 'no answer'")
+        assert browser.count(".answer .token") > 5
+    browser.fill("#prompt", "def")
+    browser.type("Enter")
+    browser.until("document.querySelectorAll('.facts-line.error').length === 2")
+    assert "The server does not answer." in browser.run("return document.querySelector('.turn:last-child').textContent")

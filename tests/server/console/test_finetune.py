@@ -110,3 +110,10 @@ def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_p
         browser.until("document.getElementById('job-status').textContent.startsWith('Cancelled')")
         browser.until("document.getElementById('notice').hidden")
         assert all("503" in message for message in browser.complaints())  # the browser's own notes on health
+
+
+def test_an_address_of_no_job_is_said_to_be_one(browser: Browser, server: Process) -> None:
+    ready(browser, server.url + "/#/finetune/ftjob-of-nobody")
+    browser.until("document.querySelector('.finetune > .error').textContent.includes('no job')")
+    browser.until("document.querySelector('#job-recipe')")
+    assert all("404" in message for message in browser.complaints())  # the browser's own notes
