@@ -11,7 +11,6 @@ import shutil
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
@@ -20,13 +19,15 @@ from fp8serve.server.access.limits import Tenants
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.sources import Sources
 from fp8serve.server.finetuning.submission import Submissions
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.parsing.request_parser import RequestParser
-from fp8serve.server.serving.admission import Admission, Places
+from fp8serve.server.serving.admission import Admission, Places, Streams
 from fp8serve.server.serving.generation import Generation, build_requests
-from fp8serve.server.serving.models import BASE, ServedModels
+from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served import Launch, Served, Source, launch
+from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
 from fp8serve.server.usage import Usage
@@ -35,7 +36,7 @@ log = logging.getLogger("fp8serve.server")
 
 
 class ServerState:
-    """One server's parts. `failed` is set when the model could not be loaded, with the reason in `models.problem`."""
+    """One server's parts. `failed` is set when the default model could not be loaded, whose `problem` says why."""
 
     def __init__(self, settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> None:
         limits = settings.limits
@@ -43,35 +44,39 @@ class ServerState:
         self.keys = KeyFile(settings.api_keys, settings.api_key)
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
-        self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
+        self.metrics = Metrics(settings.vllm_metrics)
         self.tenants = Tenants(self.metrics)
-        self.models = ServedModels(
-            settings.model_name, start_engine or launch, self.metrics, settings.deadlines, settings.answers
-        )
-        self.supervisor = EngineSupervisor(self.models, self.metrics)
-        self.admission = Admission(
-            settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
-        )
+        self._start_engine = start_engine or launch
+        self.models = Registry(self._model(Source(BASE, settings.model_name, settings.model, settings.engine)))
+        self.supervisor = EngineSupervisor(self.models.default)
+        self.streams = Streams(limits.streams, self.metrics)
         self.parser = RequestParser(limits)
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
+        self.sources = Sources(self.jobs, self.runner, self.models)
         self.started_at = int(time.time())
         self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.draining = asyncio.Event()
         self.submissions = Submissions(
-            settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.source, self.draining
+            settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
         )
         self._drain_deadline = math.inf
         self.failed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._connect_metrics()
 
+    def _model(self, home: Source) -> ServedModel:
+        """A model that is not loaded yet."""
+        settings, limits = self.settings, self.settings.limits
+        admission = Admission(
+            home.options.max_num_seqs + limits.queue, limits.queue_tokens, self.metrics.of(home.model_id)
+        )
+        return ServedModel(home, self._start_engine, admission, settings.deadlines, settings.answers)
+
     def _connect_metrics(self) -> None:
-        self.metrics.preset()
-        self.metrics.engine_stats = lambda: self.models.stats
+        self.metrics.engine_stats = self.models.stats
         self.metrics.job_counts = self.jobs.counts
-        self.metrics.in_flight.set_function(lambda: self.admission.in_flight)
         self.metrics.reading.set_function(lambda: self.parser.pool.bytes)
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -82,15 +87,19 @@ class ServerState:
 
     async def _load(self) -> None:
         try:
-            served = await self._first_source()
+            served = await self._first_source(self.models.default)
         except Fp8ServeError as error:
-            self.models.state, self.models.problem = "failed", error
+            self.models.default.state, self.models.default.problem = "failed", error
             self.failed.set()
             return
         log.info("%s", kernels_line(served))
         log.info(answers_line(served))
         log.info(
-            "serving %s (%s) as %s on %s", served.source.model_id, served.weight_version, self.models.name, self.address
+            "serving %s (%s) as %s on %s",
+            served.source.model_id,
+            served.weight_version,
+            self.models.default.name,
+            self.address,
         )
         if not self.settings.asks_for_keys and not is_loopback(self.settings.host):
             log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
@@ -106,17 +115,17 @@ class ServerState:
             if path.stem not in uploads:
                 path.unlink()
 
-    async def _first_source(self) -> Served:
+    async def _first_source(self, model: ServedModel) -> Served:
         """What was activated last for this model, if that still loads; else the model itself."""
-        key = await asyncio.to_thread(self.jobs.activated, str(self.settings.model.resolve()))
+        key = await asyncio.to_thread(self.jobs.activated, str(model.home.directory.resolve()))
         if key is not None and key != BASE:
             try:
-                return await self.models.start(await asyncio.to_thread(self.source, key))
+                return await model.start(await asyncio.to_thread(self.sources.find, key, model))
             except (Fp8ServeError, Fault) as error:
                 log.error(
                     "the weights of %s, activated earlier, cannot be served (%s); serving the base model", key, error
                 )
-        return await self.models.start(self.source(BASE))
+        return await model.start(model.home)
 
     def begin_drain(self) -> None:
         """Takes nothing new; a running job begins to stop at a checkpoint."""
@@ -131,7 +140,7 @@ class ServerState:
             for generation in list(self.active):
                 generation.fail(Fault(Code.DRAINING, "The server is shutting down and could not wait any longer."))
             return True
-        return self.admission.in_flight == 0 and self.runner.closed
+        return self.in_flight == 0 and self.runner.closed
 
     async def close(self) -> None:
         """Ends background work and processes. A running job stops at a checkpoint and resumes when a server starts
@@ -142,7 +151,7 @@ class ServerState:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.models.close()
+        await self.models.default.close()
         await self.parser.close()
         self.jobs.close()
         self._lock.close()
@@ -150,8 +159,14 @@ class ServerState:
     # -- how it is -----------------------------------------------------------------------------------------------------
 
     @property
+    def in_flight(self) -> int:
+        """Requests of all models that were admitted and have not ended."""
+        return self.models.count(lambda model: model.admission.in_flight)
+
+    @property
     def ready(self) -> bool:
-        return self.models.ready and not self.draining.is_set() and not self.paused and not self.admission.nearly_full
+        default = self.models.default
+        return default.ready and not self.draining.is_set() and not self.paused and not default.admission.nearly_full
 
     @property
     def status(self) -> str:
@@ -160,29 +175,19 @@ class ServerState:
             return "draining"
         if self.paused:
             return "paused"
-        return "busy" if self.models.ready and self.admission.nearly_full else self.models.state
+        default = self.models.default
+        return "busy" if default.ready and default.admission.nearly_full else default.state
 
     # -- what can be served --------------------------------------------------------------------------------------------
 
-    def source(self, key: str) -> Source:
-        """The weights behind "base" or a finished job. Fault 404 or 409 when there are none. Reads the job table."""
-        options = self.settings.engine
-        if key == BASE:
-            return Source(BASE, self.models.name, self.settings.model, options)
-        job = self.jobs.get(key)
-        directory = self.runner.result_dir(job)
-        if job.status != "succeeded" or not directory.is_dir():
-            raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
-        return Source(job.id, job.model_id(self.models.name), directory, replace(options, recipe="stored", scales=None))
-
-    async def activate(self, key: str) -> Served:
-        """Swaps the served weights and remembers the choice for the next start."""
-        base = str(self.settings.model.resolve())
+    async def activate(self, model: ServedModel, key: str) -> Served:
+        """Swaps the weights of `model` and remembers the choice for the next start."""
+        base = str(model.home.directory.resolve())
 
         async def record() -> None:
             await asyncio.to_thread(self.jobs.set_activated, base, key)
 
-        return await self.models.activate(await asyncio.to_thread(self.source, key), record)
+        return await model.activate(await asyncio.to_thread(self.sources.find, key, model), record)
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -211,15 +216,14 @@ class ServerState:
     ) -> Generation:
         """Checks and admits; after this the answer is a 200. Fault otherwise."""
         requests = build_requests(served, prompts, params, n, tenant)
-        generation = Generation(
-            served, requests, n, places, self.metrics, usage or Usage(), self.settings.request_seconds
-        )
+        generation = Generation(served, requests, n, places, usage or Usage(), self.settings.request_seconds)
         self.active.add(generation)
         return generation
 
     async def _wait_before_training(self) -> None:
         if self.paused:
-            await self.admission.idle.wait()
+            for model in list(self.models.models.values()):
+                await model.admission.idle.wait()
 
 
 def answers_line(served: Served) -> str:

@@ -15,6 +15,7 @@ from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.model.config.either import check_any_config
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.answers.choice import AnswerFormat
+from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 
 SAMPLE_BYTES = 1 << 16
@@ -59,11 +60,14 @@ class Source:
 
 @dataclass(eq=False)
 class Served:
-    """Weights that answer requests. `weight_version` names their bytes, `answers` how their answers are read."""
+    """Weights that answer requests, which `admission` counts. `weight_version` names their bytes, `answers` how their
+    answers are read.
+    """
 
     source: Source
     engine: EngineHandle
     tokenizer: Tokenizer
+    admission: Admission
     weight_version: str
     answers: AnswerFormat = PLAIN
     heartbeat: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)

@@ -24,7 +24,7 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 @router.get("/health/live", summary="Whether the process should be left alone (200) or restarted (503)")
 async def live(state: StateDep) -> Response:
-    return _health(state.models.live, state.status)
+    return _health(state.models.default.live, state.status)
 
 
 @router.get("/health/ready", summary="Whether to send requests here")
@@ -55,10 +55,10 @@ async def info(state: StateDep) -> dict[str, Any]:
     served = state.models.resolve(None)
     longest = served.engine.limits.max_model_len
     return {
-        "model_id": state.models.name,
+        "model_id": state.models.default.name,
         "model_sha": served.weight_version,
         "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": state.admission.capacity,
+        "max_concurrent_requests": served.admission.capacity,
         "max_best_of": limits.n,
         "max_stop_sequences": MAX_STOP_STRINGS,
         "max_input_tokens": longest - 1,

@@ -30,7 +30,7 @@ async def classify(body: ClassifyBody, request: Request, state: StateDep) -> dic
         for i, row in enumerate(rows)
     ]
     named = {"id": request.scope["request_id"], "object": "list", "created": int(time.time())}
-    return named | {"model": body.model or state.models.name, "data": data, "usage": usage(tokens)}
+    return named | {"model": body.model or state.models.default.name, "data": data, "usage": usage(tokens)}
 
 
 async def relevance(
@@ -64,7 +64,7 @@ async def _scores(
     """Of each text, or pair of texts, the score of every label, and how many tokens were read."""
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
     pairs = [_asked(pair, served.engine.info.get("pair")) for pair in pairs]
-    with served.lease(), state.admission.reserve(len(pairs)) as places:
+    with served.lease(), served.admission.reserve(len(pairs)) as places:
         read = await until_disconnect(request, state.parser.pairs(served, pairs))
         ids, segments = [r[0] for r in read], [r[1] for r in read]
         tokens = [len(i) for i in ids]

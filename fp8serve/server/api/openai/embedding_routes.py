@@ -35,7 +35,7 @@ async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> 
         {"object": "embedding", "index": i, "embedding": base64.b64encode(v).decode() if as_text else _numbers(v)}
         for i, v in enumerate(vectors)
     ]
-    return {"object": "list", "model": body.model or state.models.name, "data": data, "usage": usage(tokens)}
+    return {"object": "list", "model": body.model or state.models.default.name, "data": data, "usage": usage(tokens)}
 
 
 @router.post("/rerank", summary="Documents by their relevance to a query", response_model=None)
@@ -49,7 +49,7 @@ async def rerank(body: RerankBody, request: Request, state: StateDep) -> JsonObj
         | ({"document": {"text": body.documents[i]}} if body.return_documents else {})
         for i in best
     ]
-    name = body.model or state.models.name
+    name = body.model or state.models.default.name
     return {"id": request.scope["request_id"], "model": name, "results": results, "usage": usage(tokens)}
 
 
@@ -65,7 +65,7 @@ async def score(body: ScoreBody, request: Request, state: StateDep) -> JsonObjec
     scores, tokens = await _relevance(body, pairs, request, state)
     data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
     named = {"id": request.scope["request_id"], "object": "list", "created": int(time.time())}
-    return named | {"model": body.model or state.models.name, "data": data, "usage": usage(tokens)}
+    return named | {"model": body.model or state.models.default.name, "data": data, "usage": usage(tokens)}
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ async def _vectors(
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
     before, cut = how.prompt(served, texts), how.cut(served)
     prompts = [before + text if isinstance(text, str) else text for text in texts]
-    with served.lease(), state.admission.reserve(len(prompts)) as places:
+    with served.lease(), served.admission.reserve(len(prompts)) as places:
         read = await until_disconnect(request, state.parser.prompts(served, prompts, cut, first=True))
         tokens = [len(ids) for ids in read]
         found = await until_disconnect(

@@ -5,7 +5,6 @@ from typing import Any
 from fastapi import APIRouter
 
 from fp8serve.server.api.dependencies import StateDep
-from fp8serve.server.faults import Code, Fault
 from fp8serve.server.server_state import ServerState
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -18,20 +17,20 @@ async def list_models(state: StateDep) -> dict[str, Any]:
 
 @router.get("/models/{model:path}", summary="One model")
 async def get_model(model: str, state: StateDep) -> dict[str, Any]:
-    if model not in state.models.names():
-        raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param="model")
+    state.models.find(model, "model")
     return _model(state, model)
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
-    served = state.models.current
+    model = state.models.find(name)
+    served = model.current
     length = served.engine.limits.max_model_len if served is not None else None
     return {
         "id": name,
         "object": "model",
         "created": state.started_at,
         "owned_by": "fp8serve",
-        "root": state.models.name,
+        "root": model.name,
         "parent": None,
         "max_model_len": length,
         "task": None if served is None else served.engine.limits.task,

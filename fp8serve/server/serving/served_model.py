@@ -1,11 +1,9 @@
-"""Which weights answer: one alias, the engine process behind it, and the swap to another.
+"""Which weights answer to a name: the engine process behind it, and the swap to another.
 
-`ServedModels.current` is the only place that says what is served; replacing it is one assignment on the event loop, so
+`ServedModel.current` is the only place that says what is served; replacing it is one assignment on the event loop, so
 every request sees either the old weights or the new, whole. A request holds a lease on the weights it started with;
 an engine that was replaced is closed when its last lease ends. A new engine must be ready and produce a token before
 it is put in place; when it cannot, or not before a deadline, the old one keeps serving.
-
-Names come from a table here; nothing a client sends is ever joined to a path.
 """
 
 import asyncio
@@ -13,7 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
@@ -21,37 +19,36 @@ from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.answers.choice import AnswerFormat, choose
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.metrics import Metrics
+from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.served import EngineHandle, Launch, Served, Source, weight_version
 from fp8serve.server.settings import Deadlines
 
 log = logging.getLogger("fp8serve.server")
 
 BASE = "base"
-PLACEHOLDERS = frozenset({"dummy", "tgi"})
-"""Names by which official clients say "the model you serve": huggingface_hub's InferenceClient, given an address, and
-what text-generation-inference tells users of OpenAI's client to send."""
+State = Literal["loading", "ready", "restarting", "failed", "unloading", "closed"]
 MAX_FAILED_RESTARTS = 3
 """Restarts in a row that failed, after which somebody else should try."""
 
 
-class ServedModels:
-    """The alias `name` and what it points at."""
+class ServedModel:
+    """The name `home.model_id` and what it points at, at first `home`. Its requests are counted by `admission`."""
 
     def __init__(
-        self, name: str, start_engine: Launch, metrics: Metrics, deadlines: Deadlines, readers: AnswerFormat
+        self, home: Source, start_engine: Launch, admission: Admission, deadlines: Deadlines, readers: AnswerFormat
     ) -> None:
         """`readers`: how answers are read, as far as the operator said."""
-        self.name = name
+        self.name = home.model_id
+        self.home = home
+        self.admission = admission
         self.deadlines = deadlines
         self._readers = readers
         self.failed_restarts = 0
         self.current: Served | None = None
-        self.state = "loading"
+        self.state: State = "loading"
         self.problem: Fp8ServeError | None = None
         self.reported: tuple[Served | None, dict[str, Any]] = (None, {})  # what an engine said last about itself
         self._launch = start_engine
-        self._metrics = metrics
         # what a swap is loading, and since when on the monotonic clock
         self.activating: tuple[str, float] | None = None
         self._swap = asyncio.Lock()
@@ -61,20 +58,17 @@ class ServedModels:
     # -- what is served ------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Model names that requests may use now: the alias, then the id of the weights behind it."""
+        """Names by which requests may ask for it now: its own, then the id of the weights behind it."""
         return list(dict.fromkeys([self.name, *([self.current.source.model_id] if self.current else [])]))
 
-    def resolve(self, model: str | None) -> Served:
-        """The weights a request for `model` gets. Fault 404 for another name, 503 while there is no engine."""
+    def resolve(self) -> Served:
+        """The weights that a request gets. Fault 503 while there is no engine."""
         served = self.current
         if served is None or not served.engine.alive:
             code = Code.STARTING if self.state == "loading" else Code.ENGINE_DOWN
             raise Fault(
                 code, "The model is loading." if code is Code.STARTING else "The engine is restarting.", retry_after=2
             )
-        if model is not None and model not in self.names() and model not in PLACEHOLDERS:
-            hint = f"This server answers to {', '.join(self.names())}; a fine-tuned model must be activated first."
-            raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param="model", hint=hint)
         return served
 
     @property
@@ -130,7 +124,7 @@ class ServedModels:
                 self.activating = None
             old, self.current = self.current, new
             self.state = "ready"
-            self._metrics.swaps.labels("ok").inc()
+            self.admission.metrics.swaps("ok").inc()
             log.info("now serving %s (%s)", new.source.model_id, new.weight_version)
             if old is not None:
                 self._retire(old)
@@ -141,7 +135,7 @@ class ServedModels:
         try:
             new = await self.ready_engine(source)
         except Fp8ServeError as error:
-            self._metrics.swaps.labels("failed").inc()
+            self.admission.metrics.swaps("failed").inc()
             raise Fault(
                 Code.ACTIVATION_FAILED, f"The new weights cannot be served, and the old ones keep serving: {error}"
             ) from None
@@ -171,7 +165,7 @@ class ServedModels:
             raise MachineError(f"The weights were not ready within {self.deadlines.load:g} seconds.") from None
         except OSError as error:
             raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
-        return Served(source, engine, tokenizer, f"{source.key}-{version}", self._answers(tokenizer))
+        return Served(source, engine, tokenizer, self.admission, f"{source.key}-{version}", self._answers(tokenizer))
 
     def _answers(self, tokenizer: Tokenizer) -> AnswerFormat:
         return choose(tokenizer.template_text, tokenizer.takes_tools, self._readers)
