@@ -11,7 +11,9 @@ import shutil
 import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
+from fp8serve.engine.request import Task
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.access.key_file import KeyFile
@@ -22,9 +24,11 @@ from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.sources import Sources
 from fp8serve.server.finetuning.submission import Submissions
 from fp8serve.server.metrics import Metrics
+from fp8serve.server.named_models import NamedModel
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.admission import Admission, Places, Streams
 from fp8serve.server.serving.generation import Generation, build_requests
+from fp8serve.server.serving.loader import Loader
 from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.served_model import BASE, ServedModel
@@ -47,7 +51,11 @@ class ServerState:
         self.metrics = Metrics(settings.vllm_metrics)
         self.tenants = Tenants(self.metrics)
         self._start_engine = start_engine or launch
-        self.models = Registry(self._model(Source(BASE, settings.model_name, settings.model, settings.engine)))
+        home = Source(BASE, settings.model_name, settings.model, settings.engine, settings.answers)
+        self.models = Registry(self._model(settings.model_name, home))
+        self.models.aliases |= settings.named_aliases
+        self.loader = Loader(self.models, self._model, self.metrics.forget)
+        self.loader.known |= {named.name: self._home(named) for named in settings.models}
         self.supervisor = EngineSupervisor(self.models.default)
         self.streams = Streams(limits.streams, self.metrics)
         self.parser = RequestParser(limits)
@@ -66,13 +74,14 @@ class ServerState:
         self._tasks: list[asyncio.Task[None]] = []
         self._connect_metrics()
 
-    def _model(self, home: Source) -> ServedModel:
+    def _home(self, named: NamedModel) -> Source:
+        return Source(BASE, named.name, named.directory, named.engine(self.settings.device), named.answers)
+
+    def _model(self, name: str, home: Source) -> ServedModel:
         """A model that is not loaded yet."""
-        settings, limits = self.settings, self.settings.limits
-        admission = Admission(
-            home.options.max_num_seqs + limits.queue, limits.queue_tokens, self.metrics.of(home.model_id)
-        )
-        return ServedModel(home, self._start_engine, admission, settings.deadlines, settings.answers)
+        limits = self.settings.limits
+        admission = Admission(home.options.max_num_seqs + limits.queue, limits.queue_tokens, self.metrics.of(name))
+        return ServedModel(name, home, self._start_engine, admission, self.settings.deadlines)
 
     def _connect_metrics(self) -> None:
         self.metrics.engine_stats = self.models.stats
@@ -86,24 +95,29 @@ class ServerState:
         self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self.supervisor.watch())]
 
     async def _load(self) -> None:
+        default = self.models.default
         try:
-            served = await self._first_source(self.models.default)
+            served = await default.start(await asyncio.to_thread(self.sources.first, default.home))
         except Fp8ServeError as error:
-            self.models.default.state, self.models.default.problem = "failed", error
+            default.state, default.problem = "failed", error
             self.failed.set()
             return
         log.info("%s", kernels_line(served))
         log.info(answers_line(served))
-        log.info(
-            "serving %s (%s) as %s on %s",
-            served.source.model_id,
-            served.weight_version,
-            self.models.default.name,
-            self.address,
-        )
+        what = served.source.model_id, served.weight_version
+        log.info("serving %s (%s) as %s on %s", *what, default.name, self.address)
         if not self.settings.asks_for_keys and not is_loopback(self.settings.host):
             log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
         self.runner.start()
+        await self._load_further()
+
+    async def _load_further(self) -> None:
+        """One after the other. One that cannot be served says so where models are listed, and the others serve."""
+        for named in self.settings.models:
+            try:
+                await self.load(named.name, keep=True)
+            except Fault as fault:
+                log.error("%s is not served: %s", named.name, fault.told)
 
     def _sweep(self) -> None:
         """Removes what a crash left half-made: job directories and uploads that no row names."""
@@ -114,18 +128,6 @@ class ServerState:
         for path in self.data_dir.glob("files/*"):
             if path.stem not in uploads:
                 path.unlink()
-
-    async def _first_source(self, model: ServedModel) -> Served:
-        """What was activated last for this model, if that still loads; else the model itself."""
-        key = await asyncio.to_thread(self.jobs.activated, str(model.home.directory.resolve()))
-        if key is not None and key != BASE:
-            try:
-                return await model.start(await asyncio.to_thread(self.sources.find, key, model))
-            except (Fp8ServeError, Fault) as error:
-                log.error(
-                    "the weights of %s, activated earlier, cannot be served (%s); serving the base model", key, error
-                )
-        return await model.start(model.home)
 
     def begin_drain(self) -> None:
         """Takes nothing new; a running job begins to stop at a checkpoint."""
@@ -151,7 +153,7 @@ class ServerState:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.models.default.close()
+        await self.loader.close()
         await self.parser.close()
         self.jobs.close()
         self._lock.close()
@@ -180,6 +182,27 @@ class ServerState:
 
     # -- what can be served --------------------------------------------------------------------------------------------
 
+    def loadable(self) -> dict[str, Path]:
+        """The directories below `models_dir` that hold a model, by their names there. Blocks."""
+        root = self.settings.models_dir
+        if root is None:
+            return {}
+        found = (path.parent for pattern in ("*/config.json", "*/*/config.json") for path in root.glob(pattern))
+        named = {path.relative_to(root).as_posix(): path for path in found if any(path.glob("*.safetensors"))}
+        return {name: path for name, path in named.items() if not any(p.startswith(".") for p in name.split("/"))}
+
+    async def load(self, name: str, home: Source | None = None, keep: bool = False) -> ServedModel:
+        """The model `name`, made of `home`, or where that is None of what the name stood for before: then it serves
+        what was activated for that. Fault 404 where it stood for nothing. `keep`: see `Loader.load`.
+        """
+        if self.draining.is_set():
+            raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
+        if home is not None:
+            return await self.loader.load(name, home, [home], keep)
+        if (home := self.loader.known.get(name)) is None:
+            return self.models.find(name)
+        return await self.loader.load(name, home, await asyncio.to_thread(self.sources.first, home), keep)
+
     async def activate(self, model: ServedModel, key: str) -> Served:
         """Swaps the weights of `model` and remembers the choice for the next start."""
         base = str(model.home.directory.resolve())
@@ -187,7 +210,7 @@ class ServerState:
         async def record() -> None:
             await asyncio.to_thread(self.jobs.set_activated, base, key)
 
-        return await model.activate(await asyncio.to_thread(self.sources.find, key, model), record)
+        return await model.activate(await asyncio.to_thread(self.sources.find, key, model.home), record)
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -196,13 +219,16 @@ class ServerState:
         """A job runs on the device that serves, and the operator chose to pause serving meanwhile."""
         return self.settings.train_on == "pause" and self.settings.trains_on_serving_device and self.runner.busy
 
-    def served(self, model: str | None) -> Served:
-        """The weights for a new request. Fault 503 when the server does not take any now, 404 for an unknown model."""
+    def served(self, model: str | None, *tasks: Task) -> Served:
+        """The weights for a new request; where it names no model, those of one for any of `tasks`, if there is one.
+
+        Fault 503 when the server does not take any now, 404 for an unknown model.
+        """
         if self.draining.is_set():
             raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
         if self.paused:
             raise Fault(Code.PAUSED, "Serving is paused while a fine-tune job uses the device.", retry_after=30)
-        return self.models.resolve(model)
+        return self.models.resolve(model, tasks)
 
     def generation(
         self,

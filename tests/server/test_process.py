@@ -78,7 +78,9 @@ def test_overload_is_refused_at_once_and_the_books_balance(server: Process) -> N
     assert all(retry is not None for status, retry in answers if status == 429)
     accepted, finished = (server.metric(f"fp8serve_requests_{name}_total") for name in ("accepted", "finished"))
     assert accepted == finished + server.metric("fp8serve_requests_in_flight")
-    assert server.metric('fp8serve_requests_rejected_total{model="tiny",reason="requests"}') >= sum(s == 429 for s, _ in answers)
+    assert server.metric('fp8serve_requests_rejected_total{model="tiny",reason="requests"}') >= sum(
+        s == 429 for s, _ in answers
+    )
 
 
 def test_choices_are_admitted_together_or_not_at_all(server: Process) -> None:

@@ -135,7 +135,11 @@ async def respond(
 
 async def _admit(body: Body, parse: Parse[Body], request: Request, state: ServerState) -> Generation:
     """Everything that can be refused happens here. The places are reserved before a prompt is read."""
-    served = state.served(body.model)
+    served = state.served(body.model, "generate")
+    try:
+        served.engine.limits.check_generates()
+    except RequestError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error), param="model") from None
     context = served.engine.limits.max_model_len
     state.parser.sizes(context).check(body)
     asked = parse(body)

@@ -1,6 +1,7 @@
 """What a name can be made to serve: the directory that it was given, or the result of a fine-tune job."""
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served import Source
 from fp8serve.server.serving.served_model import BASE, ServedModel
 
+log = logging.getLogger("fp8serve.server")
 MANY = 100_000
 
 
@@ -23,18 +25,26 @@ class Sources:
     runner: JobRunner
     models: Registry
 
-    def find(self, key: str, model: ServedModel) -> Source:
-        """The weights behind "base", which are `model`'s own, or behind a finished job. Fault 404 or 409 when there are
-        none.
-        """
-        return model.home if key == BASE else self.of_job(self.jobs.get(key), model)
+    def find(self, key: str, home: Source) -> Source:
+        """The weights behind "base", which are `home`, or behind a job. Fault 404 or 409 when there are none."""
+        return home if key == BASE else self.of_job(self.jobs.get(key), home)
 
-    def of_job(self, job: Job, model: ServedModel) -> Source:
-        """Its result, to be served as `model` is. Fault 409 when there is none."""
+    def of_job(self, job: Job, home: Source) -> Source:
+        """Its result, to be served as `home` is. Fault 409 when there is none."""
         directory = self.runner.result_dir(job)
         if job.status != "succeeded" or not directory.is_dir():
             raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
-        return Source(job.id, job.model_id, directory, replace(model.home.options, recipe="stored", scales=None))
+        options = replace(home.options, recipe="stored", scales=None)
+        return replace(home, key=job.id, model_id=job.model_id, directory=directory, options=options)
+
+    def first(self, home: Source) -> list[Source]:
+        """What a model is to serve when it starts, the best first: what was activated for it last, and its own."""
+        key = self.jobs.activated(str(home.directory.resolve()))
+        try:
+            return [home] if key in (None, BASE) else [self.find(str(key), home), home]
+        except Fault as fault:
+            log.error("%s, activated earlier, cannot be served (%s); serving %s", key, fault, home.model_id)
+            return [home]
 
     def results(self) -> list[Job]:
         """Jobs that succeeded, newest first."""

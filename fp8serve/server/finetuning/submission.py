@@ -118,7 +118,7 @@ class Submissions:
         job = self.sources.result(str(model))
         if job is None:
             raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
-        return self.sources.of_job(job, self.models.default)
+        return self.sources.of_job(job, self.models.default.home)
 
     def _enter(
         self, job_id: str, body: FinetuneBody, source: Source, config: TrainConfig, key: str | None, mark: str

@@ -3,9 +3,10 @@
 Names come from tables here; nothing a client sends is ever joined to a path.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fp8serve.engine.request import Task
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.served import Served
 from fp8serve.server.serving.served_model import ServedModel
@@ -26,13 +27,12 @@ class Registry:
     def names(self) -> list[str]:
         """By which requests may ask now, those of the default first, aliases last."""
         own = (name for model in self.models.values() for name in model.names())
-        return list(dict.fromkeys([*own, *self.aliases]))
+        return list(dict.fromkeys([*own, *(alias for alias, name in self.aliases.items() if name in self.models)]))
 
     def named(self, name: str) -> ServedModel | None:
         """The model that a name, an alias, or the id of the weights behind a name stands for."""
-        if (found := self.models.get(self.aliases.get(name, name))) is not None:
-            return found
-        return next((model for model in self.models.values() if name in model.names()), None)
+        found = self.models.get(name) or self.models.get(self.aliases.get(name, ""))
+        return found or next((model for model in self.models.values() if name in model.names()), None)
 
     def find(self, name: str, param: str = "name") -> ServedModel:
         """As `named`. Fault 404 where there is none."""
@@ -43,12 +43,19 @@ class Registry:
         )
         raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param=param, hint=hint)
 
-    def resolve(self, model: str | None) -> Served:
-        """The weights a request for `model` gets. Fault 404 for an unknown name, 503 while there is no engine."""
-        found = self.default if model is None else self.named(model)
+    def resolve(self, model: str | None, tasks: Sequence[Task] = ()) -> Served:
+        """The weights a request for `model` gets. Fault 404 for an unknown name, 503 while there is no engine.
+
+        Where none is named it is the default, or the first model for one of `tasks` if the default is for another.
+        """
+        found = self._for(tasks) if model is None else self.named(model)
         if found is None and (model in PLACEHOLDERS or self.default.state == "loading"):
-            found = self.default  # which may have other weights when it is loaded, and their name
+            found = self._for(tasks)  # the default may have other weights when it is loaded, and their name
         return (found or self.find(str(model), "model")).resolve()
+
+    def _for(self, tasks: Sequence[Task]) -> ServedModel:
+        fitting = (m for m in self.models.values() if m.current is not None and m.current.engine.limits.task in tasks)
+        return next(fitting, self.default) if self.default.current is not None else self.default
 
     def serving(self, key: str) -> bool:
         """Whether a model serves the weights of this source."""

@@ -20,6 +20,7 @@ from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 
 SAMPLE_BYTES = 1 << 16
 PLAIN = AnswerFormat("none", "none")
+TOLD_NOTHING = AnswerFormat("auto", "auto")
 
 
 class EngineHandle(Protocol):
@@ -32,6 +33,8 @@ class EngineHandle(Protocol):
     def alive(self) -> bool: ...
     @property
     def heartbeat_age(self) -> float: ...
+    @property
+    def resident_bytes(self) -> int: ...
     @property
     def step_seconds(self) -> float: ...
     def check(self, request: Request) -> None: ...
@@ -50,12 +53,15 @@ class EngineHandle(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Weights that can be served: `key` is "base" or a job id, `model_id` the name for exactly these."""
+    """Weights that can be served: `key` is "base" or a job id, `model_id` the name for exactly these. `readers`: how
+    answers are read, as far as the operator said.
+    """
 
     key: str
     model_id: str
     directory: Path
     options: EngineOptions
+    readers: AnswerFormat = TOLD_NOTHING
 
 
 @dataclass(eq=False)

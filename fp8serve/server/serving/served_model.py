@@ -10,14 +10,13 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
-from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.server.answers.choice import AnswerFormat, choose
+from fp8serve.server.answers.choice import choose
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.served import EngineHandle, Launch, Served, Source, weight_version
@@ -32,17 +31,15 @@ MAX_FAILED_RESTARTS = 3
 
 
 class ServedModel:
-    """The name `home.model_id` and what it points at, at first `home`. Its requests are counted by `admission`."""
+    """The name and what it points at, at first and as "base": `home`. Its requests are counted by `admission`."""
 
     def __init__(
-        self, home: Source, start_engine: Launch, admission: Admission, deadlines: Deadlines, readers: AnswerFormat
+        self, name: str, home: Source, start_engine: Launch, admission: Admission, deadlines: Deadlines
     ) -> None:
-        """`readers`: how answers are read, as far as the operator said."""
-        self.name = home.model_id
+        self.name = name
         self.home = home
         self.admission = admission
         self.deadlines = deadlines
-        self._readers = readers
         self.failed_restarts = 0
         self.current: Served | None = None
         self.state: State = "loading"
@@ -52,7 +49,7 @@ class ServedModel:
         # what a swap is loading, and since when on the monotonic clock
         self.activating: tuple[str, float] | None = None
         self._swap = asyncio.Lock()
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[Served, asyncio.Task[None]] = {}
         self._canaries = itertools.count()
 
     # -- what is served ------------------------------------------------------------------------------------------------
@@ -62,14 +59,20 @@ class ServedModel:
         return list(dict.fromkeys([self.name, *([self.current.source.model_id] if self.current else [])]))
 
     def resolve(self) -> Served:
-        """The weights that a request gets. Fault 503 while there is no engine."""
+        """The weights that a request gets. Fault 503 while there is no engine, 404 when there will be none."""
+        self._refuse_if_leaving()
         served = self.current
-        if served is None or not served.engine.alive:
-            code = Code.STARTING if self.state == "loading" else Code.ENGINE_DOWN
-            raise Fault(
-                code, "The model is loading." if code is Code.STARTING else "The engine is restarting.", retry_after=2
-            )
-        return served
+        if served is not None and served.engine.alive:
+            return served
+        if self.state == "loading":
+            raise Fault(Code.STARTING, "The model is loading.", retry_after=2)
+        if self.state == "failed":
+            raise Fault(Code.ENGINE_DOWN, f"The model could not be loaded: {self.problem}", retry_after=60)
+        raise Fault(Code.ENGINE_DOWN, "The engine is restarting.", retry_after=2)
+
+    def _refuse_if_leaving(self) -> None:
+        if self.state in ("unloading", "closed"):
+            raise Fault(Code.MODEL_NOT_FOUND, "The model is being unloaded.", param="model")
 
     @property
     def ready(self) -> bool:
@@ -100,18 +103,30 @@ class ServedModel:
 
     # -- changing it ---------------------------------------------------------------------------------------------------
 
-    async def start(self, source: Source) -> Served:
-        """The first load. Raises what the engine says when it cannot."""
+    async def start(self, sources: Sequence[Source], fit: Callable[[Source], Source] = lambda source: source) -> Served:
+        """The first load, of the first of `sources` that can be served; `fit` gives each its share of the machine.
+
+        Raises what the engine, or `fit`, says of the last of them.
+        """
         async with self._swap:
-            self.current = await self.ready_engine(source)
-            self.state = "ready"
-            return self.current
+            *better, last = sources
+            for source in better:
+                try:
+                    return self._began(await self.ready_engine(await asyncio.to_thread(fit, source)))
+                except Fp8ServeError as error:
+                    log.error("%s cannot be served (%s); serving %s", source.model_id, error, last.model_id)
+            return self._began(await self.ready_engine(await asyncio.to_thread(fit, last)))
+
+    def _began(self, served: Served) -> Served:
+        self.current, self.state = served, "ready"
+        return served
 
     async def activate(self, source: Source, record: Callable[[], Awaitable[None]]) -> Served:
         """Loads `source` beside what is served, has it `record`ed, then swaps, which cannot fail.
 
         On any failure, of `record` too, raises and changes nothing: what serves is always what a restart would serve.
         """
+        self._refuse_if_leaving()
         if self._swap.locked():
             raise Fault(
                 Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint="Try again when it is done."
@@ -165,10 +180,8 @@ class ServedModel:
             raise MachineError(f"The weights were not ready within {self.deadlines.load:g} seconds.") from None
         except OSError as error:
             raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
-        return Served(source, engine, tokenizer, self.admission, f"{source.key}-{version}", self._answers(tokenizer))
-
-    def _answers(self, tokenizer: Tokenizer) -> AnswerFormat:
-        return choose(tokenizer.template_text, tokenizer.takes_tools, self._readers)
+        answers = choose(tokenizer.template_text, tokenizer.takes_tools, source.readers)
+        return Served(source, engine, tokenizer, self.admission, f"{source.key}-{version}", answers)
 
     async def _canary(self, engine: EngineHandle) -> None:
         """One greedy token, one vector or one score: an engine that loads but cannot compute is not put in place."""
@@ -188,9 +201,8 @@ class ServedModel:
                 await old.free.wait()
             await old.engine.close()
 
-        task = asyncio.create_task(close_when_free())
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        task = self._retiring[old] = asyncio.create_task(close_when_free())
+        task.add_done_callback(lambda _: self._retiring.pop(old, None))
 
     def put_back(self, dead: Served, new: Served) -> bool:
         """Serves `new` in place of `dead`; False, and nothing, when other weights were put in its place meanwhile."""
@@ -199,9 +211,26 @@ class ServedModel:
         self.current, self.state = new, "ready"
         return True
 
+    def engines(self) -> list[EngineHandle]:
+        """That run for this name, those included that were replaced and still answer."""
+        return [served.engine for served in (*self._retiring, *([self.current] if self.current else []))]
+
+    async def leave(self, seconds: float) -> None:
+        """Takes nothing new and closes. Answers under way have so many seconds, and are ended after them."""
+        self.state = "unloading"
+        if self.current is not None:
+            self._retire(self.current)
+        if self._retiring:
+            await asyncio.wait(self._retiring.values(), timeout=seconds)
+        for served in list(self._retiring):
+            await served.engine.kill(f"The model was unloaded, and its answers had {seconds:g} seconds to end.")
+        if self._retiring:
+            await asyncio.wait(self._retiring.values())
+        self.current, self.state = None, "closed"
+
     async def close(self) -> None:
         """Ends every engine process."""
-        for task in list(self._retiring):
+        for task in list(self._retiring.values()):
             task.cancel()
         self.state = "closed"
         if self.current is not None:

@@ -1,7 +1,6 @@
-"""Which weights are served, which could be, and the swap from one to another."""
+"""The swap of a model's weights to a job's result, and back."""
 
 import asyncio
-import time
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,24 +13,6 @@ from fp8serve.server.serving.served import Served
 from fp8serve.server.serving.served_model import ServedModel
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
-
-
-@router.get("/models", summary="What is served, and what could be")
-async def models(state: StateDep) -> dict[str, Any]:
-    default = state.models.default
-    available = [{"source": "base", "model": default.name}]
-    available += [{"source": job.id, "model": job.model_id} for job in await asyncio.to_thread(state.sources.results)]
-    return {
-        "alias": default.name,
-        "state": default.state,
-        "served": served_view(default.current),
-        "activating": _activating(default.activating),
-        "available": available,
-    }
-
-
-def _activating(under_way: tuple[str, float] | None) -> dict[str, Any] | None:
-    return under_way and {"model": under_way[0], "seconds": time.monotonic() - under_way[1]}
 
 
 @router.post("/models/{name:path}/activate", summary="Serve a job's result, or go back to the base model")
