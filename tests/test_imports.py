@@ -20,7 +20,7 @@ ALLOWED = {
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "logs"},
 }
-FOUNDATION = {"faults", "settings", "metrics", "tasks", "tracing", "usage"}
+FOUNDATION = {"faults", "named_models", "settings", "metrics", "tasks", "tracing", "usage"}
 ALLOWED_IN_SERVER = {
     "answers": {"answers"},
     **dict.fromkeys(FOUNDATION, {"answers"} | FOUNDATION),

@@ -44,6 +44,9 @@ class EngineOptions:
         ),
     ] = None
     block_size: Annotated[int, Ge(1), About("Tokens in a block of the cache.")] = 16
+    kv_cache_bytes: Annotated[
+        int | None, Ge(1), About("Memory that the cache may take.", unset="a quarter of what is free; on a GPU, all")
+    ] = None
     num_blocks: Annotated[int | None, Ge(1), About("Blocks of the cache.", unset="what fits")] = None
     max_batch_tokens: Annotated[
         int | None,

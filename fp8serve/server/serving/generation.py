@@ -18,7 +18,7 @@ from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.metrics import Metrics
+from fp8serve.server.metrics import ModelMetrics
 from fp8serve.server.serving.admission import Outcome, Places, Ticket
 from fp8serve.server.serving.served import Served
 from fp8serve.server.usage import Answer, Usage
@@ -35,7 +35,6 @@ class Generation:
         requests: Sequence[Request],
         n: int,
         places: Places,
-        metrics: Metrics,
         usage: Usage,
         seconds: float | None = None,
     ) -> None:
@@ -44,7 +43,6 @@ class Generation:
         self.n = n
         self.started = time.perf_counter()
         self.seconds = seconds
-        self._metrics = metrics
         self._usage = usage
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._lease = contextlib.ExitStack()
@@ -106,7 +104,7 @@ class Generation:
         """One request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
         answer = Answer(request)
         self._usage.answers.append(answer)
-        clock = _Clock(self._metrics, self._usage, self.started)
+        clock = _Clock(self.served.admission.metrics, self._usage, self.started)
         outcome: Outcome = "cancelled"
         try:
             async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:
@@ -148,7 +146,7 @@ def _fault_of(output: RequestOutput, alive: bool) -> Fault | None:
 class _Clock:
     """Latencies of one request, from admission on, and its tokens."""
 
-    def __init__(self, metrics: Metrics, usage: Usage, started: float) -> None:
+    def __init__(self, metrics: ModelMetrics, usage: Usage, started: float) -> None:
         self._metrics = metrics
         self._usage = usage
         self._started = started
