@@ -13,7 +13,7 @@ from tests.server.fakes import FakeEngine, Launcher
 
 def main(options: dict[str, Any]) -> int:
     fake, delay = options.pop("fake", False), options.pop("delay", 0.0)
-    paths = {name: Path(options[name]) for name in ("model", "data_dir", "api_keys") if name in options}
+    paths = {name: Path(options[name]) for name in ("model", "models_dir", "data_dir", "api_keys") if name in options}
     limits = ServerLimits(**options.pop("limits", {}))
     listener = adopt(options.pop("fd")) if "fd" in options else None
     engines = Launcher(lambda: FakeEngine(delay=delay)) if fake else None

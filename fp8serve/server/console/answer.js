@@ -75,9 +75,16 @@ export class Answer {
     const tokens = this.usage?.completion_tokens;
     const took = (performance.now() - this.started) / 1000;
     const speed = tokens > 1 && took > 0 ? `${(tokens / took).toFixed(1)} tokens/s` : null;
-    const parts = [tokens !== undefined && `${count(tokens)} tokens`, this.first !== undefined && `first after ${seconds(this.first / 1000)}`, speed, ENDS[this.end], this.weights && `weights ${this.weights}`];
+    const parts = [
+      tokens !== undefined && `${count(tokens)} tokens`,
+      this.first !== undefined && `first after ${seconds(this.first / 1000)}`,
+      speed,
+      ENDS[this.end],
+      this.weights && `weights ${this.weights}`,
+    ];
     say(this.facts, parts.filter(Boolean).join(" · "));
-    if (!this.content && !this.calls.length) this.text.append(element("span", { className: "quiet" }, "(an empty answer)"));
+    if (!this.content && !this.calls.length)
+      this.text.append(element("span", { className: "quiet" }, "(an empty answer)"));
   }
 
   stop() {
@@ -97,12 +104,25 @@ export class Answer {
 
   /** As a message of the request that follows. */
   get message() {
-    const calls = this.calls.map(({ id, type, function: { name, arguments: text } }) => ({ id, type, function: { name, arguments: text } }));
+    const calls = this.calls.map(({ id, type, function: { name, arguments: text } }) => ({
+      id,
+      type,
+      function: { name, arguments: text },
+    }));
     const whole = this.state === "done" && calls.length > 0;
-    return { role: "assistant", content: this.content, ...(this.reasoning && { reasoning_content: this.reasoning }), ...(whole && { tool_calls: calls }) };
+    return {
+      role: "assistant",
+      content: this.content,
+      ...(this.reasoning && { reasoning_content: this.reasoning }),
+      ...(whole && { tool_calls: calls }),
+    };
   }
 }
 
 function indented(text) {
-  try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; }
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
 }

@@ -50,7 +50,11 @@ async function read(answer) {
 
 async function problem(answer) {
   let said = {};
-  try { said = await answer.json(); } catch { /* a proxy's page, perhaps */ }
+  try {
+    said = await answer.json();
+  } catch {
+    /* a proxy's page, perhaps */
+  }
   const text = typeof said.error === "object" ? said.error?.message : [said.error, said.hint].filter(Boolean).join(" ");
   return new Problem(text || `The server answered ${answer.status}.`, answer.status);
 }

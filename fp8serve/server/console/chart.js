@@ -32,13 +32,19 @@ export class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.svg.setAttribute("height", HEIGHT);
     this.pointer = drawn("g");
-    this.svg.replaceChildren(drawn("title", {}, `${this.title}. ${sentence}`), ...this.axes(width), ...this.series.flatMap((one) => this.line(one)), this.pointer);
+    this.svg.replaceChildren(
+      drawn("title", {}, `${this.title}. ${sentence}`),
+      ...this.axes(width),
+      ...this.series.flatMap((one) => this.line(one)),
+      this.pointer,
+    );
     this.legend.hidden = this.series.length < 2;
     this.legend.replaceChildren(...this.series.map(({ name, kind }) => element("li", {}, sample(kind), name)));
   }
 
   scale(width) {
-    const xs = this.series.flatMap(({ points }) => points.map(([x]) => x)), ys = this.series.flatMap(({ points }) => points.map(([, y]) => y));
+    const xs = this.series.flatMap(({ points }) => points.map(([x]) => x)),
+      ys = this.series.flatMap(({ points }) => points.map(([, y]) => y));
     const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
     this.ticks = ticks(this.fromZero ? 0 : Math.min(...ys), Math.max(...ys));
     const [y0, y1] = [this.ticks[0], this.ticks.at(-1)];
@@ -53,7 +59,12 @@ export class Chart {
       drawn("text", { x: LEFT - 6, y: this.y(tick) + 4, "text-anchor": "end" }, this.digits(tick)),
     ]);
     const ends = this.ends[0] === this.ends[1] ? [this.ends[0]] : this.ends;
-    return [...lines, ...ends.map((end, i) => drawn("text", { x: this.x(end), y: HEIGHT - 6, "text-anchor": i ? "end" : "start" }, this.named(end)))];
+    return [
+      ...lines,
+      ...ends.map((end, i) =>
+        drawn("text", { x: this.x(end), y: HEIGHT - 6, "text-anchor": i ? "end" : "start" }, this.named(end)),
+      ),
+    ];
   }
 
   named(x) {
@@ -64,29 +75,53 @@ export class Chart {
     const path = points.map(([x, y]) => `${this.x(x).toFixed(1)},${this.y(y).toFixed(1)}`).join(" ");
     const line = drawn("polyline", { class: `line ${kind}`, points: path });
     if (points.length > 1 && kind !== "second") return [line];
-    return [line, ...points.map(([x, y]) => drawn("circle", { class: `dot ${kind}`, cx: this.x(x).toFixed(1), cy: this.y(y).toFixed(1), r: 3 }))];
+    return [
+      line,
+      ...points.map(([x, y]) =>
+        drawn("circle", { class: `dot ${kind}`, cx: this.x(x).toFixed(1), cy: this.y(y).toFixed(1), r: 3 }),
+      ),
+    ];
   }
 
   /** Names the values at the pointer in the caption. */
   point(event) {
     if (!this.x) return;
-    if (event === null) { this.pointer.replaceChildren(); return say(this.note, this.sentence); }
+    if (event === null) {
+      this.pointer.replaceChildren();
+      return say(this.note, this.sentence);
+    }
     const at = event.clientX - this.svg.getBoundingClientRect().left;
     const all = this.series.flatMap(({ name, points }) => points.map(([x, y]) => ({ name, x, y })));
-    const { x } = all.reduce((best, one) => (Math.abs(this.x(one.x) - at) < Math.abs(this.x(best.x) - at) ? one : best));
-    this.pointer.replaceChildren(drawn("line", { class: "pointer", x1: this.x(x), x2: this.x(x), y1: TOP, y2: HEIGHT - BOTTOM }));
-    say(this.note, `${this.named(x)}: ${all.filter((one) => one.x === x).map((one) => `${one.name} ${this.digits(one.y)}`).join(", ")}`);
+    const { x } = all.reduce((best, one) =>
+      Math.abs(this.x(one.x) - at) < Math.abs(this.x(best.x) - at) ? one : best,
+    );
+    this.pointer.replaceChildren(
+      drawn("line", { class: "pointer", x1: this.x(x), x2: this.x(x), y1: TOP, y2: HEIGHT - BOTTOM }),
+    );
+    say(
+      this.note,
+      `${this.named(x)}: ${all
+        .filter((one) => one.x === x)
+        .map((one) => `${one.name} ${this.digits(one.y)}`)
+        .join(", ")}`,
+    );
   }
 }
 
 function sample(kind) {
-  return drawn("svg", { viewBox: "0 0 24 8", width: 24, height: 8, "aria-hidden": "true" }, drawn("line", { class: `line ${kind}`, x1: 0, x2: 24, y1: 4, y2: 4 }));
+  return drawn(
+    "svg",
+    { viewBox: "0 0 24 8", width: 24, height: 8, "aria-hidden": "true" },
+    drawn("line", { class: `line ${kind}`, x1: 0, x2: 24, y1: 4, y2: 4 }),
+  );
 }
 
 /** Three to six round numbers that enclose low and high. */
 function ticks(low, high) {
-  if (high - low < Math.abs(high) * 1e-9 + 1e-30) [low, high] = high === 0 ? [0, 1] : [Math.min(0, low), Math.max(0, high)];
-  const rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
+  if (high - low < Math.abs(high) * 1e-9 + 1e-30)
+    [low, high] = high === 0 ? [0, 1] : [Math.min(0, low), Math.max(0, high)];
+  const rough = (high - low) / 4,
+    power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find((one) => one >= rough * 0.999);
   const [first, last] = [Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9)];
   return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));

@@ -6,8 +6,9 @@ import { button, element, say } from "./dom.js";
 import { addRow } from "./rows.js";
 import { announce } from "./state.js";
 
-const HINT = "Point at a word of an answer, or reach it by Tab and the arrow keys, to see how probable it was and what else could have "
-  + "stood there. Words that were less probable than 50 % are underlined.";
+const HINT =
+  "Point at a word of an answer, or reach it by Tab and the arrow keys, to see how probable it was and what else could have " +
+  "stood there. Words that were less probable than 50 % are underlined.";
 
 export function chatView(section) {
   const chat = new Chat();
@@ -17,10 +18,17 @@ export function chatView(section) {
 
 class Chat {
   constructor() {
+    this.made = []; // columns, of which the first ones are shown
     this.columns = [];
     this.area = element("div", { className: "columns" });
     this.note = element("p", { className: "quiet", role: "status" });
-    this.prompt = element("textarea", { id: "prompt", rows: 3, required: true, "aria-label": "Your message", placeholder: "Your message. Enter sends it, Shift and Enter begin a new line." });
+    this.prompt = element("textarea", {
+      id: "prompt",
+      rows: 3,
+      required: true,
+      "aria-label": "Your message",
+      placeholder: "Your message. Enter sends it, Shift and Enter begin a new line.",
+    });
     this.composer();
     this.hint = element("p", { className: "quiet hint" }, HINT);
     this.settings = new ChatSettings(() => this.arrange());
@@ -36,9 +44,21 @@ class Chat {
     this.anew = button("New conversation", () => this.restart(), { id: "new", report });
     this.keep = button("Use as training data", () => this.train(), { id: "train-on-this", report });
     this.save = button("Download", () => this.download(), { id: "download", report });
-    this.tools = element("div", { className: "row tools" }, this.go, this.halt, this.redo, this.anew, this.keep, this.save);
+    this.tools = element(
+      "div",
+      { className: "row tools" },
+      this.go,
+      this.halt,
+      this.redo,
+      this.anew,
+      this.keep,
+      this.save,
+    );
     this.form = element("form", { className: "composer" }, this.prompt, this.tools, this.note);
-    this.form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.submit();
+    });
     this.prompt.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -54,8 +74,9 @@ class Chat {
   arrange() {
     const names = this.settings.chosen;
     const wanted = Math.max(1, names.length);
-    while (this.columns.length < wanted) this.columns.push(new Column(this.settings, () => this.update()));
-    for (const column of this.columns.splice(wanted)) column.stop();
+    while (this.made.length < wanted) this.made.push(new Column(this.settings, () => this.update()));
+    for (const column of this.made.slice(wanted)) column.stop(); // and keeps what was said, for when it is shown again
+    this.columns = this.made.slice(0, wanted);
     this.columns.forEach((column, i) => column.name(names[i] ?? "", wanted === 1));
     this.area.replaceChildren(...this.columns.map((column) => column.node));
     this.area.classList.toggle("two", wanted > 1);
@@ -107,7 +128,7 @@ class Chat {
   }
 
   restart() {
-    for (const column of this.columns) column.clear();
+    for (const column of this.made) column.clear();
     say(this.note, "");
     this.update();
     this.prompt.focus();
@@ -116,8 +137,10 @@ class Chat {
   /** The first column's conversation as a row for training. Throws an Error where it cannot be one. */
   row() {
     const messages = this.columns[0].messages;
-    if (!messages.some((message) => message.role === "assistant")) throw new Error("There is no answer yet that could be learnt.");
-    if (messages.some((message) => message.role === "tool" || message.tool_calls)) throw new Error("A conversation with tool calls cannot be training data yet.");
+    if (!messages.some((message) => message.role === "assistant"))
+      throw new Error("There is no answer yet that could be learnt.");
+    if (messages.some((message) => message.role === "tool" || message.tool_calls))
+      throw new Error("A conversation with tool calls cannot be training data yet.");
     if (this.settings.isText) return { prompt: messages.at(-2).content, completion: messages.at(-1).content };
     return { messages: messages.map(({ role, content }) => ({ role, content })) };
   }

@@ -5,7 +5,8 @@ import { onModels } from "./state.js";
 
 const TOP = 5; // alternatives beside each token; /v1/completions has no more
 const MAX_TOKENS = 256;
-const TOOLS_HINT = '[{"type": "function", "function": {"name": "weather", "description": "…", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]';
+const TOOLS_HINT =
+  '[{"type": "function", "function": {"name": "weather", "description": "…", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]';
 
 export class ChatSettings {
   /** `changed`: called when other models are chosen. */
@@ -13,7 +14,12 @@ export class ChatSettings {
     this.changed = changed;
     this.model = element("select", { id: "chat-model", onchange: changed });
     this.other = element("select", { id: "chat-other", onchange: changed });
-    this.mode = element("select", { id: "chat-mode" }, element("option", { value: "chat" }, "Conversation"), element("option", { value: "text" }, "Plain text"));
+    this.mode = element(
+      "select",
+      { id: "chat-mode" },
+      element("option", { value: "chat" }, "Conversation"),
+      element("option", { value: "text" }, "Plain text"),
+    );
     this.system = element("textarea", { id: "chat-system", rows: 2 });
     this.temperature = numeric("chat-temperature", { min: 0, max: 2, step: 0.1, value: 0.7 });
     this.topP = numeric("chat-top-p", { min: 0, max: 1, step: 0.05, value: 1 });
@@ -30,25 +36,47 @@ export class ChatSettings {
   }
 
   first() {
-    return element("div", { className: "row" }, labelled("Model", this.model), labelled("Beside it", this.other), labelled("Mode", this.mode));
+    return element(
+      "div",
+      { className: "row" },
+      labelled("Model", this.model),
+      labelled("Beside it", this.other),
+      labelled("Mode", this.mode),
+    );
   }
 
   rest() {
-    const sampling = [labelled("Temperature", this.temperature), labelled("Top-p", this.topP), labelled("New tokens", this.tokens), labelled("Seed", this.seed)];
+    const sampling = [
+      labelled("Temperature", this.temperature),
+      labelled("Top-p", this.topP),
+      labelled("New tokens", this.tokens),
+      labelled("Seed", this.seed),
+    ];
     const likely = element("label", { className: "tick" }, this.likely, "Token probabilities");
     this.system.setAttribute("aria-describedby", "chat-system-note");
-    return element("details", {},
+    return element(
+      "details",
+      {},
       element("summary", {}, "Settings: system prompt, sampling, tools"),
       labelled("System prompt", this.system),
       element("div", { className: "row" }, ...sampling, likely),
       labelled("Tools, as a JSON list in OpenAI's form", this.tools),
-      element("p", { className: "quiet", id: "chat-system-note" }, "Both columns get the same prompt, the same parameters and the same seed. A system prompt and tools are for conversations."));
+      element(
+        "p",
+        { className: "quiet", id: "chat-system-note" },
+        "Both columns get the same prompt, the same parameters and the same seed. A system prompt and tools are for conversations.",
+      ),
+    );
   }
 
   /** Lists what `/v1/models` offers for writing text; a choice that is still there stays. */
   offer(models) {
-    const names = models.filter(writes).map((model) => model.id);
-    const options = (chosen) => names.map((name) => element("option", { value: name, selected: name === chosen }, name));
+    const chosen = new Set(this.chosen); // one that is chosen stays while its engine starts again
+    const names = models
+      .filter((model) => writes(model) && (model.state !== "loading" || chosen.has(model.id)))
+      .map((model) => model.id);
+    const options = (chosen) =>
+      names.map((name) => element("option", { value: name, selected: name === chosen }, name));
     const unloaded = models.filter((model) => model.state === "available");
     const later = unloaded.map(({ id }) => element("option", { value: id, disabled: true }, `${id}: not loaded`));
     const [model, other] = [this.model.value, this.wanted ?? this.other.value];
@@ -83,7 +111,14 @@ export class ChatSettings {
   /** The body of a request without its model and messages. `nth`: of several answers to one prompt; each has a seed of its own.
    * Throws an Error that says which field is wrong. */
   parameters(nth) {
-    const body = { stream: true, stream_options: { include_usage: true }, max_tokens: whole(this.tokens, "New tokens"), temperature: real(this.temperature, "Temperature"), top_p: real(this.topP, "Top-p"), seed: whole(this.seed, "Seed") + nth };
+    const body = {
+      stream: true,
+      stream_options: { include_usage: true },
+      max_tokens: whole(this.tokens, "New tokens"),
+      temperature: real(this.temperature, "Temperature"),
+      top_p: real(this.topP, "Top-p"),
+      seed: whole(this.seed, "Seed") + nth,
+    };
     if (this.isText) return { ...body, ...(this.likely.checked && { logprobs: TOP }) };
     const tools = this.tools.value.trim() ? { tools: parsedTools(this.tools.value) } : {};
     return { ...body, ...tools, ...(this.likely.checked && { logprobs: true, top_logprobs: TOP }) };
@@ -121,8 +156,11 @@ function whole(field, name) {
 
 function parsedTools(text) {
   let tools;
-  try { tools = JSON.parse(text); } catch (error) { throw new Error(`The tools are not JSON: ${error.message}`); }
+  try {
+    tools = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`The tools are not JSON: ${error.message}`);
+  }
   if (!Array.isArray(tools)) throw new Error("The tools have to be a JSON list.");
   return tools;
 }
-

@@ -30,8 +30,23 @@ class Turn {
     const many = this.answers.length > 1;
     this.switch.hidden = !many;
     if (!many) return;
-    const step = (name, to) => element("button", { type: "button", className: "plain", "aria-label": `${name} answer`, disabled: !this.answers[to], onclick: () => this.show(to) }, name === "Earlier" ? "‹" : "›");
-    this.switch.replaceChildren(step("Earlier", which - 1), ` Answer ${which + 1} of ${this.answers.length} `, step("Later", which + 1));
+    const step = (name, to) =>
+      element(
+        "button",
+        {
+          type: "button",
+          className: "plain",
+          "aria-label": `${name} answer`,
+          disabled: !this.answers[to],
+          onclick: () => this.show(to),
+        },
+        name === "Earlier" ? "‹" : "›",
+      );
+    this.switch.replaceChildren(
+      step("Earlier", which - 1),
+      ` Answer ${which + 1} of ${this.answers.length} `,
+      step("Later", which + 1),
+    );
   }
 }
 
@@ -55,7 +70,12 @@ export class Column {
 
   /** Puts a new text of the user to the model. */
   ask(text) {
-    const bubble = element("div", { className: "said" }, element("span", { className: "unseen" }, "You: "), element("span", {}, text));
+    const bubble = element(
+      "div",
+      { className: "said" },
+      element("span", { className: "unseen" }, "You: "),
+      element("span", {}, text),
+    );
     return this.run(this.begin([{ role: "user", content: text }], bubble), this.settings.parameters(0));
   }
 
@@ -91,7 +111,11 @@ export class Column {
   /** What the answer to `turn` is asked with: what counts before it, and what the turn puts. */
   before(turn) {
     const counted = this.turns.slice(0, this.turns.indexOf(turn)).filter((earlier) => earlier.answer?.counts);
-    return [...this.settings.opening, ...counted.flatMap((earlier) => [...earlier.messages, earlier.answer.message]), ...turn.messages];
+    return [
+      ...this.settings.opening,
+      ...counted.flatMap((earlier) => [...earlier.messages, earlier.answer.message]),
+      ...turn.messages,
+    ];
   }
 
   async run(turn, parameters) {
@@ -117,7 +141,9 @@ export class Column {
 
   async stream(turn, parameters, answer) {
     const text = this.settings.isText;
-    const body = text ? { model: this.model, prompt: turn.messages[0].content, ...parameters } : { model: this.model, messages: this.before(turn), ...parameters };
+    const body = text
+      ? { model: this.model, prompt: turn.messages[0].content, ...parameters }
+      : { model: this.model, messages: this.before(turn), ...parameters };
     const response = await send(text ? "v1/completions" : "v1/chat/completions", body, { signal: this.running.signal });
     for await (const { data } of events(response)) {
       if (data.error) throw new Problem(data.error.message ?? String(data.error), 500);
@@ -131,13 +157,26 @@ export class Column {
   /** A form for what the called tools return: a person stands in for them. */
   offerResults(turn, answer) {
     if (answer.state !== "done" || !answer.calls.length) return;
-    const fields = answer.calls.map((call) => element("textarea", { rows: 2, required: true, "aria-label": `Result of ${call.function.name}`, placeholder: `Result of ${call.function.name}` }));
+    const fields = answer.calls.map((call) =>
+      element("textarea", {
+        rows: 2,
+        required: true,
+        "aria-label": `Result of ${call.function.name}`,
+        placeholder: `Result of ${call.function.name}`,
+      }),
+    );
     const form = element("form", { className: "results" }, ...fields, element("button", {}, "Send results"));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       form.remove();
-      const messages = answer.calls.map((call, i) => ({ role: "tool", tool_call_id: call.id, content: fields[i].value }));
-      const shown = messages.map((message, i) => element("div", { className: "said" }, element("b", {}, `${answer.calls[i].function.name}: `), message.content));
+      const messages = answer.calls.map((call, i) => ({
+        role: "tool",
+        tool_call_id: call.id,
+        content: fields[i].value,
+      }));
+      const shown = messages.map((message, i) =>
+        element("div", { className: "said" }, element("b", {}, `${answer.calls[i].function.name}: `), message.content),
+      );
       this.run(this.begin(messages, element("div", {}, ...shown)), this.settings.parameters(0));
     });
     answer.node.append(form);

@@ -31,7 +31,13 @@ export function button(name, work, { report, ...properties } = {}) {
   const node = element("button", { type: "button", ...properties }, name);
   node.addEventListener("click", async () => {
     node.disabled = true;
-    try { await work(); } catch (error) { report?.(error.message, true); } finally { node.disabled = false; }
+    try {
+      await work();
+    } catch (error) {
+      report?.(error.message, true);
+    } finally {
+      node.disabled = false;
+    }
   });
   return node;
 }
@@ -61,16 +67,32 @@ function focusPath(node) {
 /** A list of terms and what they are. */
 export function facts(pairs) {
   const rows = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return element("dl", { className: "facts" }, ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
+  return element(
+    "dl",
+    { className: "facts" },
+    ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))),
+  );
 }
 
 /** A table that a phone shows row by row: each cell carries the name of its column. */
 export function table(caption, columns, rows, className = "") {
   const head = element("tr", {}, ...columns.map((name) => element("th", { scope: "col" }, name)));
-  const body = rows.map((cells) => element("tr", {}, ...cells.map((cell, i) => {
-    const node = element(i ? "td" : "th", i ? {} : { scope: "row" }, ...[cell].flat());
-    node.dataset.label = columns[i];
-    return node;
-  })));
-  return element("table", { className }, element("caption", { className: "unseen" }, caption), element("thead", {}, head), element("tbody", {}, ...body));
+  const body = rows.map((cells) =>
+    element(
+      "tr",
+      {},
+      ...cells.map((cell, i) => {
+        const node = element(i ? "td" : "th", i ? {} : { scope: "row" }, ...[cell].flat());
+        node.dataset.label = columns[i];
+        return node;
+      }),
+    ),
+  );
+  return element(
+    "table",
+    { className },
+    element("caption", { className: "unseen" }, caption),
+    element("thead", {}, head),
+    element("tbody", {}, ...body),
+  );
 }

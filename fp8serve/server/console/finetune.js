@@ -21,12 +21,29 @@ class Finetune {
     this.fields = new JobFields();
     this.panel = new JobPanel();
     this.note = element("p", { id: "tune-note", className: "quiet", role: "status" });
-    this.sample = element("details", { className: "part", hidden: true }, element("summary", {}, "The first row as the model sees it; what is learnt is marked"), element("p", { className: "text" }));
+    this.sample = element(
+      "details",
+      { className: "part", hidden: true },
+      element("summary", {}, "The first row as the model sees it; what is learnt is marked"),
+      element("p", { className: "text" }),
+    );
     const report = (text, isError) => say(this.note, text, isError);
     this.start = element("button", { id: "start" }, "Start");
     this.check = button("Check only", () => this.validate(), { id: "check", report });
-    this.form = element("form", { className: "card", noValidate: true }, element("h3", {}, "A new job"), this.data.node, this.fields.node, element("div", { className: "row" }, this.start, this.check), this.note, this.sample);
-    this.form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
+    this.form = element(
+      "form",
+      { className: "card", noValidate: true },
+      element("h3", {}, "A new job"),
+      this.data.node,
+      this.fields.node,
+      element("div", { className: "row" }, this.start, this.check),
+      this.note,
+      this.sample,
+    );
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.submit();
+    });
     this.jobs = element("ul", { id: "jobs", className: "jobs" });
     this.list = element("div", { className: "card" }, element("h3", {}, "Jobs"), this.jobs);
     this.node = element("div", {}, this.form, element("div", { className: "sides" }, this.list, this.panel.node));
@@ -43,7 +60,11 @@ class Finetune {
     const busy = jobs.find((job) => job.status === "running");
     const shown = this.wanted ?? this.panel.id ?? busy?.id ?? jobs[0]?.id;
     if (shown) this.panel.watch(shown);
-    renew(this.jobs, [shown, jobs.map((job) => [job.id, job.status, job.active, job.progress.step])], () => (jobs.length ? jobs.map((job) => line(job, job.id === shown)) : [element("li", { className: "quiet" }, "No job yet.")]));
+    renew(this.jobs, [shown, jobs.map((job) => [job.id, job.status, job.active, job.progress.step])], () =>
+      jobs.length
+        ? jobs.map((job) => line(job, job.id === shown))
+        : [element("li", { className: "quiet" }, "No job yet.")],
+    );
     await this.panel.refresh();
   }
 
@@ -70,19 +91,38 @@ class Finetune {
     this.sample.hidden = true;
     const report = await post("finetune/validate", this.body);
     const bad = report.bad_lines.map(({ line, message }) => (line ? `Row ${line}: ${message}` : message)).join(" ");
-    const more = report.bad_line_count > report.bad_lines.length ? ` And ${count(report.bad_line_count - report.bad_lines.length)} more.` : "";
+    const more =
+      report.bad_line_count > report.bad_lines.length
+        ? ` And ${count(report.bad_line_count - report.bad_lines.length)} more.`
+        : "";
     const memory = Object.values(report.memory_bytes).reduce((sum, size) => sum + size, 0);
     const good = `${count(report.data.rows)} rows, ${count(report.data.tokens)} tokens, ${percent(report.trainable_fraction)} of them learnt, ${count(report.steps)} steps, about ${bytes(memory)} of memory.`;
     say(this.note, bad ? bad + more : good, Boolean(bad));
     this.sample.hidden = report.sample.length === 0;
-    this.sample.lastChild.replaceChildren(...report.sample.map(([text, learnt]) => element(learnt ? "mark" : "span", {}, text)));
+    this.sample.lastChild.replaceChildren(
+      ...report.sample.map(([text, learnt]) => element(learnt ? "mark" : "span", {}, text)),
+    );
   }
 }
 
 function line(job, isShown) {
   const { step, total_steps: total } = job.progress;
-  const link = element("a", { href: `#/finetune/${encodeURIComponent(job.id)}`, ...(isShown && { "aria-current": "true" }) }, job.fine_tuned_model ?? job.id);
+  const link = element(
+    "a",
+    { href: `#/finetune/${encodeURIComponent(job.id)}`, ...(isShown && { "aria-current": "true" }) },
+    job.fine_tuned_model ?? job.id,
+  );
   link.dataset.key = job.id;
-  const status = element("b", { className: `status ${job.active ? "good" : job.status}` }, job.active ? "serving" : job.status);
-  return element("li", {}, link, status, element("span", { className: "quiet" }, total ? `step ${count(step)} of ${count(total)}` : ""));
+  const status = element(
+    "b",
+    { className: `status ${job.active ? "good" : job.status}` },
+    job.active ? "serving" : job.status,
+  );
+  return element(
+    "li",
+    {},
+    link,
+    status,
+    element("span", { className: "quiet" }, total ? `step ${count(step)} of ${count(total)}` : ""),
+  );
 }

@@ -23,7 +23,10 @@ export function tokenSpan(piece) {
 export function tellTokens(area) {
   area.addEventListener("pointerover", (event) => (tokens.has(event.target) ? show(event.target) : hide()));
   area.addEventListener("pointerleave", hide);
-  area.addEventListener("blur", () => { mark(area, null); hide(); });
+  area.addEventListener("blur", () => {
+    mark(area, null);
+    hide();
+  });
   area.addEventListener("keydown", (event) => step(area, event));
 }
 
@@ -37,7 +40,10 @@ export function makeReachable(area) {
 
 function step(area, event) {
   const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (event.key === "Escape") { mark(area, null); hide(); }
+  if (event.key === "Escape") {
+    mark(area, null);
+    hide();
+  }
   if (by === undefined) return;
   event.preventDefault();
   const all = [...area.querySelectorAll(".token")];
@@ -54,7 +60,9 @@ function mark(area, span) {
 }
 
 function sentence({ name, logprob, top }) {
-  const others = top.filter(([text]) => text !== name).map(([text, value]) => `${visible(text)} ${percent(Math.exp(value))}`);
+  const others = top
+    .filter(([text]) => text !== name)
+    .map(([text, value]) => `${visible(text)} ${percent(Math.exp(value))}`);
   return `${visible(name)} ${percent(Math.exp(logprob))}${others.length ? `; else ${others.join(", ")}` : ""}`;
 }
 
@@ -72,7 +80,13 @@ function show(span) {
 
 function row(text, logprob, chosen) {
   const share = Math.exp(logprob);
-  return element("tr", { className: chosen ? "chosen" : "" }, element("td", {}, visible(text)), element("td", {}, element("meter", { value: share })), element("td", {}, percent(share)));
+  return element(
+    "tr",
+    { className: chosen ? "chosen" : "" },
+    element("td", {}, visible(text)),
+    element("td", {}, element("meter", { value: share })),
+    element("td", {}, percent(share)),
+  );
 }
 
 /** Below the token, or above it where there is no room; never outside of the window. */

@@ -5,18 +5,46 @@ import { button, element, renew, say } from "./dom.js";
 import { bytes } from "./numbers.js";
 import { onRow, rowsOf } from "./rows.js";
 
-const EXAMPLE = '{"prompt": "The capital of France is", "completion": " Paris."}\n{"prompt": "The capital of Italy is", "completion": " Rome."}';
+const EXAMPLE =
+  '{"prompt": "The capital of France is", "completion": " Paris."}\n{"prompt": "The capital of Italy is", "completion": " Rome."}';
 
 export class JobData {
   constructor() {
     this.source = element("select", { id: "data-source", onchange: () => this.update() });
     this.validation = element("select", { id: "validation-source" });
-    this.rows = element("textarea", { id: "rows", rows: 5, spellcheck: false, value: EXAMPLE, "aria-label": "Rows: one text a line, or one JSON object a line" });
-    this.file = element("input", { id: "file", type: "file", accept: ".jsonl,.txt,.json", onchange: () => this.send() });
+    this.rows = element("textarea", {
+      id: "rows",
+      rows: 5,
+      spellcheck: false,
+      value: EXAMPLE,
+      "aria-label": "Rows: one text a line, or one JSON object a line",
+    });
+    this.file = element("input", {
+      id: "file",
+      type: "file",
+      accept: ".jsonl,.txt,.json",
+      onchange: () => this.send(),
+    });
     this.note = element("p", { className: "quiet", role: "status", id: "file-note" });
-    this.forget = button("Delete this file", () => this.drop(), { report: (text, isError) => say(this.note, text, isError), hidden: true });
+    this.forget = button("Delete this file", () => this.drop(), {
+      report: (text, isError) => say(this.note, text, isError),
+      hidden: true,
+    });
     const label = (text, field) => element("label", {}, text, field);
-    this.node = element("div", {}, element("div", { className: "row" }, label("Learn from", this.source), label("Validate on", this.validation), label("Upload a file (.jsonl or .txt)", this.file), this.forget), this.note, this.rows);
+    this.node = element(
+      "div",
+      {},
+      element(
+        "div",
+        { className: "row" },
+        label("Learn from", this.source),
+        label("Validate on", this.validation),
+        label("Upload a file (.jsonl or .txt)", this.file),
+        this.forget,
+      ),
+      this.note,
+      this.rows,
+    );
     this.show([]);
     onRow((line) => this.add(line));
   }
@@ -33,7 +61,8 @@ export class JobData {
   }
 
   show(files) {
-    const options = () => files.map((file) => element("option", { value: file.id }, `${file.filename || file.id} (${bytes(file.bytes)})`));
+    const options = () =>
+      files.map((file) => element("option", { value: file.id }, `${file.filename || file.id} (${bytes(file.bytes)})`));
     const chosen = [this.source.value, this.validation.value];
     renew(this.source, files, () => [element("option", { value: "" }, "rows typed below"), ...options()]);
     renew(this.validation, files, () => [element("option", { value: "" }, "nothing"), ...options()]);

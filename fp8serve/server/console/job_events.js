@@ -11,7 +11,10 @@ export function follow(id, take, ended) {
   (async () => {
     while (!control.signal.aborted) {
       try {
-        const answer = await ask(`finetune/${encodeURIComponent(id)}/events?after=${after}`, { headers: { Accept: "text/event-stream" }, signal: control.signal });
+        const answer = await ask(`finetune/${encodeURIComponent(id)}/events?after=${after}`, {
+          headers: { Accept: "text/event-stream" },
+          signal: control.signal,
+        });
         for await (const { name, id: number, data } of events(answer)) {
           if (control.signal.aborted) return;
           if (name === "end") return ended();

@@ -12,7 +12,12 @@ export class JobFields {
     this.read = [];
     this.first = element("div", { className: "row" });
     this.rest = element("div", { className: "row" });
-    this.node = element("div", {}, this.first, element("details", {}, element("summary", {}, "More options"), this.rest));
+    this.node = element(
+      "div",
+      {},
+      this.first,
+      element("details", {}, element("summary", {}, "More options"), this.rest),
+    );
   }
 
   /** Asks for the description once; a failure is tried again at the next call. */
@@ -44,13 +49,31 @@ export class JobFields {
 }
 
 function select(values, preset) {
-  return element("select", {}, element("option", { value: "" }, preset === null || preset === undefined ? "unset" : `${preset} (default)`), ...values.filter((value) => value !== preset).map((value) => element("option", {}, value)));
+  return element(
+    "select",
+    {},
+    element("option", { value: "" }, preset === null || preset === undefined ? "unset" : `${preset} (default)`),
+    ...values.filter((value) => value !== preset).map((value) => element("option", {}, value)),
+  );
 }
 
 function typed(schema, preset) {
   const isNumber = ["integer", "number"].includes(schema.type);
-  const shown = preset === null || preset === undefined || preset === "" ? "" : typeof preset === "object" ? JSON.stringify(preset) : String(preset);
-  return element("input", { type: isNumber ? "number" : "text", placeholder: shown, ...(isNumber && { step: schema.type === "integer" ? 1 : "any", min: schema.minimum ?? "", max: schema.maximum ?? "" }) });
+  const shown =
+    preset === null || preset === undefined || preset === ""
+      ? ""
+      : typeof preset === "object"
+        ? JSON.stringify(preset)
+        : String(preset);
+  return element("input", {
+    type: isNumber ? "number" : "text",
+    placeholder: shown,
+    ...(isNumber && {
+      step: schema.type === "integer" ? 1 : "any",
+      min: schema.minimum ?? "",
+      max: schema.maximum ?? "",
+    }),
+  });
 }
 
 function valueOf(name, input, schema, values) {

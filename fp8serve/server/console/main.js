@@ -10,7 +10,13 @@ import { scalesView } from "./scales.js";
 import { lookAtState } from "./state.js";
 
 const REFRESH_MS = 2000;
-const VIEWS = { chat: chatView, scales: scalesView, finetune: finetuneView, models: modelsView, requests: requestsView };
+const VIEWS = {
+  chat: chatView,
+  scales: scalesView,
+  finetune: finetuneView,
+  models: modelsView,
+  requests: requestsView,
+};
 const NAMES = { chat: "Chat", scales: "Scales", finetune: "Fine-tune", models: "Models", requests: "Requests" };
 
 // A view is made when it is first opened and stays: a stream goes on while another view is looked at.
@@ -21,11 +27,19 @@ let shown = null;
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...rest] = path.split("/");
-  return { name: Object.hasOwn(VIEWS, name) ? name : "chat", rest: rest.map(decoded), query: new URLSearchParams(query) };
+  return {
+    name: Object.hasOwn(VIEWS, name) ? name : "chat",
+    rest: rest.map(decoded),
+    query: new URLSearchParams(query),
+  };
 }
 
 function decoded(part) {
-  try { return decodeURIComponent(part); } catch { return part; }
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
 }
 
 function open() {
@@ -41,7 +55,7 @@ function open() {
   const moved = shown !== null && shown !== name;
   shown = name;
   view.open?.(rest, query);
-  if (moved) section.querySelector("h2").focus({ preventScroll: true }), scrollTo(0, 0);
+  if (moved) (section.querySelector("h2").focus({ preventScroll: true }), scrollTo(0, 0));
   refresh();
 }
 
@@ -89,4 +103,9 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 addEventListener("hashchange", open);
 open();
 loop();
-get("version").then(({ version }) => { document.getElementById("version").textContent = `Version ${version}`; }, () => {});
+get("version").then(
+  ({ version }) => {
+    document.getElementById("version").textContent = `Version ${version}`;
+  },
+  () => {},
+);

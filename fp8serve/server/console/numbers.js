@@ -7,7 +7,8 @@ export function number(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-export const percent = (share) => (share === null || share === undefined ? "–" : `${Number((100 * share).toPrecision(3))} %`);
+export const percent = (share) =>
+  share === null || share === undefined ? "–" : `${Number((100 * share).toPrecision(3))} %`;
 export const count = (value) => Math.round(value).toLocaleString("en");
 
 export function bytes(size) {

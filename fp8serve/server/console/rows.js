@@ -17,12 +17,16 @@ export function onRow(follower) {
 
 /** The rows of a text. Throws an Error that names the line. */
 export function rowsOf(text) {
-  return text.split("\n").map((line, i) => [line, i + 1]).filter(([line]) => line.trim()).map(([line, number]) => {
-    if (!line.trim().startsWith("{")) return { text: line };
-    try {
-      return JSON.parse(line);
-    } catch (error) {
-      throw new Error(`Line ${number} is not JSON: ${error.message}.`);
-    }
-  });
+  return text
+    .split("\n")
+    .map((line, i) => [line, i + 1])
+    .filter(([line]) => line.trim())
+    .map(([line, number]) => {
+      if (!line.trim().startsWith("{")) return { text: line };
+      try {
+        return JSON.parse(line);
+      } catch (error) {
+        throw new Error(`Line ${number} is not JSON: ${error.message}.`);
+      }
+    });
 }

@@ -25,7 +25,11 @@ class Scales {
     this.started = Date.now();
     this.verdict = element("p", { id: "verdict", className: "verdict", role: "status" });
     this.list = element("ol", { className: "troubles" });
-    this.by = element("select", { id: "colour-by", onchange: () => this.draw() }, ...COLOURS.map((name) => element("option", {}, name)));
+    this.by = element(
+      "select",
+      { id: "colour-by", onchange: () => this.draw() },
+      ...COLOURS.map((name) => element("option", {}, name)),
+    );
     this.model = element("select", { id: "scales-model", onchange: () => this.refresh().catch(() => {}) });
     this.which = element("label", { hidden: true }, "Model", this.model);
     onModels((models) => this.offer(models));
@@ -34,9 +38,20 @@ class Scales {
     this.chart = new Chart("Largest input over time", { across: (at) => `${Math.round(at)} s`, fromZero: true });
     this.all = element("div");
     this.weights = element("p", { className: "quiet" });
-    this.node = element("div", {}, this.verdict, this.weights, this.list,
-      element("div", { className: "map-sides" }, element("div", { className: "card" }, this.controls(), this.map.node, legend()), this.detail),
-      element("details", { id: "all-scales" }, element("summary", {}, "All numbers, most trouble first"), this.all));
+    this.node = element(
+      "div",
+      {},
+      this.verdict,
+      this.weights,
+      this.list,
+      element(
+        "div",
+        { className: "map-sides" },
+        element("div", { className: "card" }, this.controls(), this.map.node, legend()),
+        this.detail,
+      ),
+      element("details", { id: "all-scales" }, element("summary", {}, "All numbers, most trouble first"), this.all),
+    );
   }
 
   /** Where the server holds several models, a choice between them. */
@@ -57,7 +72,9 @@ class Scales {
   }
 
   async refresh() {
-    const { layers, weight_version: version } = await get(this.which.hidden ? "scales" : `scales?model=${encodeURIComponent(this.model.value)}`);
+    const { layers, weight_version: version } = await get(
+      this.which.hidden ? "scales" : `scales?model=${encodeURIComponent(this.model.value)}`,
+    );
     if (version !== this.version) this.history.clear();
     this.version = version;
     this.layers = layers;
@@ -89,7 +106,11 @@ class Scales {
   }
 
   line(layer) {
-    const open = element("button", { type: "button", className: "plain", onclick: () => this.choose([layer]) }, sentence(layer));
+    const open = element(
+      "button",
+      { type: "button", className: "plain", onclick: () => this.choose([layer]) },
+      sentence(layer),
+    );
     open.dataset.key = layer.name;
     return element("li", { className: `level-${level(layer)}` }, open);
   }
@@ -104,12 +125,20 @@ class Scales {
   showDetail() {
     const layer = this.layers?.find(({ name }) => name === this.chosen?.[0]);
     if (!layer) return;
-    renew(this.detail, [layer, this.chosen.length], () => [element("h3", {}, layer.name), element("p", {}, sentence(layer)), this.others(), detailFacts(layer), this.chart.node]);
+    renew(this.detail, [layer, this.chosen.length], () => [
+      element("h3", {}, layer.name),
+      element("p", {}, sentence(layer)),
+      this.others(),
+      detailFacts(layer),
+      this.chart.node,
+    ]);
     this.drawHistory(layer);
   }
 
   others() {
-    return this.chosen.length > 1 ? element("p", { className: "quiet" }, `The one with most trouble of ${this.chosen.length} in this place.`) : null;
+    return this.chosen.length > 1
+      ? element("p", { className: "quiet" }, `The one with most trouble of ${this.chosen.length} in this place.`)
+      : null;
   }
 
   drawHistory(layer) {
@@ -121,8 +150,28 @@ class Scales {
     const series = [
       { name: "largest since the start", kind: "first", points: past.map(([at, amax]) => [at, amax]) },
       { name: "of the last window", kind: "second", points: windows },
-      { name: "calibrated", kind: "third", points: layer.calibrated_amax === null ? [] : [[from, layer.calibrated_amax], [to, layer.calibrated_amax]] },
-      { name: "cut off above", kind: "limit", points: limit === null ? [] : [[from, limit], [to, limit]] },
+      {
+        name: "calibrated",
+        kind: "third",
+        points:
+          layer.calibrated_amax === null
+            ? []
+            : [
+                [from, layer.calibrated_amax],
+                [to, layer.calibrated_amax],
+              ],
+      },
+      {
+        name: "cut off above",
+        kind: "limit",
+        points:
+          limit === null
+            ? []
+            : [
+                [from, limit],
+                [to, limit],
+              ],
+      },
     ];
     this.chart.draw(series, "Since this page was opened, in looks two seconds apart.");
   }
@@ -130,22 +179,48 @@ class Scales {
 
 function detailFacts(layer) {
   return facts([
-    ["Input", layer.input], ["Largest input", number(layer.amax)], ["Scale", number(layer.scale)],
+    ["Input", layer.input],
+    ["Largest input", number(layer.amax)],
+    ["Scale", number(layer.scale)],
     ["Headroom", layer.headroom === null ? "–" : `${number(layer.headroom)}×`],
     ["Cut off", `${percent(layer.saturation)}${layer.saturated ? `, ${layer.saturated} elements` : ""}`],
-    ["Calibrated", number(layer.calibrated_amax)], ["Last window", number(layer.window_amax)],
-    ["Cut off in it", percent(layer.window_saturation)], ["Drift", layer.drift === null ? "–" : `${number(layer.drift)}×`],
+    ["Calibrated", number(layer.calibrated_amax)],
+    ["Last window", number(layer.window_amax)],
+    ["Cut off in it", percent(layer.window_saturation)],
+    ["Drift", layer.drift === null ? "–" : `${number(layer.drift)}×`],
   ]);
 }
 
 function numbers(layers) {
-  const rows = layers.map((layer) => [layer.name, number(layer.amax), number(layer.scale), layer.headroom === null ? "–" : `${number(layer.headroom)}×`, mark(percent(layer.saturation), level(layer)), layer.drift === null ? "–" : `${number(layer.drift)}×`]);
-  return table("The input of every FP8 layer", ["Layer", "amax", "Scale", "Headroom", "Cut off", "Drift"], rows, "stacked numbers");
+  const rows = layers.map((layer) => [
+    layer.name,
+    number(layer.amax),
+    number(layer.scale),
+    layer.headroom === null ? "–" : `${number(layer.headroom)}×`,
+    mark(percent(layer.saturation), level(layer)),
+    layer.drift === null ? "–" : `${number(layer.drift)}×`,
+  ]);
+  return table(
+    "The input of every FP8 layer",
+    ["Layer", "amax", "Scale", "Headroom", "Cut off", "Drift"],
+    rows,
+    "stacked numbers",
+  );
 }
 
 const mark = (text, found) => element("span", { className: found ? `level-${found}` : "" }, text);
 
 function legend() {
   const shades = [0, 1, 2, 3, 4, 5].map((i) => element("span", { className: `swatch shade-${i}` }));
-  return element("p", { className: "quiet map-legend" }, "calm ", ...shades, " near the end of the format ", element("span", { className: "swatch level-1" }, "!"), " worth a look ", element("span", { className: "swatch level-2" }, "!"), " costs quality");
+  return element(
+    "p",
+    { className: "quiet map-legend" },
+    "calm ",
+    ...shades,
+    " near the end of the format ",
+    element("span", { className: "swatch level-1" }, "!"),
+    " worth a look ",
+    element("span", { className: "swatch level-2" }, "!"),
+    " costs quality",
+  );
 }

@@ -12,11 +12,18 @@ export async function serve(source, name, base) {
   if (swapping) throw new Error("Another change of weights is under way; wait until it has ended.");
   swapping = true;
   const since = performance.now();
-  const tell = () => announce(`Loading ${name}: ${Math.round((performance.now() - since) / 1000)} s. The present weights serve until it is ready.`);
+  const tell = () =>
+    announce(
+      `Loading ${name}: ${Math.round((performance.now() - since) / 1000)} s. The present weights serve until it is ready.`,
+    );
   tell();
   const ticking = setInterval(tell, 1000);
   try {
-    const { model, served, previous: before } = await post(await route(source, base), source === "base" ? { source } : {});
+    const {
+      model,
+      served,
+      previous: before,
+    } = await post(await route(source, base), source === "base" ? { source } : {});
     previous = before && { ...before, base: model };
     announce(`Now serving ${served.model}.`);
   } catch (error) {

@@ -14,7 +14,13 @@ export class TokenQueue {
 
   /** Of /v1/chat/completions: `choices[0].logprobs.content`. */
   addChat(entries) {
-    for (const { bytes, logprob, token, top_logprobs: top } of entries) this.add(bytes ?? [], logprob, token, top.map((item) => [item.token, item.logprob]));
+    for (const { bytes, logprob, token, top_logprobs: top } of entries)
+      this.add(
+        bytes ?? [],
+        logprob,
+        token,
+        top.map((item) => [item.token, item.logprob]),
+      );
   }
 
   /** Of /v1/completions: `choices[0].logprobs`. */
@@ -48,5 +54,9 @@ export class TokenQueue {
 
 function bytesOf(token) {
   if (!token.startsWith("bytes:")) return [...new TextEncoder().encode(token)];
-  return token.slice(6).split("\\x").slice(1).map((pair) => parseInt(pair, 16));
+  return token
+    .slice(6)
+    .split("\\x")
+    .slice(1)
+    .map((pair) => parseInt(pair, 16));
 }

@@ -2,7 +2,8 @@
 
 import { number, percent } from "./numbers.js";
 
-const SOME = 0.001, MANY = 0.01; // shares cut off: the largest values of some tokens always are
+const SOME = 0.001,
+  MANY = 0.01; // shares cut off: the largest values of some tokens always are
 
 /** 0: all is well; 1: worth a look; 2: costs answers their quality. */
 export function level(layer) {
@@ -18,9 +19,11 @@ export function trouble(layer) {
 /** All layers in one calm sentence, or the worst of them by name. */
 export function verdict(layers) {
   if (layers.length === 0) return "These weights run in high precision: there are no scales.";
-  if (layers.every((layer) => layer.scale === null)) return "These scales follow every input, so nothing is stored that traffic could leave.";
+  if (layers.every((layer) => layer.scale === null))
+    return "These scales follow every input, so nothing is stored that traffic could leave.";
   const stored = layers.filter((layer) => layer.scale !== null);
-  if (stored.every((layer) => layer.headroom === null)) return `No input has been seen since the start: ${stored.length} scales wait for a first request.`;
+  if (stored.every((layer) => layer.headroom === null))
+    return `No input has been seen since the start: ${stored.length} scales wait for a first request.`;
   const found = stored.filter((layer) => level(layer) > 0).sort((a, b) => trouble(b) - trouble(a));
   if (found.length === 0) return `All is well: every one of ${stored.length} scales fits what it is given.`;
   return `${found.length} of ${stored.length} scales ${found.length === 1 ? "needs" : "need"} a look. ${sentence(found[0])}`;

@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.tiny import write_model
 from tests.server.console.browser import Browser
+from tests.server.console.test_chat import IDLE
 from tests.server.console.test_frame import ready
 from tests.server.process import Process, serving
 
@@ -60,10 +61,30 @@ def test_a_file_becomes_a_model_that_serves(browser: Browser, server: Process, t
     browser.press("Roll back to tiny")
     browser.until("document.getElementById('notice').textContent === 'Now serving tiny.'")
     browser.until("document.querySelector('#served dd').textContent === 'tiny'")
+    compare_beside_its_base(browser)
     browser.press("Fine-tune")
     browser.press("Delete this file")
     browser.until("document.getElementById('file-note').textContent.startsWith('The file was deleted')")
     assert browser.complaints() == []
+
+
+def compare_beside_its_base(browser: Browser) -> None:
+    browser.press("Load beside")
+    browser.until("document.querySelectorAll('#served tbody tr').length === 2")
+    name = browser.run("return document.querySelector('#served tbody tr:last-child th').textContent")
+    assert name.startswith("tuned-")
+    browser.run("location.hash = `#/chat?model=${arguments[0]}`", name)
+    browser.until("document.getElementById('chat-other').value.startsWith('tuned-')")
+    browser.fill("#prompt", "1 is")
+    browser.type("Enter")
+    browser.until(IDLE)
+    weights = browser.run("return [...document.querySelectorAll('.facts-line')].map((one) => one.textContent)")
+    assert "weights base-" in weights[0]
+    assert "weights ftjob-" in weights[1]
+    assert browser.text(".composer p") == ""
+    browser.press("Models")
+    browser.press("Unload")
+    browser.until("document.querySelectorAll('#served tbody tr').length === 0")
 
 
 def test_what_cannot_be_learnt_is_refused_in_a_sentence(browser: Browser, server: Process) -> None:
@@ -114,6 +135,6 @@ def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_p
 
 def test_an_address_of_no_job_is_said_to_be_one(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/finetune/ftjob-of-nobody")
-    browser.until("document.querySelector('.finetune > .error').textContent.includes('no job')")
+    browser.until("document.querySelector('.finetune > .error').textContent.includes('no fine-tune job of that id')")
     browser.until("document.querySelector('#job-recipe')")
     assert all("404" in message for message in browser.complaints())  # the browser's own notes
