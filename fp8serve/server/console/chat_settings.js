@@ -108,8 +108,10 @@ export class ChatSettings {
     return this.mode.value === "text";
   }
 
-  /** The body of a request without its model and messages. `nth`: of several answers to one prompt; each has a seed of its own.
-   * Throws an Error that says which field is wrong. */
+  /**
+   * The body of a request without its model and messages. `nth`: of several answers to one prompt; each has a seed of
+   * its own. Throws an Error that says which field is wrong.
+   */
   parameters(nth) {
     const body = {
       stream: true,

@@ -48,7 +48,10 @@ export function say(node, text, isError = false) {
   node.classList.toggle("error", isError);
 }
 
-/** Replaces the children by those that `make` gives, empty ones left out, only when what they are made from has changed, so that focus and selection survive a refresh. */
+/**
+ * Replaces the children by those that `make` gives, empty ones left out, but only when the data they are made from have
+ * changed: focus and selection survive a refresh.
+ */
 export function renew(node, data, make) {
   const mark = JSON.stringify(data);
   if (node.mark === mark) return;

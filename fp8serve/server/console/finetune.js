@@ -96,7 +96,8 @@ class Finetune {
         ? ` And ${count(report.bad_line_count - report.bad_lines.length)} more.`
         : "";
     const memory = Object.values(report.memory_bytes).reduce((sum, size) => sum + size, 0);
-    const good = `${count(report.data.rows)} rows, ${count(report.data.tokens)} tokens, ${percent(report.trainable_fraction)} of them learnt, ${count(report.steps)} steps, about ${bytes(memory)} of memory.`;
+    const learnt = `${count(report.data.tokens)} tokens, ${percent(report.trainable_fraction)} of them learnt`;
+    const good = `${count(report.data.rows)} rows, ${learnt}, ${count(report.steps)} steps, about ${bytes(memory)} of memory.`;
     say(this.note, bad ? bad + more : good, Boolean(bad));
     this.sample.hidden = report.sample.length === 0;
     this.sample.lastChild.replaceChildren(

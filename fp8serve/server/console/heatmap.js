@@ -1,4 +1,5 @@
-// Scales as a map: a row for each decoder layer, a column for each tensor. One cell has the focus; the arrow keys move it.
+// Scales as a map: a row for each decoder layer, a column for each tensor. One cell can have the focus, and the arrow
+// keys move it.
 
 import { element, renew } from "./dom.js";
 import { percent, number } from "./numbers.js";

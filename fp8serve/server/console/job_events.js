@@ -22,7 +22,8 @@ export function follow(id, take, ended) {
           take(data);
         }
       } catch (error) {
-        if (error.status >= 400 && error.status < 500 && error.status !== 429) return; // said by whoever asks for the job itself
+        const isRefusal = error.status >= 400 && error.status < 500 && error.status !== 429;
+        if (isRefusal) return; // whoever asks for the job itself is told why
       }
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
     }

@@ -114,7 +114,7 @@ export class JobPanel {
     const path = `finetune/${encodeURIComponent(job.id)}`;
     const then = (work) => () => work().then(() => this.refresh());
     const off = Boolean(models?.activating);
-    const back = job.active && wayBack(models?.served, models?.available[0].model);
+    const back = models?.served?.source === job.id && wayBack(models?.served, models?.available[0].model);
     const isLoaded = job.active || models?.models?.some((model) => model.served?.source === job.id);
     const isDone = job.status === "succeeded";
     const act = (name, work, properties = {}) => button(name, then(work), { report: announce, ...properties });

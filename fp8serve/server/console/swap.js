@@ -6,8 +6,10 @@ import { announce } from "./state.js";
 let previous = null; // what served before the last change that this page made
 let swapping = false;
 
-/** Serves `source`: a job's id, or "base" for what the model `base` began with. Resolves when it serves; rejects with the
- * server's sentence. */
+/**
+ * Serves `source`: a job's id, or "base" for what the model `base` began with. Resolves when it serves; rejects with
+ * the server's sentence.
+ */
 export async function serve(source, name, base) {
   if (swapping) throw new Error("Another change of weights is under way; wait until it has ended.");
   swapping = true;
@@ -40,9 +42,13 @@ async function route(source, base) {
   return `models/${encodeURIComponent(base ?? (await get("models")).alias)}/activate`;
 }
 
-/** Serves the result of a job, or a directory that the server knows, beside what serves already. `shown`: what it is called here. */
+/**
+ * Serves the result of a job, or a directory that the server knows, beside what serves already. `shown`: what it is
+ * called on this page.
+ */
 export async function load(source, shown) {
-  const name = source.startsWith("ftjob-") ? `tuned-${source.slice(-8)}` : source; // "ft:..." always means the weights themselves
+  // "ft:..." always means the weights themselves, so a result is loaded under another name
+  const name = source.startsWith("ftjob-") ? `tuned-${source.slice(-8)}` : source;
   announce(`Loading ${shown}. What serves already goes on.`);
   try {
     await post(`models/${encodeURIComponent(name)}/load`, { source });
@@ -59,7 +65,7 @@ export async function unload(name) {
   announce(`${name} is no longer served.`);
 }
 
-/** What to go back to from `served`: {source, model}, or null where there is nothing. `base`: the name of the base model. */
+/** What to go back to from `served`: {source, model}, or null where there is nothing. `base`: the base model's name. */
 export function wayBack(served, base) {
   if (previous && previous.source !== served?.source) return previous;
   return served && served.source !== "base" ? { source: "base", model: base } : null;

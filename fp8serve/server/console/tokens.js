@@ -7,7 +7,7 @@
 export class TokenQueue {
   constructor() {
     this.waiting = [];
-    this.decoder = new TextDecoder("utf-8", { ignoreBOM: true }); // keeps the beginning of a character that is not yet whole
+    this.decoder = new TextDecoder("utf-8", { ignoreBOM: true }); // keeps the beginning of a character
     this.parts = 0; // tokens of that character
     this.logprob = 0; // their sum
   }

@@ -1,7 +1,7 @@
 """Remakes the pictures of docs/console.md: `python -m tests.server.console.pictures [MODEL_DIR]`.
 
-MODEL_DIR: a calibrated model that holds conversations; without it a tiny model with random weights, which shows the same
-pages with answers that mean nothing. Takes some minutes, nearly all of them for a fine-tune.
+MODEL_DIR: a calibrated model that holds conversations; without it a tiny model with random weights, which shows the
+same pages with answers that mean nothing. Takes some minutes, nearly all of them for a fine-tune.
 """
 
 import json
@@ -81,7 +81,8 @@ def scales(browser: Browser) -> None:
     browser.press("Scales")
     browser.until("document.querySelectorAll('.map td[role]').length > 0")
     browser.click(".map tbody tr:nth-child(2) td:last-child")
-    browser.until("document.querySelectorAll('#detail .chart polyline').length >= 2")
+    looks = "document.querySelector('#detail .chart polyline')?.getAttribute('points').split(' ').length"
+    browser.until(f"{looks} > 4")
     shoot(browser, "console-scales")
 
 
