@@ -97,7 +97,9 @@ class ServerState:
     async def _load(self) -> None:
         default = self.models.default
         try:
-            served = await default.start(await asyncio.to_thread(self.sources.first, default.home))
+            served = await default.start(
+                await asyncio.to_thread(self.sources.first, default.home, self._mark(default.name, default.home))
+            )
         except Fp8ServeError as error:
             default.state, default.problem = "failed", error
             self.failed.set()
@@ -117,6 +119,8 @@ class ServerState:
             try:
                 await self.load(named.name, keep=True)
             except Fault as fault:
+                if fault.code is Code.DRAINING:
+                    return
                 log.error("%s is not served: %s", named.name, fault.told)
 
     def _sweep(self) -> None:
@@ -133,6 +137,7 @@ class ServerState:
         """Takes nothing new; a running job begins to stop at a checkpoint."""
         self._drain_deadline = time.monotonic() + self.settings.drain_seconds
         self.draining.set()
+        self.loader.give_up()
         self._tasks.append(asyncio.create_task(self.runner.close(self.settings.drain_seconds)))
 
     @property
@@ -201,14 +206,20 @@ class ServerState:
             return await self.loader.load(name, home, [home], keep)
         if (home := self.loader.known.get(name)) is None:
             return self.models.find(name)
-        return await self.loader.load(name, home, await asyncio.to_thread(self.sources.first, home), keep)
+        sources = await asyncio.to_thread(self.sources.first, home, self._mark(name, home))
+        return await self.loader.load(name, home, sources, keep)
+
+    def _mark(self, name: str, home: Source) -> str:
+        """Under which the job table remembers what was activated: the directory, with the name of a further model."""
+        directory = str(home.directory.resolve())
+        return directory if name == self.models.default.name else f"{name}={directory}"
 
     async def activate(self, model: ServedModel, key: str) -> Served:
         """Swaps the weights of `model` and remembers the choice for the next start."""
-        base = str(model.home.directory.resolve())
+        mark = self._mark(model.name, model.home)
 
         async def record() -> None:
-            await asyncio.to_thread(self.jobs.set_activated, base, key)
+            await asyncio.to_thread(self.jobs.set_activated, mark, key)
 
         return await model.activate(await asyncio.to_thread(self.sources.find, key, model.home), record)
 

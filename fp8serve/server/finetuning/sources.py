@@ -37,9 +37,9 @@ class Sources:
         options = replace(home.options, recipe="stored", scales=None)
         return replace(home, key=job.id, model_id=job.model_id, directory=directory, options=options)
 
-    def first(self, home: Source) -> list[Source]:
-        """What a model is to serve when it starts, the best first: what was activated for it last, and its own."""
-        key = self.jobs.activated(str(home.directory.resolve()))
+    def first(self, home: Source, mark: str) -> list[Source]:
+        """What a model is to serve when it starts, the best first: what was activated under `mark`, and its own."""
+        key = self.jobs.activated(mark)
         try:
             return [home] if key in (None, BASE) else [self.find(str(key), home), home]
         except Fault as fault:
@@ -57,9 +57,9 @@ class Sources:
     def owner(self, job: Job) -> ServedModel:
         """The model whose weights the job's line began with. Fault 409 when none of those that are loaded is it."""
         trained = self._first_directory(job)
-        for model in self.models.models.values():
-            if str(model.home.directory.resolve()) == trained:
-                return model
+        found = [m for m in self.models.models.values() if str(m.home.directory.resolve()) == trained]
+        if found:  # several names may stand for one directory
+            return next((model for model in found if model.name == job.root), found[0])
         hint = "Load it first, or say in place of which model to serve the result: POST /models/{name}/activate."
         raise Fault(Code.JOB_STATE, f"The job was trained from {job.root}, which is not loaded here.", hint=hint)
 

@@ -46,7 +46,7 @@ class Loader:
         Fault 409: the name stands for something else, or the weights cannot be served. `keep`: it stays among the
         models nevertheless, which then say why.
         """
-        return await self._to_the_end(self._load(name, home, sources, keep))
+        return await self.to_the_end(self._load(name, home, sources, keep))
 
     async def unload(self, name: str, seconds: float) -> None:
         """Answers under way have so many seconds. Does nothing where a name that was served is not any more.
@@ -55,7 +55,7 @@ class Loader:
         """
         if name not in self.known:
             self._refuse(name)
-        await self._to_the_end(self._unload(name, seconds))
+        await self.to_the_end(self._unload(name, seconds))
 
     async def close(self) -> None:
         """Ends what is under way, and every engine."""
@@ -64,11 +64,22 @@ class Loader:
         for model in self.models.models.values():
             await model.close()
 
-    async def _to_the_end(self, change: Coroutine[Any, Any, T]) -> T:
+    def give_up(self) -> None:
+        """Ends what is under way: the server takes nothing new."""
+        for task in self._under_way:
+            task.cancel()
+
+    async def to_the_end(self, change: Coroutine[Any, Any, T]) -> T:
+        """What `change` gives, which goes on if whoever asked for it goes away. Fault 503 when it was given up."""
         task = asyncio.create_task(change)
         self._under_way.add(task)
         task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5) from None
+            raise
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._under_way.discard(task)
