@@ -46,13 +46,13 @@ class Sources:
             log.error("%s, activated earlier, cannot be served (%s); serving %s", key, fault, home.model_id)
             return [home]
 
-    def results(self) -> list[Job]:
+    def results(self, most: int = 1000) -> list[Job]:
         """Jobs that succeeded, newest first."""
-        return self.jobs.jobs(limit=MANY, status="succeeded")
+        return self.jobs.jobs(limit=most, status="succeeded")
 
     def result(self, name: str) -> Job | None:
         """The job that succeeded whose id, or whose result's, is `name`."""
-        return next((job for job in self.results() if name in (job.id, job.model_id)), None)
+        return next((job for job in self.results(MANY) if name in (job.id, job.model_id)), None)
 
     def owner(self, job: Job) -> ServedModel:
         """The model whose weights the job's line began with. Fault 409 when none of those that are loaded is it."""

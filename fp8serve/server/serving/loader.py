@@ -53,6 +53,8 @@ class Loader:
 
         Fault 404 for another name; 409 for the default, and while other weights are loaded for it.
         """
+        if name not in self.known:
+            self._refuse(name)
         await self._to_the_end(self._unload(name, seconds))
 
     async def close(self) -> None:
@@ -65,13 +67,19 @@ class Loader:
     async def _to_the_end(self, change: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(change)
         self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(self._ended)
         return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # the client may be gone
+            log.warning("a change of the models failed: %s", error)
 
     async def _load(self, name: str, home: Source, sources: Sequence[Source], keep: bool) -> ServedModel:
         async with self._changing[name]:
             if (there := self._already(name, home)) is not None:
                 return there
+            before, self.known[name] = self.known.get(name), home
             model = self.models.models[name] = self._make(name, home)
             try:
                 await self._start(model, sources)
@@ -80,11 +88,11 @@ class Loader:
                     model.state, model.problem = "failed", error
                 else:
                     self._remove(name)
+                    self._forget_home(name, before)
                 if isinstance(error, Fp8ServeError):
                     raise Fault(Code.LOAD_FAILED, f"The model cannot be served: {error}") from None
                 raise
             self._supervised[name] = asyncio.create_task(EngineSupervisor(model).watch())
-            self.known[name] = home
             return model
 
     async def _start(self, model: ServedModel, sources: Sequence[Source]) -> None:
@@ -109,26 +117,30 @@ class Loader:
     async def _unload(self, name: str, seconds: float) -> None:
         async with self._changing[name]:
             model = self.models.models.get(name)
-            if model is None and name in self.known:
+            if model is None:
                 return
-            if model is None or model is self.models.default:
-                self._refuse(name)
-            elif model.swapping():
+            if model.swapping():
                 hint = "Try again when it is done."
                 raise Fault(Code.ALIAS_BUSY, "Other weights are being loaded for this model.", hint=hint)
-            else:
-                if (task := self._supervised.pop(name, None)) is not None:
-                    await cancel(task)
-                await model.leave(seconds)
-                self._remove(name)
-                log.info("unloaded %s", name)
+            if (task := self._supervised.pop(name, None)) is not None:
+                await cancel(task)
+            await model.leave(seconds)
+            self._remove(name)
+            log.info("unloaded %s", name)
 
     def _refuse(self, name: str) -> None:
-        if name in self.models.models:
+        if name == self.models.default.name:
             message = f"{name} is the default model, which is there as long as the server is."
             raise Fault(Code.NAME_TAKEN, message, param="name", hint="Activate other weights for it instead.")
         self.models.find(name)  # which is an alias at best
         raise Fault(Code.MODEL_NOT_FOUND, "Say the model's own name.", param="name")
+
+    def _forget_home(self, name: str, before: Source | None) -> None:
+        """What the name was to stand for; it stands for what it did `before`."""
+        if before is None:
+            del self.known[name]
+        else:
+            self.known[name] = before
 
     def _remove(self, name: str) -> None:
         del self.models.models[name]
