@@ -29,6 +29,7 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
+from fp8serve.logs import LogFormat
 
 MAX_LINE = 2**26  # bytes; a prompt of a million tokens is about 8 million
 CLOSE_SECONDS = 5.0
@@ -66,17 +67,20 @@ class EngineClient:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, model_dir: str | Path, options: EngineOptions | None = None) -> "EngineClient":
+    async def start(
+        cls, model_dir: str | Path, options: EngineOptions | None = None, log_format: LogFormat = "plain"
+    ) -> "EngineClient":
         """Spawns the process and waits until it is ready; raises the worker's own error if it is not.
 
         Cancelling it, as a deadline does, ends the process.
         """
-        process, connection = await _spawn(Path(model_dir), options or EngineOptions())
+        process, connection = await _spawn(Path(model_dir), options or EngineOptions(), log_format)
         client = cls(process, connection)
         try:
             await asyncio.shield(client._ready)
         except BaseException:
             await client.kill("The engine was given up before it was ready.")
+            client._ready.exception()  # nobody else asks for it, and asyncio complains of what nobody asked for
             raise
         return client
 
@@ -197,6 +201,9 @@ class EngineClient:
         try:
             await self._send(op, id=number, **fields)
             return await self._replies[number]
+        except asyncio.CancelledError:
+            self._write("forget", id=number)
+            raise
         finally:
             del self._replies[number]
 
@@ -272,7 +279,7 @@ class EngineClient:
         )
 
 
-async def _spawn(model_dir: Path, options: EngineOptions) -> tuple[Process, Connection]:
+async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat) -> tuple[Process, Connection]:
     """A worker process and its connection. MachineError when it ends before it connects."""
     folder = tempfile.mkdtemp(prefix="fp8serve-")  # mode 0700
     path = os.path.join(folder, "engine")
@@ -288,7 +295,8 @@ async def _spawn(model_dir: Path, options: EngineOptions) -> tuple[Process, Conn
         server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE)
         os.chmod(path, 0o600)
         try:
-            return await _spawned(path, model_dir, options, connected)
+            told = ["--options", options.to_json(), "--log-format", log_format]
+            return await _spawned(path, model_dir, told, connected)
         finally:
             server.close()
     finally:
@@ -296,13 +304,11 @@ async def _spawn(model_dir: Path, options: EngineOptions) -> tuple[Process, Conn
 
 
 async def _spawned(
-    path: str, model_dir: Path, options: EngineOptions, connected: asyncio.Future[Connection]
+    path: str, model_dir: Path, told: list[str], connected: asyncio.Future[Connection]
 ) -> tuple[Process, Connection]:
     # -P: a file in the current directory must not become a module of the worker
     command = ["-P", "-m", "fp8serve.engine.worker", "--model", str(model_dir), "--socket", path]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, "--options", options.to_json(), stdin=asyncio.subprocess.DEVNULL
-    )
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, *told, stdin=asyncio.subprocess.DEVNULL)
     ended = asyncio.create_task(process.wait())
     try:
         await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)

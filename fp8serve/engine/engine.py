@@ -59,14 +59,17 @@ class Engine:
         self._step_seconds = 0.0  # that the last step took
         self._load_seconds = time.monotonic() - started
 
-    def add_request(self, request: Request) -> None:
-        """Queues `request`. RequestError when it could never run, or its id is in use."""
+    def add_request(self, request: Request, arrived: float | None = None) -> None:
+        """Queues `request`, which `arrived` then, on the monotonic clock. RequestError when it could never run, or its
+        id is in use.
+        """
         if request.request_id in self._live:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
         params = request.params
         decoding = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
         seq = Sequence.of(request)
+        seq.arrived = seq.arrived if arrived is None else arrived
         seq.constraint = self.loaded.grammars.matcher(params)
         seq.ban = self.loaded.bans.ban(params.bad_words)
         if self.options.speculative_tokens and seq.constraint is None and seq.ban is None:
@@ -238,6 +241,8 @@ class Engine:
                 "The model's output for this request is not finite (NaN or infinity); check its weights and scales.",
             )
         seq.token_ids.append(token)
+        if seq.num_generated == 1:
+            seq.first_token = time.monotonic()
         text = self._live[seq.request_id][1]
         if token in seq.params.stop_token_ids:
             return self._end(seq, "stop", text.end(token), sampled, stop_reason=token)
@@ -293,6 +298,7 @@ class Engine:
             stop_reason,
             error,
             _of_prompt(seq),
+            seq.timing() if seq.num_generated == 1 or seq.finish_reason is not None else None,
         )
 
 

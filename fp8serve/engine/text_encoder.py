@@ -70,12 +70,14 @@ class TextEncoder:
     ) -> Iterator[Step]:
         """Hidden states of texts, some together. segments: 0 or 1 for every token; None: all 0."""
         for group in self._groups([len(ids) for ids in sequences]):
-            parts = None if segments is None else self._flat([segments[i] for i in group])
+            parts = None if segments is None else [segments[i] for i in group]
             lengths = [len(sequences[i]) for i in group]
-            yield Step(group, lengths, self._hidden([sequences[i] for i in group], parts))
+            yield Step(group, lengths, self.hidden([sequences[i] for i in group], parts))
 
-    def _hidden(self, sequences: Sequence[Sequence[int]], segments: Tensor | None) -> Tensor:
-        return hidden_states(self.model, self._flat(sequences), [len(ids) for ids in sequences], segments)
+    def hidden(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None) -> Tensor:
+        """Of texts that are computed together [tokens, H]."""
+        parts = None if segments is None else self._flat(segments)
+        return hidden_states(self.model, self._flat(sequences), [len(ids) for ids in sequences], parts)
 
     def _groups(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indexes of texts that are computed together: neighbours, as many as fit a step, and at least one."""

@@ -4,7 +4,7 @@ It connects to the AF_UNIX socket that its owner listens on (`client.py`) and sp
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
           embed {id, inputs, dimensions}
-          classify {id, inputs, segments}
+          classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
           refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
 
@@ -27,10 +27,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, get_args
 
+from fp8serve import logs
 from fp8serve.ending import end_process
 from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine
+from fp8serve.engine.encoding_queue import Call
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
@@ -64,7 +66,7 @@ class Connection:
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
             for line in lines:
-                self.inbox.put(json.loads(line))
+                self.inbox.put(json.loads(line) | {"arrived": time.monotonic()})
         self.inbox.put({"op": "close"})
 
 
@@ -82,8 +84,9 @@ class Worker:
             "abort": self._abort,
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
-            "embed": lambda message: self._encode(message, "dimensions"),
-            "classify": lambda message: self._encode(message, "segments"),
+            "embed": self._encode,
+            "classify": self._encode,
+            "forget": self._forget,
             "drain": self._drain,
             "close": self._close,
         }
@@ -107,6 +110,9 @@ class Worker:
     def _step(self) -> None:
         self._step_began = time.monotonic()
         self._send_outputs(self._engine.step())
+        if isinstance(self._engine, EncoderEngine):
+            for call in self._engine.take_answered():
+                self._connection.send("reply", id=call.number, value=call.found)
         self._step_began = None
 
     def _obey(self) -> None:
@@ -126,20 +132,22 @@ class Worker:
         try:
             if self._deadline is not None:
                 raise RequestError("The engine is shutting down and takes no new requests.")
-            self._engine.add_request(Request.from_json(message["request"]))
+            self._engine.add_request(Request.from_json(message["request"]), message["arrived"])
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
 
-    def _encode(self, message: Message, argument: str) -> None:
-        self._step_began = time.monotonic()
+    def _encode(self, message: Message) -> None:
         try:
             if not isinstance(self._engine, EncoderEngine):
                 raise RequestError("This model writes text and makes no vectors; serve an embedding model.")
-            self._reply(message, getattr(self._engine, message["op"])(message["inputs"], message[argument]))
+            call = Call(message["id"], message["inputs"], message.get("segments"), message.get("dimensions"))
+            (self._engine.embed if message["op"] == "embed" else self._engine.classify)(call)
         except Fp8ServeError as problem:
             self._connection.send("reply", id=message["id"], **_described(problem))
-        finally:
-            self._step_began = None
+
+    def _forget(self, message: Message) -> None:
+        if isinstance(self._engine, EncoderEngine):
+            self._engine.forget(message["id"])
 
     def _abort(self, message: Message) -> None:
         output = self._engine.abort(message["request_id"])
@@ -211,7 +219,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--socket", required=True, help="AF_UNIX socket to connect to")
     parser.add_argument("--options", default="{}", help="EngineOptions as JSON")
+    parser.add_argument("--log-format", choices=get_args(logs.LogFormat), default="plain")
     parsed = parser.parse_args(arguments)
+    logs.configure(parsed.log_format, "engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(parsed.socket)
     heartbeat = Heartbeat(connection)

@@ -75,7 +75,7 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     )
     app.add_middleware(RateLimits, tenants=state.tenants)
     app.add_middleware(AccessControl, settings=settings, keys=state.keys)
-    app.add_middleware(AccessLog, metrics=state.metrics)
+    app.add_middleware(AccessLog, metrics=state.metrics, tracing=state.tracing)
     return app
 
 

@@ -11,6 +11,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from fp8serve.engine.request import Task
@@ -34,6 +35,7 @@ from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
+from fp8serve.server.tracing import tracing_of
 from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server")
@@ -49,8 +51,9 @@ class ServerState:
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
         self.metrics = Metrics(settings.vllm_metrics)
+        self.tracing = tracing_of(settings.otlp_endpoint)
         self.tenants = Tenants(self.metrics)
-        self._start_engine = start_engine or launch
+        self._start_engine = start_engine or partial(launch, log_format=settings.log_format)
         home = Source(BASE, settings.model_name, settings.model, settings.engine, settings.answers)
         self.models = Registry(self._model(settings.model_name, home))
         self.models.aliases |= settings.named_aliases
@@ -58,7 +61,7 @@ class ServerState:
         self.loader.known |= {named.name: self._home(named) for named in settings.models}
         self.supervisor = EngineSupervisor(self.models.default)
         self.streams = Streams(limits.streams, self.metrics)
-        self.parser = RequestParser(limits)
+        self.parser = RequestParser(limits, settings.log_format)
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.sources = Sources(self.jobs, self.runner, self.models)
@@ -160,6 +163,7 @@ class ServerState:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.loader.close()
         await self.parser.close()
+        await self.tracing.close()
         self.jobs.close()
         self._lock.close()
 

@@ -11,11 +11,13 @@ import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError, shown
+from fp8serve.logs import LogFormat
 from fp8serve.options import About, check, options_of
 from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
 from fp8serve.server.named_models import NamedModel, check_name
@@ -53,6 +55,7 @@ class ServerLimits:
     queue_tokens: Annotated[Count, About("Tokens of the prompts that wait.")] = 1 << 20
     n: Annotated[Count, About("Answers to one prompt.")] = 128
     prompts: Annotated[Count, About("Prompts of one request.")] = 64
+    texts: Annotated[Count, About("Texts of one request for vectors or scores.")] = 2048
     chat_messages: Annotated[Count, About("Messages of one conversation.")] = 1024
     streams: Annotated[Count, About("Streams that are open.")] = 512
     keep_alive_seconds: Annotated[Seconds, About("Between two signs of life in a stream.")] = 15.0
@@ -150,6 +153,15 @@ class Settings(EngineOptions):
     request_seconds: Annotated[float | None, Gt(0), About("How long an answer may take.", unset="no limit")] = None
     tool_parser: Annotated[ToolFormat, About("How the model writes tool calls; auto: as its template does.")] = "auto"
     reasoning_parser: Annotated[ReasoningFormat, About("How the model writes what it thinks; likewise.")] = "auto"
+    log_format: Annotated[LogFormat, About("How the log is written: lines of text, or a JSON object a line.")] = "plain"
+    otlp_endpoint: Annotated[
+        str | None,
+        About(
+            "OpenTelemetry collector that gets spans, by OTLP over HTTP, such as http://localhost:4318.",
+            unset="OTEL_EXPORTER_OTLP_ENDPOINT",
+            private=True,
+        ),
+    ] = field(default=None, repr=False)
     vllm_metrics: Annotated[bool, About("Also publish metrics under vllm:* names.")] = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
@@ -158,6 +170,7 @@ class Settings(EngineOptions):
         if self.api_key is not None and not self.api_key.strip():
             raise RequestError("The API key is empty; give a key or leave the option out.")
         _check_exposure(self)
+        _check_endpoint(self.otlp_endpoint)
         _check_names(self)
 
     @property
@@ -211,6 +224,19 @@ def _check_exposure(settings: Settings) -> None:
             f"Listening on {settings.host} lets other machines in, and no API key is set: "
             "give --api-key-file (or --api-key, --api-keys), listen on 127.0.0.1, or say --allow-unauthenticated."
         )
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    """What is wrong with it is not shown: it may hold a password."""
+    if endpoint is None:
+        return
+    try:
+        address = urlsplit(endpoint)
+        good = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise RequestError("--otlp-endpoint must be an address such as http://localhost:4318.")
 
 
 def _check_names(settings: Settings) -> None:

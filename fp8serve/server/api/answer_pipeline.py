@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from fp8serve import logs
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
@@ -216,6 +217,7 @@ async def _encoded(renderer: Renderer[Any]) -> AsyncGenerator[bytes, None]:
             async for item in events:
                 yield renderer.encoded(item)
     except Fault as fault:
+        logs.bind(error=fault.code.value)
         yield renderer.encoded(renderer.failure(fault))
     if renderer.END:
         yield renderer.END

@@ -21,7 +21,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import ModelMetrics
 from fp8serve.server.serving.admission import Outcome, Places, Ticket
 from fp8serve.server.serving.served import Served
-from fp8serve.server.usage import Usage
+from fp8serve.server.usage import Answer, Usage
 
 Item = tuple[int, RequestOutput] | Fault
 
@@ -49,6 +49,7 @@ class Generation:
         self._tickets = places.take([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
         usage.prompt += self.prompt_tokens
+        usage.model = served.source.model_id
 
     @property
     def id(self) -> str:
@@ -101,12 +102,15 @@ class Generation:
 
     async def _pump(self, index: int, request: Request, ticket: Ticket) -> None:
         """One request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
+        answer = Answer(request)
+        self._usage.answers.append(answer)
         clock = _Clock(self.served.admission.metrics, self._usage, self.started)
         outcome: Outcome = "cancelled"
         try:
             async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:
                 async for output in outputs:
                     clock.saw(output)
+                    answer.saw(output)
                     if fault := _fault_of(output, self.served.engine.alive):
                         outcome = "failed"
                         return self._queue.put_nowait(fault)

@@ -12,6 +12,7 @@ from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
+from fp8serve.logs import LogFormat
 from fp8serve.model.config.either import check_any_config
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.answers.choice import AnswerFormat
@@ -97,11 +98,11 @@ class Served:
 Launch = Callable[[Source], Awaitable[tuple[EngineHandle, Tokenizer]]]
 
 
-async def launch(source: Source) -> tuple[EngineHandle, Tokenizer]:
+async def launch(source: Source, log_format: LogFormat = "plain") -> tuple[EngineHandle, Tokenizer]:
     """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either cannot be."""
     await asyncio.to_thread(check_any_config, source.directory)  # the clearest word on a directory that is no model
     tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
-    return await EngineClient.start(source.directory, source.options), tokenizer
+    return await EngineClient.start(source.directory, source.options, log_format), tokenizer
 
 
 def weight_version(directory: Path) -> str:

@@ -64,7 +64,7 @@ async def info(state: StateDep, model: ModelName = None) -> dict[str, Any]:
         "max_stop_sequences": MAX_STOP_STRINGS,
         "max_input_tokens": longest - 1,
         "max_total_tokens": longest,
-        "max_client_batch_size": limits.prompts,
+        "max_client_batch_size": limits.prompts if served.engine.limits.task == "generate" else limits.texts,
         "router": "fp8serve",
         "version": fp8serve.__version__,
         "sha": None,

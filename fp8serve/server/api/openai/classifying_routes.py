@@ -24,7 +24,7 @@ async def classify(body: ClassifyBody, request: Request, state: StateDep) -> dic
     """Of a classifier, with the score of every label. vLLM's route."""
     served = state.served(body.model, "classify")
     labels = _labels(served)
-    rows, tokens = await _scores(body, [(text, None) for text in body.prompt], served, request, state)
+    rows, tokens = await _scores(body, [(text, None) for text in body.texts], served, request, state)
     data = [
         {"index": i, "label": labels[max(range(len(row)), key=row.__getitem__)], "probs": row, "num_classes": len(row)}
         for i, row in enumerate(rows)
@@ -63,7 +63,7 @@ async def _scores(
     """Of each text, or pair of texts, the score of every label, and how many tokens were read."""
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
     pairs = [_asked(pair, served.engine.info.get("pair")) for pair in pairs]
-    with served.lease(), served.admission.reserve(len(pairs)) as places:
+    with served.lease(), served.admission.reserve(1) as places:
         read = await until_disconnect(request, state.parser.pairs(served, pairs))
         ids, segments = [r[0] for r in read], [r[1] for r in read]
         tokens = [len(i) for i in ids]

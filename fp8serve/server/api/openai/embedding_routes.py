@@ -30,7 +30,7 @@ JsonObject = dict[str, Any]
 async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> JsonObject:
     """Of an embedding model; the prompt that is named, or its default one, if it has any, is put before texts."""
     served = state.served(body.model, "embed")
-    vectors, tokens = await _vectors(body, body.inputs(), _How.of(body), request, served, state)
+    vectors, tokens = await _vectors(body, body.texts, _How.of(body), request, served, state)
     as_text = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": base64.b64encode(v).decode() if as_text else _numbers(v)}
@@ -59,7 +59,7 @@ async def rerank(body: RerankBody, request: Request, state: StateDep) -> JsonObj
 async def score(body: ScoreBody, request: Request, state: StateDep) -> JsonObject:
     """By a cross-encoder's own score, or the cosine of their vectors."""
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
-    second = body.prompt
+    second = body.texts
     if len(first) not in (1, len(second)):
         message = f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many."
         raise Fault(Code.INVALID_PARAMETER, message, param="text_1")
@@ -140,7 +140,7 @@ async def _vectors(
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
     before, cut = how.prompt(served, texts), how.cut(served)
     prompts = [before + text if isinstance(text, str) else text for text in texts]
-    with served.lease(), served.admission.reserve(len(prompts)) as places:
+    with served.lease(), served.admission.reserve(1) as places:
         read = await until_disconnect(request, state.parser.prompts(served, prompts, cut, first=True))
         tokens = [len(ids) for ids in read]
         found = await until_disconnect(
