@@ -65,6 +65,7 @@ class ServerState:
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.sources = Sources(self.jobs, self.runner, self.models)
+        self.started = False  # whether every model of the command line was loaded, or could not be
         self.started_at = int(time.time())
         self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
@@ -115,6 +116,7 @@ class ServerState:
             log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
         self.runner.start()
         await self._load_further()
+        self.started = True
 
     async def _load_further(self) -> None:
         """One after the other. One that cannot be served says so where models are listed, and the others serve."""
@@ -177,7 +179,8 @@ class ServerState:
     @property
     def ready(self) -> bool:
         default = self.models.default
-        return default.ready and not self.draining.is_set() and not self.paused and not default.admission.nearly_full
+        takes_requests = self.started and not self.draining.is_set() and not self.paused
+        return takes_requests and default.ready and not default.admission.nearly_full
 
     @property
     def status(self) -> str:
@@ -187,6 +190,8 @@ class ServerState:
         if self.paused:
             return "paused"
         default = self.models.default
+        if default.ready and not self.started:
+            return "loading"
         return "busy" if default.ready and default.admission.nearly_full else default.state
 
     # -- what can be served --------------------------------------------------------------------------------------------

@@ -183,7 +183,9 @@ def classifying_engine() -> FakeEngine:
 
 
 class Launcher:
-    """Stands in for the start of an engine process; remembers the engines it made. Loads wait while it is `held`."""
+    """Stands in for the start of an engine process; remembers the engines it made. Loads wait while it is `held`, or
+    while their directory has that name.
+    """
 
     def __init__(self, make: Callable[[], FakeEngine] = FakeEngine, load_seconds: float = 0.0) -> None:
         self.make = make
@@ -193,11 +195,11 @@ class Launcher:
         self.load_seconds = load_seconds
         self.engines: list[FakeEngine] = []
         self.problem: str | None = None
-        self.held = False
+        self.held: bool | str = False
 
     async def __call__(self, source: Source) -> tuple[FakeEngine, Tokenizer]:
         await asyncio.sleep(self.load_seconds)
-        while self.held:
+        while self.held is True or self.held == source.directory.name:
             await asyncio.sleep(0.005)
         if (problem := self.problem or self.problems.get(source.directory.name)) is not None:
             raise ModelError(problem)
