@@ -125,6 +125,8 @@ class Traffic:
         """Numbers of the last window over all layers; without one there is nothing to say but that."""
         drifts = [drift for watched in self._watched.values() if (drift := watched.drift) is not None]
         numbers: dict[str, Any] = {"scale_windows_total": self.num_windows, "layers_drifting": len(self._alarming)}
+        cut = [share for watched in self._watched.values() if (share := watched.window_saturation) is not None]
+        numbers |= {"input_saturation_max": max(cut)} if cut else {}
         return numbers | ({"input_drift_max": max(drifts)} if drifts else {})
 
     def _record(self, name: str, layer: FrozenLinear, rows: int) -> dict[str, Any]:

@@ -7,13 +7,16 @@ ends the processes. Handlers get it by the `StateDep` dependency (api/dependenci
 import asyncio
 import logging
 import math
+import platform
 import shutil
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 
+import fp8serve
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.access.key_file import KeyFile
@@ -55,7 +58,7 @@ class ServerState:
             settings.deadlines,
             settings.answers,
         )
-        self.supervisor = EngineSupervisor(self.models, self.metrics)
+        self.supervisor = EngineSupervisor(self.models, self.metrics, settings.metrics_per_layer)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
         )
@@ -76,8 +79,13 @@ class ServerState:
 
     def _connect_metrics(self) -> None:
         self.metrics.preset()
-        self.metrics.engine_stats = lambda: self.models.stats
-        self.metrics.job_counts = self.jobs.counts
+        sources = self.metrics.sources
+        sources.stats = lambda: self.models.stats
+        sources.layers = lambda: self.models.layers
+        sources.jobs = self.jobs.counts
+        sources.ready = lambda: self.ready
+        sources.build = build_facts
+        sources.served = lambda: served_facts(self.models.current)
         self.metrics.in_flight.set_function(lambda: self.admission.in_flight)
         self.metrics.reading.set_function(lambda: self.parser.pool.bytes)
 
@@ -228,6 +236,21 @@ class ServerState:
     async def _wait_before_training(self) -> None:
         if self.paused:
             await self.admission.idle.wait()
+
+
+@cache
+def build_facts() -> dict[str, str]:
+    """Versions, for `fp8serve_build_info`; torch is asked of its package, and not imported."""
+    return {"version": fp8serve.__version__, "python": platform.python_version(), "torch": version("torch")}
+
+
+def served_facts(served: Served | None) -> dict[str, str]:
+    """What answers, for `fp8serve_model_info`; nothing while nothing does."""
+    if served is None:
+        return {}
+    names = ("recipe", "device", "kv_cache_dtype", "block_size", "num_blocks")
+    numbers = {name: str(served.engine.info.get(name, "")) for name in names}
+    return {"model": served.source.model_id, "weight_version": served.weight_version} | numbers
 
 
 def answers_line(served: Served) -> str:

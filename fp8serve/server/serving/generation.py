@@ -47,11 +47,14 @@ class Generation:
         self._metrics = metrics
         self._usage = usage
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._answers = [Answer(request) for request in requests]
         self._lease = contextlib.ExitStack()
         self._tickets = places.take([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
         usage.prompt += self.prompt_tokens
+        usage.answers += self._answers
         usage.model = served.source.model_id
+        metrics.request_n.observe(n)
 
     @property
     def id(self) -> str:
@@ -94,6 +97,8 @@ class Generation:
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+        if lengths := [answer.generated for answer in self._answers if answer.finish_reason is not None]:
+            self._metrics.longest.observe(max(lengths))
         self.discard()
 
     def discard(self) -> None:
@@ -104,8 +109,7 @@ class Generation:
 
     async def _pump(self, index: int, request: Request, ticket: Ticket) -> None:
         """One request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
-        answer = Answer(request)
-        self._usage.answers.append(answer)
+        answer = self._answers[index]
         clock = _Clock(self._metrics, self._usage, self.started)
         outcome: Outcome = "cancelled"
         try:
@@ -133,6 +137,7 @@ class Generation:
             self._queue.put_nowait(Fault(Code.INTERNAL, "The server failed while it was answering."))
             raise
         finally:
+            self._metrics.ended.labels(answer.finish_reason or ("abort" if outcome == "cancelled" else "error")).inc()
             ticket.close(outcome)
 
 
@@ -173,10 +178,16 @@ class _Clock:
         prompt = len(request.prompt_token_ids)
         self._metrics.prompt_tokens.inc(prompt)
         self._metrics.request_prompt.observe(prompt)
+        self._metrics.cached_tokens.inc(output.num_cached_tokens)
+        self._metrics.request_computed.observe(prompt - output.num_cached_tokens)
+        self._metrics.request_max.observe(request.params.max_new_tokens)
         self._metrics.request_generated.observe(output.num_generated)
         self._metrics.request_seconds.observe(now - self._started)
         if self._first is not None and output.num_generated > 1:
             self._metrics.per_token.observe((now - self._first) / (output.num_generated - 1))
+        if (timing := output.timing) is not None:
+            for name, histogram in self._metrics.phases.items():
+                histogram.observe(getattr(timing, name) or 0.0)
 
 
 def build_requests(

@@ -50,6 +50,7 @@ class ServedModels:
         self.state = "loading"
         self.problem: Fp8ServeError | None = None
         self.reported: tuple[Served | None, dict[str, Any]] = (None, {})  # what an engine said last about itself
+        self.reported_layers: tuple[Served | None, list[dict[str, Any]]] = (None, [])
         self._launch = start_engine
         self._metrics = metrics
         # what a swap is loading, and since when on the monotonic clock
@@ -87,6 +88,12 @@ class ServedModels:
         """What the present engine said last about itself; empty when it is dead, or has said nothing yet."""
         of, stats = self.reported
         return stats if of is self.current and self.ready else {}
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """What it said last about its FP8 layers, where it is asked; likewise."""
+        of, layers = self.reported_layers
+        return layers if of is self.current and self.ready else []
 
     @property
     def live(self) -> bool:

@@ -6,6 +6,7 @@ through all of it. If that does not help, liveness is false, and who watches thi
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -17,6 +18,7 @@ from fp8serve.server.serving.served import Served
 log = logging.getLogger("fp8serve.server")
 
 WATCH_SECONDS = 0.2
+LAYERS_SECONDS = 2.0
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STATS_SECONDS = 5.0
 
@@ -24,8 +26,10 @@ STATS_SECONDS = 5.0
 class EngineSupervisor:
     """Watches what `models` serves. Restarts are made here alone, one after the other; a swap meanwhile wins."""
 
-    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
+    def __init__(self, models: ServedModels, metrics: Metrics, per_layer: bool = False) -> None:
+        """`per_layer`: the engine is asked about its layers, too."""
         self.models = models
+        self._per_layer = per_layer
         self._metrics = metrics
 
     async def watch(self) -> None:
@@ -33,6 +37,8 @@ class EngineSupervisor:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_alive())
             tasks.create_task(self._keep_informed())
+            if self._per_layer:
+                tasks.create_task(self._keep_informed_of_layers())
 
     async def _keep_informed(self) -> None:
         while True:
@@ -40,6 +46,15 @@ class EngineSupervisor:
             served = self.models.current
             if served is not None and served.engine.alive:
                 served.proven |= await self._read_stats(served)
+
+    async def _keep_informed_of_layers(self) -> None:
+        while True:
+            served = self.models.current
+            if served is not None and served.engine.alive:
+                with contextlib.suppress(Fp8ServeError, OSError, TimeoutError):
+                    async with asyncio.timeout(STATS_SECONDS):
+                        self.models.reported_layers = served, await served.engine.scales()
+            await asyncio.sleep(LAYERS_SECONDS)
 
     async def _keep_alive(self) -> None:
         last = time.monotonic()
