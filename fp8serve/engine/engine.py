@@ -32,7 +32,8 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, Work
 from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.text import TextStream
-from fp8serve.errors import RequestError
+from fp8serve.errors import MachineError, RequestError
+from fp8serve.model.formats.scales import save_scales
 from fp8serve.options import known_fields
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -186,6 +187,18 @@ class Engine:
         and no others (model/network/decoder.py): their records are of these, not of whole prompts.
         """
         return self.loaded.traffic.records(self._rows())
+
+    def save_scales(self, path: str | Path) -> int:
+        """Writes the scales that follow the traffic, and their histories, to the file `path`; how many there are.
+
+        RequestError: none does (roll_history). ScalesError: one of them cannot be served. MachineError: no room.
+        """
+        checkpoint = self.loaded.traffic.rolled()
+        try:
+            save_scales(Path(path), checkpoint)
+        except OSError as error:
+            raise MachineError(f"{path} cannot be written: {error.strerror}.") from None
+        return len(checkpoint.tensors)
 
     def _rows(self) -> dict[str, int]:
         return self.loaded.rows(self._totals["computed"], self._totals["sampled"])

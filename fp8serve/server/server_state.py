@@ -30,6 +30,7 @@ from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.admission import Admission, Places
 from fp8serve.server.serving.generation import Generation, build_requests
 from fp8serve.server.serving.models import BASE, ServedModels
+from fp8serve.server.serving.rolled_scales import RolledScales
 from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
@@ -58,6 +59,7 @@ class ServerState:
             settings.deadlines,
             settings.answers,
         )
+        self.rolled = RolledScales(self.data_dir)
         self.supervisor = EngineSupervisor(self.models, self.metrics, settings.metrics_per_layer)
         self.admission = Admission(
             settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
@@ -199,6 +201,16 @@ class ServerState:
             await asyncio.to_thread(self.jobs.set_activated, base, key)
 
         return await self.models.activate(await asyncio.to_thread(self.source, key), record)
+
+    async def save_scales(self, name: str | None) -> tuple[str, int]:
+        """Writes what is served, with its scales as they are now, beside the model that this server was started with;
+        the directory's name, and how many scales follow the traffic. Fault.
+        """
+        model = self.settings.model.resolve()
+        out = model.parent / (name or f"{model.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+        count = await self.rolled.save(self.models.resolve(None), out)
+        log.info("saved %d scales as they are now, with their weights, to %s", count, out)
+        return out.name, count
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
