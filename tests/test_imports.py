@@ -21,7 +21,7 @@ ALLOWED = {
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "logs"},
 }
 FOUNDATION = {
-    "faults", "settings", "metrics", "live_metrics", "vllm_metrics", "tasks", "tracing", "usage",
+    "faults", "named_models", "settings", "metrics", "live_metrics", "vllm_metrics", "tasks", "tracing", "usage",
 }  # fmt: skip
 ALLOWED_IN_SERVER = {
     "answers": {"answers"},

@@ -48,15 +48,19 @@ class Classifier:
     @torch.inference_mode()
     def classify_ids(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> Classified:
         """Of token ids, with 0 or 1 for each: whether it is of the first or the second text. RequestError."""
+        self.check(sequences, segments)
+        logits = torch.empty(len(sequences), len(self.head.labels))
+        for step in self.encoder.run(sequences, segments):
+            logits[step.indexes] = self.labelled.logits(step.hidden, step.lengths).cpu()
+        return Classified(logits, scored(logits, self.head.activation), [len(ids) for ids in sequences])
+
+    def check(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> None:
+        """RequestError: a text is empty or too long, an id unknown, or its segments are not those of its tokens."""
         kinds = self.labelled.segments
         for ids, parts in zip(sequences, segments, strict=True):
             self.encoder.check(ids)
             if len(ids) != len(parts) or not all(0 <= part < kinds for part in parts):
                 raise RequestError(f"Segments must be one for each token, of 0 to {kinds - 1}.")
-        logits = torch.empty(len(sequences), len(self.head.labels))
-        for step in self.encoder.run(sequences, segments):
-            logits[step.indexes] = self.labelled.logits(step.hidden, step.lengths).cpu()
-        return Classified(logits, scored(logits, self.head.activation), [len(ids) for ids in sequences])
 
 
 def scored(logits: Tensor, activation: ScoreActivation) -> Tensor:

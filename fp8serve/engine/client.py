@@ -98,6 +98,15 @@ class EngineClient:
         """Seconds since the process last gave a sign of life; it gives one every second, also while it is busy."""
         return self._loop.time() - self._last_sign
 
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that the process holds and that no file could give back; 0 where the system does not say."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{self.pid}/status").read_text(encoding="ascii").splitlines():
+                if line.startswith("RssAnon:"):
+                    return int(line.split()[1]) * 1024
+        return 0
+
     def check(self, request: Request) -> None:
         """RequestError, before anything is sent, when the request could never run; a form is checked over there."""
         if request.request_id in self._streams:
@@ -196,6 +205,9 @@ class EngineClient:
         try:
             await self._send(op, id=number, **fields)
             return await self._replies[number]
+        except asyncio.CancelledError:
+            self._write("forget", id=number)
+            raise
         finally:
             del self._replies[number]
 

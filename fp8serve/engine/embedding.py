@@ -62,7 +62,7 @@ class Embedder:
         dimensions: how many of the first are kept. truncate: a text that is too long loses its end, but for the token
         with which the tokenizer ends a text. RequestError: a text is empty or too long, an id or option unknown.
         """
-        self._check(texts, dimensions)
+        self.check(texts, dimensions)
         sequences = [self._ids(text, prompt_name, truncate) for text in texts]
         found: list[Tensor] = [torch.empty(0)] * len(sequences)
         for step in self.encoder.run(sequences):
@@ -71,7 +71,8 @@ class Embedder:
                 found[index] = vector
         return Embedded(torch.stack(found), [len(ids) for ids in sequences])
 
-    def _check(self, texts: Sequence[Text], dimensions: int | None) -> None:
+    def check(self, texts: Sequence[Text], dimensions: int | None) -> None:
+        """RequestError: there are no texts, or not so many dimensions."""
         if isinstance(texts, str) or not texts or isinstance(texts[0], int):
             raise RequestError("embed takes a list of one or more texts: put the text in a list.")
         if dimensions is not None and not 1 <= dimensions <= self.dimensions:

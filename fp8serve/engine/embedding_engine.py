@@ -1,4 +1,7 @@
-"""A model that embeds or classifies, in the engine's process: what `worker.py` asks of an engine."""
+"""A model that embeds or classifies, in the engine's process: what `worker.py` asks of an engine.
+
+A call is checked when it comes and computed in steps, beside others (encoding_queue.py).
+"""
 
 import time
 from base64 import b64encode
@@ -8,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fp8serve.engine.classifying import Classifier
+from fp8serve.engine.classifying import Classifier, scored
 from fp8serve.engine.embedding import Embedder
+from fp8serve.engine.encoding_queue import Call, EncodingQueue, Place
+from fp8serve.engine.loading import weight_bytes
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request, Task
 from fp8serve.engine.text_encoder import TextEncoder
@@ -19,7 +25,7 @@ from fp8serve.fp8 import ops
 
 
 class EncoderEngine:
-    """Takes no requests that generate: every call is answered at once."""
+    """Takes no requests that generate."""
 
     task: Task
 
@@ -27,20 +33,50 @@ class EncoderEngine:
         """started: on the monotonic clock."""
         self.model_dir, self.encoder = Path(model_dir), encoder
         self.limits = EngineLimits(encoder.max_length, 1, 1, encoder.model.config.vocab_size, task=self.task)
+        self._queue, self._answered = EncodingQueue(), list[Call]()
         self._totals: Counter[str] = Counter()
         self._load_seconds = time.monotonic() - started
 
-    def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None) -> list[str]:
-        """RequestError: the model makes no vectors."""
+    def embed(self, call: Call) -> None:
+        """Queues the texts of `call`, whose answers are vectors, FP32, little-endian, as base64. RequestError: see
+        `Embedder.embed`; the model makes no vectors."""
         raise RequestError("This is a classifier, which makes no vectors; ask /classify for its labels.")
 
-    def classify(self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> list[list[float]]:
-        """RequestError: the model has no labels."""
+    def classify(self, call: Call) -> None:
+        """Queues the texts of `call`, whose answers are scores of every label. RequestError: see
+        `Classifier.classify_ids`; the model has no labels."""
         raise RequestError("This is an embedding model, which has no labels; ask /v1/embeddings for vectors.")
 
-    def _count(self, tokens: Sequence[int]) -> None:
-        self._totals["computed"] += sum(tokens)
+    def forget(self, number: int) -> None:
+        """Nobody waits for this call any more."""
+        self._queue.forget(number)
+
+    def has_work(self) -> bool:
+        return bool(self._queue)
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Computes as many waiting texts as fit a step; see `take_answered`. No request generates."""
+        places = self._queue.take(self.encoder.options.step_tokens)
+        lengths = [len(place.ids) for place in places]
+        segments = [place.segments for place in places]
+        hidden = self.encoder.hidden([place.ids for place in places], segments if any(map(any, segments)) else None)
+        for place, answer in zip(places, self._answers(places, hidden, lengths), strict=True):
+            place.call.found[place.index] = answer
+            if place.call.is_finished:
+                self._answered.append(place.call)
+        self._totals["computed"] += sum(lengths)
         self._totals["steps"] += 1
+        return []
+
+    def take_answered(self) -> list[Call]:
+        """The calls that are finished, each once."""
+        answered, self._answered = self._answered, []
+        return answered
+
+    def _answers(self, places: Sequence[Place], hidden: Tensor, lengths: Sequence[int]) -> list[Any]:
+        """hidden [tokens, H] of texts of these lengths -> of each its answer, which JSON can hold."""
+        raise NotImplementedError
 
     def add_request(self, request: Request, arrived: float | None = None) -> None:
         """RequestError."""
@@ -51,12 +87,6 @@ class EncoderEngine:
         return None
 
     def abort_all(self) -> list[RequestOutput]:
-        return []
-
-    def has_work(self) -> bool:
-        return False
-
-    def step(self) -> list[RequestOutput]:
         return []
 
     def pack_weights(self, seconds: float = 0.0) -> bool:
@@ -92,8 +122,10 @@ class EncoderEngine:
             "recipe": options.recipe,
             "fp8_layers": len(encoder.frozen),
             "device": options.device,
+            "threads": torch.get_num_threads(),
             "dtype": str(next(encoder.model.parameters()).dtype).removeprefix("torch."),
             "max_model_len": encoder.max_length,
+            "weight_bytes": weight_bytes(encoder.model),
             "vocab_size": encoder.model.config.vocab_size,
             "kernels": ops.backends(torch.device(options.device).type),
             "load_seconds": round(self._load_seconds, 3),
@@ -111,11 +143,18 @@ class EmbeddingEngine(EncoderEngine):
         self.embedder = Embedder(model_dir, **options)
         super().__init__(model_dir, self.embedder.encoder, started)
 
-    def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None) -> list[str]:
-        """Of each list of token ids the vector, FP32, little-endian, as base64. RequestError: see `Embedder.embed`."""
-        found = self.embedder.embed(inputs, dimensions=dimensions)
-        self._count(found.tokens)
-        return [b64encode(vector.numpy().astype("<f4").tobytes()).decode() for vector in found.vectors]
+    def embed(self, call: Call) -> None:
+        """See `EncoderEngine.embed`."""
+        self.embedder.check(call.inputs, call.dimensions)
+        for ids in call.inputs:
+            self.encoder.check(ids)
+        self._queue.add(call)
+
+    def _answers(self, places: Sequence[Place], hidden: Tensor, lengths: Sequence[int]) -> list[Any]:
+        pooling = self.embedder.pooling
+        pooled = torch.split(pooling.pooled(hidden, lengths), 1)
+        vectors = [pooling.finished(one, place.call.dimensions) for one, place in zip(pooled, places, strict=True)]
+        return [b64encode(vector[0].cpu().numpy().astype("<f4").tobytes()).decode() for vector in vectors]
 
     def info(self) -> dict[str, Any]:
         """And how vectors are made."""
@@ -140,12 +179,16 @@ class ClassifyingEngine(EncoderEngine):
         self.classifier = Classifier(model_dir, **options)
         super().__init__(model_dir, self.classifier.encoder, started)
 
-    def classify(self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of each list of token ids the score of every label. RequestError: see `Classifier.classify_ids`."""
-        found = self.classifier.classify_ids(inputs, segments)
-        self._count(found.tokens)
-        rows: list[list[float]] = found.scores.tolist()
-        return rows
+    def classify(self, call: Call) -> None:
+        """See `EncoderEngine.classify`."""
+        if not call.inputs:
+            raise RequestError("classify takes a list of one or more texts.")
+        self.classifier.check(call.inputs, call.segments or ())
+        self._queue.add(call)
+
+    def _answers(self, places: Sequence[Place], hidden: Tensor, lengths: Sequence[int]) -> list[Any]:
+        logits = self.classifier.labelled.logits(hidden, lengths).cpu()
+        return list(scored(logits, self.classifier.head.activation).tolist())
 
     def info(self) -> dict[str, Any]:
         """And what is scored."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8serve.engine.accelerator import check_device
+from fp8serve.engine.accelerator import check_device, use_threads
 from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
 from fp8serve.engine.loading import parse_recipe, separate_rows
 from fp8serve.engine.memory import check_length
@@ -47,6 +47,7 @@ class TextEncoder:
         """max_length: tokens of a text at most; None: as many as the model has positions."""
         _check(options, task)
         check_device(options.device)
+        use_threads(options)
         scales = None if options.scales is None else Path(options.scales)
         self.options = options
         self.model = load_reader(model_dir, parse_recipe(options.recipe), scales, options.device)
@@ -69,12 +70,14 @@ class TextEncoder:
     ) -> Iterator[Step]:
         """Hidden states of texts, some together. segments: 0 or 1 for every token; None: all 0."""
         for group in self._groups([len(ids) for ids in sequences]):
-            parts = None if segments is None else self._flat([segments[i] for i in group])
+            parts = None if segments is None else [segments[i] for i in group]
             lengths = [len(sequences[i]) for i in group]
-            yield Step(group, lengths, self._hidden([sequences[i] for i in group], parts))
+            yield Step(group, lengths, self.hidden([sequences[i] for i in group], parts))
 
-    def _hidden(self, sequences: Sequence[Sequence[int]], segments: Tensor | None) -> Tensor:
-        return hidden_states(self.model, self._flat(sequences), [len(ids) for ids in sequences], segments)
+    def hidden(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None) -> Tensor:
+        """Of texts that are computed together [tokens, H]."""
+        parts = None if segments is None else self._flat(segments)
+        return hidden_states(self.model, self._flat(sequences), [len(ids) for ids in sequences], parts)
 
     def _groups(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indexes of texts that are computed together: neighbours, as many as fit a step, and at least one."""

@@ -5,7 +5,7 @@ It connects to the AF_UNIX socket that its owner listens on (`client.py`) and sp
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
           save_scales {id, path}
           embed {id, inputs, dimensions}
-          classify {id, inputs, segments}
+          classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
           refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
 
@@ -33,6 +33,7 @@ from typing import Any, get_args
 from fp8serve import logs
 from fp8serve.ending import end_process
 from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine
+from fp8serve.engine.encoding_queue import Call
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
@@ -85,8 +86,9 @@ class Worker:
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
             "save_scales": self._save_scales,
-            "embed": lambda message: self._encode(message, "dimensions"),
-            "classify": lambda message: self._encode(message, "segments"),
+            "embed": self._encode,
+            "classify": self._encode,
+            "forget": self._forget,
             "drain": self._drain,
             "close": self._close,
         }
@@ -110,6 +112,9 @@ class Worker:
     def _step(self) -> None:
         self._step_began = time.monotonic()
         self._send_outputs(self._engine.step())
+        if isinstance(self._engine, EncoderEngine):
+            for call in self._engine.take_answered():
+                self._connection.send("reply", id=call.number, value=call.found)
         self._step_began = None
 
     def _obey(self) -> None:
@@ -141,16 +146,18 @@ class Worker:
         except Fp8ServeError as problem:
             self._connection.send("reply", id=message["id"], **_described(problem))
 
-    def _encode(self, message: Message, argument: str) -> None:
-        self._step_began = time.monotonic()
+    def _encode(self, message: Message) -> None:
         try:
             if not isinstance(self._engine, EncoderEngine):
                 raise RequestError("This model writes text and makes no vectors; serve an embedding model.")
-            self._reply(message, getattr(self._engine, message["op"])(message["inputs"], message[argument]))
+            call = Call(message["id"], message["inputs"], message.get("segments"), message.get("dimensions"))
+            (self._engine.embed if message["op"] == "embed" else self._engine.classify)(call)
         except Fp8ServeError as problem:
             self._connection.send("reply", id=message["id"], **_described(problem))
-        finally:
-            self._step_began = None
+
+    def _forget(self, message: Message) -> None:
+        if isinstance(self._engine, EncoderEngine):
+            self._engine.forget(message["id"])
 
     def _abort(self, message: Message) -> None:
         output = self._engine.abort(message["request_id"])

@@ -37,6 +37,7 @@ class Code(Enum):
     TRAINING_REFUSED = "training_refused"
     ACTIVATION_FAILED = "activation_failed"
     NOT_ROLLING = "scales_not_rolling"
+    LOAD_FAILED = "load_failed"
     NAME_TAKEN = "name_taken"
     BODY_TOO_LARGE = "body_too_large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
@@ -87,6 +88,7 @@ KINDS: dict[Code, Kind] = {
     Code.TRAINING_REFUSED: _CONFLICT,
     Code.ACTIVATION_FAILED: _CONFLICT,
     Code.NOT_ROLLING: _CONFLICT,
+    Code.LOAD_FAILED: _CONFLICT,
     Code.NAME_TAKEN: _CONFLICT,
     Code.BODY_TOO_LARGE: Kind(413, 413, "invalid_request_error", "validation"),
     Code.UNSUPPORTED_MEDIA_TYPE: Kind(415, 415, "invalid_request_error", "validation"),

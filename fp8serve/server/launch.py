@@ -57,8 +57,8 @@ def run(settings: Settings, start_engine: Launch | None = None, listener: socket
         )
         state.address = address(listener)
         DrainingServer(config, state).run([listener])
-    if state.models.problem is not None and state.failed.is_set():
-        raise state.models.problem
+    if (problem := state.models.default.problem) is not None and state.failed.is_set():
+        raise problem
 
 
 def bind(host: str, port: int) -> socket.socket:

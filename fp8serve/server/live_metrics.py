@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+LiveFamily = TypeVar("LiveFamily", CounterMetricFamily, GaugeMetricFamily)
+Stats = Mapping[str, Mapping[str, Any]]
 
 ENGINE_GAUGES = {
     "running": ("fp8serve_requests_running", "Sequences being computed"),
@@ -51,14 +55,14 @@ LAYER_GAUGES = {
 
 @dataclass
 class Sources:
-    """Whom to ask at every scrape; nothing here may block. Of the engine there is nothing while none runs."""
+    """Whom to ask at every scrape; nothing here may block. By model: nothing of an engine that does not run."""
 
-    stats: Callable[[], Mapping[str, Any]] = dict
-    layers: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    stats: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+    layers: Callable[[], Mapping[str, Sequence[Mapping[str, Any]]]] = dict
     jobs: Callable[[], Mapping[str, int]] = dict
     ready: Callable[[], bool] = bool
     build: Callable[[], Mapping[str, str]] = dict
-    served: Callable[[], Mapping[str, str]] = dict
+    served: Callable[[], Mapping[str, Mapping[str, str]]] = dict
 
 
 class Live(Collector):
@@ -71,57 +75,71 @@ class Live(Collector):
         sources = self.sources
         stats = sources.stats()
         yield GaugeMetricFamily("fp8serve_ready", "Whether requests should be sent here: 1 or 0", value=sources.ready())
-        yield GaugeMetricFamily("fp8serve_engine_up", "Whether an engine runs and reports: 1 or 0", value=bool(stats))
+        up = {model: float(bool(said)) for model, said in stats.items()}
+        yield _family(GaugeMetricFamily, "fp8serve_engine_up", "Whether an engine runs and reports: 1 or 0", up)
         yield from _of_engine(stats)
         yield from _of_layers(sources.layers())
         jobs = GaugeMetricFamily("fp8serve_jobs", "Fine-tune jobs by state", labels=["state"])
         for state, count in sources.jobs().items():
             jobs.add_metric([state], count)
         yield jobs
-        yield from facts("fp8serve_build_info", "Versions of what serves", sources.build())
-        yield from facts("fp8serve_model_info", "The weights that answer, and how they are served", sources.served())
+        yield from facts("fp8serve_build_info", "Versions of what serves", [sources.build()])
+        about = [{"model": model} | dict(served) for model, served in sources.served().items() if served]
+        yield from facts("fp8serve_model_info", "The weights that answer, and how they are served", about)
 
 
-def facts(name: str, meaning: str, values: Mapping[str, str]) -> Iterator[Metric]:
-    """A gauge of 1 whose labels say something; nothing where there is nothing to say."""
-    if values:
-        family = GaugeMetricFamily(name, meaning, labels=list(values))
-        family.add_metric(list(values.values()), 1)
+def facts(name: str, meaning: str, rows: Sequence[Mapping[str, str]]) -> Iterator[Metric]:
+    """A gauge of 1 for each row, whose labels say something; nothing where there is nothing to say."""
+    if rows and rows[0]:
+        family = GaugeMetricFamily(name, meaning, labels=list(rows[0]))
+        for row in rows:
+            family.add_metric(list(row.values()), 1)
         yield family
 
 
-def _of_engine(stats: Mapping[str, Any]) -> Iterator[Metric]:
+def _figure(stats: Stats, key: str) -> dict[str, float]:
+    """Of each model whose engine reports it."""
+    return {model: float(said[key]) for model, said in stats.items() if key in said}
+
+
+def _family(kind: type[LiveFamily], name: str, meaning: str, values: Mapping[str, float]) -> LiveFamily:
+    family = kind(name, meaning, labels=["model"])
+    for model, value in values.items():
+        family.add_metric([model], value)
+    return family
+
+
+def _of_engine(stats: Stats) -> Iterator[Metric]:
     for key, (name, meaning) in ENGINE_GAUGES.items():
-        if key in stats:
-            yield GaugeMetricFamily(name, meaning, value=float(stats[key]))
+        yield _family(GaugeMetricFamily, name, meaning, _figure(stats, key))
     for key, (name, meaning) in ENGINE_COUNTERS.items():
-        if key in stats:
-            yield CounterMetricFamily(name, meaning, value=float(stats[key]))
-    if "accepted_by_position" in stats:
-        family = CounterMetricFamily(
-            "fp8serve_accepted_draft_tokens_by_position", "Of drafts, by their place in it", labels=["position"]
-        )
-        for position, count in enumerate(stats["accepted_by_position"]):
-            family.add_metric([str(position)], count)
-        yield family
-    if "step_tokens" in stats:
-        yield _histogram("fp8serve_step_tokens", "Tokens computed in a batch", **stats["step_tokens"])
+        yield _family(CounterMetricFamily, name, meaning, _figure(stats, key))
+    places = CounterMetricFamily(
+        "fp8serve_accepted_draft_tokens_by_position", "Of drafts, by their place in it", labels=["model", "position"]
+    )
+    steps = HistogramMetricFamily("fp8serve_step_tokens", "Tokens computed in a batch", labels=["model"])
+    for model, said in stats.items():
+        for position, count in enumerate(said.get("accepted_by_position", ())):
+            places.add_metric([model, str(position)], count)
+        if "step_tokens" in said:
+            sizes = said["step_tokens"]
+            steps.add_metric([model], _buckets(sizes["bounds"], sizes["counts"]), sizes["total"])
+    yield places
+    yield steps
 
 
-def _histogram(name: str, meaning: str, bounds: Sequence[int], counts: Sequence[int], total: float) -> Metric:
+def _buckets(bounds: Sequence[int], counts: Sequence[int]) -> list[tuple[str, float]]:
     """`counts`: how many values lie at or below each bound and above the one before; the last are above all bounds."""
-    seen, buckets = 0, []
-    for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
-        seen += count
-        buckets.append(("+Inf" if bound == float("inf") else str(bound), float(seen)))
-    return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=total)
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts)), strict=True))
 
 
-def _of_layers(records: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
+def _of_layers(layers: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[Metric]:
     for key, (name, meaning) in LAYER_GAUGES.items():
-        family = GaugeMetricFamily(name, meaning, labels=["layer"])
-        for record in records:
-            if record.get(key) is not None:
-                family.add_metric([record["name"]], float(record[key]))
+        family = GaugeMetricFamily(name, meaning, labels=["model", "layer"])
+        for model, records in layers.items():
+            for record in records:
+                if record.get(key) is not None:
+                    family.add_metric([model, record["name"]], float(record[key]))
         if family.samples:
             yield family

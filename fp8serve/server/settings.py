@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Gt, Le
 
 from fp8serve.engine.options import EngineOptions
-from fp8serve.errors import MachineError, RequestError
+from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.logs import LogFormat
 from fp8serve.options import About, check, options_of
 from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
+from fp8serve.server.named_models import NamedModel, check_name
 
 TrainOn = Literal["refuse", "share", "pause"]
 Count = Annotated[int, Ge(1)]
@@ -54,6 +55,7 @@ class ServerLimits:
     queue_tokens: Annotated[Count, About("Tokens of the prompts that wait.")] = 1 << 20
     n: Annotated[Count, About("Answers to one prompt.")] = 128
     prompts: Annotated[Count, About("Prompts of one request.")] = 64
+    texts: Annotated[Count, About("Texts of one request for vectors or scores.")] = 2048
     chat_messages: Annotated[Count, About("Messages of one conversation.")] = 1024
     streams: Annotated[Count, About("Streams that are open.")] = 512
     keep_alive_seconds: Annotated[Seconds, About("Between two signs of life in a stream.")] = 15.0
@@ -82,7 +84,7 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(EngineOptions):
-    """One server: which model, how its engine runs, where it listens, who may use it.
+    """One server: which model, and which beside it, how its engine runs, where it listens, who may use it.
 
     `train_on` decides what a fine-tune job may do to the device that serves: "refuse" it, "share" the device, or
     "pause" serving while the job runs; a `train_device` other than `device` needs no such choice. hosts.py says when
@@ -118,6 +120,26 @@ class Settings(EngineOptions):
             private=True,
         ),
     ] = ()
+    models: Annotated[
+        tuple[NamedModel, ...],
+        About(
+            "Model to serve under a name of its own; the first is the default where there is no MODEL, and then the "
+            "engine's options here are its own. Behind a comma, options of its engine, tool_parser and "
+            "reasoning_parser",
+            unset="MODEL alone",
+            flag="--model",
+            metavar="NAME=DIR[,OPTION=VALUE...]",
+            narrowed=tuple[str, ...],
+            private=True,
+        ),
+    ] = ()
+    models_dir: Annotated[
+        Path | None,
+        About("Directory whose models may be loaded while the server runs.", unset="none", private=True),
+    ] = None
+    aliases: Annotated[
+        tuple[str, ...], About("Another name for a model.", unset="none", flag="--alias", metavar="ALIAS=NAME")
+    ] = ()
     served_model_name: Annotated[str | None, About("Name that requests use.", unset="the directory's")] = None
     data_dir: Annotated[
         Path | None, About("Where jobs, uploads and checkpoints are kept.", unset="one for each model", private=True)
@@ -152,6 +174,7 @@ class Settings(EngineOptions):
             raise RequestError("The API key is empty; give a key or leave the option out.")
         _check_exposure(self)
         _check_endpoint(self.otlp_endpoint)
+        _check_names(self)
 
     @property
     def asks_for_keys(self) -> bool:
@@ -172,6 +195,11 @@ class Settings(EngineOptions):
     def model_name(self) -> str:
         """The name requests use: `served_model_name`, else the directory's own."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def named_aliases(self) -> dict[str, str]:
+        """Of each alias the name that it stands for."""
+        return dict(text.split("=", 1) for text in self.aliases)
 
     @property
     def answers(self) -> AnswerFormat:
@@ -212,6 +240,20 @@ def _check_endpoint(endpoint: str | None) -> None:
         good = False
     if not good:
         raise RequestError("--otlp-endpoint must be an address such as http://localhost:4318.")
+
+
+def _check_names(settings: Settings) -> None:
+    """Every name once, and aliases for names that there are."""
+    names = [settings.model_name, *(model.name for model in settings.models)]
+    for text in settings.aliases:
+        alias, equals, name = text.partition("=")
+        if not equals or name not in names:
+            known = ", ".join(names)
+            raise RequestError(f"--alias wants ALIAS=NAME, the name one of {known}, and not {shown(text)}.")
+        check_name(alias)
+        names.append(alias)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError(f"{shown(twice)} is the name of two models; give one of them another name.")
 
 
 def is_loopback(host: str) -> bool:

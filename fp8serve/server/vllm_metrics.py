@@ -8,12 +8,11 @@ responses by the class of their status.
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from fp8serve.server.live_metrics import Sources, facts
+from fp8serve.server.live_metrics import Sources, Stats
 
 VLLM_NAMES = {
     "fp8serve_request_seconds": "vllm:e2e_request_latency_seconds",
@@ -46,29 +45,31 @@ VLLM_NAMES = {
     "fp8serve_accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens",
     "fp8serve_accepted_draft_tokens_by_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
-ENGINE = "0"  # there is one
+ENGINE = "0"  # a model has one
 
 
-def vllm_families(families: Iterable[Metric], model: str, sources: Sources) -> Iterator[Metric]:
+def vllm_families(families: Iterable[Metric], sources: Sources) -> Iterator[Metric]:
     """`families`: all of ours."""
-    labels = {"model_name": model, "engine": ENGINE}
     for family in families:
         if (alias := VLLM_NAMES.get(family.name)) is not None:
-            yield _renamed(family, alias, labels)
+            yield _renamed(family, alias)
         if family.name == "fp8serve_http_responses":
             yield _by_class(family)
-    if stats := sources.stats():
-        for family in _of_engine(stats, sources.served()):
-            yield _renamed(family, family.name, labels)
+    running = {model: stats for model, stats in sources.stats().items() if stats}
+    yield from _of_engines(running, sources.served())
 
 
-def _renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
+def _renamed(family: Metric, name: str) -> Metric:
     copy = Metric.__new__(Metric)
     copy.name, copy.documentation, copy.unit, copy.type = name, family.documentation, "", family.type
     copy.samples = [
-        s._replace(name=s.name.replace(family.name, name, 1), labels={**s.labels, **labels}) for s in family.samples
+        s._replace(name=s.name.replace(family.name, name, 1), labels=_labels(s.labels)) for s in family.samples
     ]
     return copy
+
+
+def _labels(ours: Mapping[str, str]) -> dict[str, str]:
+    return {"model_name" if name == "model" else name: value for name, value in ours.items()} | {"engine": ENGINE}
 
 
 def _by_class(family: Metric) -> Metric:
@@ -84,23 +85,27 @@ def _by_class(family: Metric) -> Metric:
     return copy
 
 
-def _of_engine(stats: Mapping[str, Any], served: Mapping[str, str]) -> Iterator[Metric]:
-    waiting = GaugeMetricFamily(
-        "vllm:num_requests_waiting_by_reason", "For a place or blocks, all of them", labels=["reason"]
-    )
-    for reason, count in (("capacity", stats.get("waiting", 0)), ("deferred", 0)):
-        waiting.add_metric([reason], count)
-    yield waiting
-    sleep = GaugeMetricFamily("vllm:engine_sleep_state", "An engine of ours never sleeps", labels=["sleep_state"])
-    for state, value in (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)):
-        sleep.add_metric([state], value)
-    yield sleep
-    cache = {"block_size": served.get("block_size", ""), "num_gpu_blocks": served.get("num_blocks", "")}
-    cache |= {"cache_dtype": served.get("kv_cache_dtype", ""), "enable_prefix_caching": "True"}
-    yield from facts("vllm:cache_config_info", "The cache of keys and values", cache)
-    adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-    lora = GaugeMetricFamily(
-        "vllm:lora_requests_info", "The present time; there are no adapters", labels=list(adapters)
-    )
-    lora.add_metric(list(adapters.values()), time.time())
-    yield lora
+def _of_engines(running: Stats, served: Mapping[str, Mapping[str, str]]) -> Iterator[Metric]:
+    waiting = _gauge("num_requests_waiting_by_reason", "For a place or for blocks, all of them", "reason")
+    sleep = _gauge("engine_sleep_state", "An engine of ours never sleeps", "sleep_state")
+    cache = _gauge("cache_config_info", "The cache of keys and values", *CACHE)
+    lora = _gauge("lora_requests_info", "The present time; there are no adapters", *ADAPTERS)
+    for model, stats in running.items():
+        own = [model, ENGINE]
+        for reason, count in (("capacity", stats.get("waiting", 0)), ("deferred", 0)):
+            waiting.add_metric([*own, reason], count)
+        for state, value in (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)):
+            sleep.add_metric([*own, state], value)
+        known = served.get(model, {})
+        sizes = (known.get(name, "") for name in ("block_size", "num_blocks", "kv_cache_dtype"))
+        cache.add_metric([*own, *sizes, "True"], 1)
+        lora.add_metric([*own, "0", "", ""], time.time())
+    yield from (waiting, sleep, cache, lora)
+
+
+CACHE = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
+ADAPTERS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+
+
+def _gauge(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"vllm:{name}", meaning, labels=["model_name", "engine", *labels])

@@ -58,6 +58,7 @@ class FakeEngine:
         self.fail = fail
         self.alive = True
         self.heartbeat_age = 0.0
+        self.resident_bytes = 0
         self.step_seconds = 0.0
         self.killed: str | None = None
         self.running: set[str] = set()
@@ -199,6 +200,9 @@ class Launcher:
 
     def __init__(self, make: Callable[[], FakeEngine] = FakeEngine, load_seconds: float = 0.0) -> None:
         self.make = make
+        self.made_for: dict[str, Callable[[], FakeEngine]] = {}  # directories whose engines are others
+        self.problems: dict[str, str] = {}  # directories that cannot be loaded, and why
+        self.sources: list[Source] = []
         self.load_seconds = load_seconds
         self.engines: list[FakeEngine] = []
         self.problem: str | None = None
@@ -208,9 +212,10 @@ class Launcher:
         await asyncio.sleep(self.load_seconds)
         while self.held:
             await asyncio.sleep(0.005)
-        if self.problem is not None:
-            raise ModelError(self.problem)
-        self.engines.append(self.make())
+        if (problem := self.problem or self.problems.get(source.directory.name)) is not None:
+            raise ModelError(problem)
+        self.sources.append(source)
+        self.engines.append(self.made_for.get(source.directory.name, self.make)())
         return self.engines[-1], byte_tokenizer()
 
     @property

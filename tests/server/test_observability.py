@@ -213,7 +213,7 @@ def test_the_numbers_are_those_of_what_happened(samples: dict[str, list[Sample]]
         ("fp8serve_http_errors_total", "code", "unknown_parameter"): 1,
         ("fp8serve_http_errors_total", "code", "rate_limit_exceeded"): 1,
         ("fp8serve_tenant_requests_rejected_total", "reason", "requests"): 1,
-        ("fp8serve_requests_rejected_total", "reason", "streams"): 1,
+        ("fp8serve_streams_rejected_total",): 1,
         ("fp8serve_ready",): 1, ("fp8serve_engine_up",): 1,
         ("fp8serve_sequences_ended_total", "finished_reason", "abort"): 1,
     }  # fmt: skip
@@ -230,7 +230,7 @@ def test_the_numbers_are_those_of_what_happened(samples: dict[str, list[Sample]]
     assert total(samples, "fp8serve_step_tokens_count") == total(samples, "fp8serve_engine_steps_total")
     (build,), (model,) = samples["fp8serve_build_info"], samples["fp8serve_model_info"]
     assert all(build.labels.values())
-    assert (model.labels["model"], model.labels["device"]) == ("tiny", "cpu")
+    assert (model.labels["model"], model.labels["weights"], model.labels["device"]) == ("tiny", "tiny", "cpu")
     assert all(model.labels.values())
 
 

@@ -155,7 +155,8 @@ def activated(x: Tensor, kind: EncoderActivation) -> Tensor:
     """GELU of x. Of BF16 on a CPU by a table of all 65,536 values: the vectorised function and the one for what is left
     over at the end of a tensor may differ in the last bit."""
     if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not x.requires_grad:
-        return _table(kind)[x.contiguous().view(torch.int16).int()]
+        places = x.contiguous().view(torch.uint16).int()
+        return _table(kind).index_select(0, places.view(-1)).view(x.shape)  # a fifth of the time of indexing by []
     return F.gelu(x, approximate=_APPROXIMATE[kind])
 
 
@@ -164,6 +165,6 @@ _APPROXIMATE: dict[EncoderActivation, str] = {"gelu": "none", "gelu_tanh": "tanh
 
 @lru_cache
 def _table(kind: EncoderActivation) -> Tensor:
-    """BF16 [65536]: GELU of the number whose bits are the index, which may be counted from the end."""
+    """BF16 [65536]: GELU of the number whose bits are the index."""
     with torch.inference_mode(False):
         return F.gelu(torch.arange(2**16).to(torch.int16).view(torch.bfloat16), approximate=_APPROXIMATE[kind])

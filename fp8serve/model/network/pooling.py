@@ -37,8 +37,15 @@ class Pooling:
 
     def __call__(self, hidden: Tensor, lengths: Sequence[int], dimensions: int | None = None) -> Tensor:
         """hidden [tokens, H] of some texts -> FP32 [texts, H], or the first `dimensions`, normalised anew."""
-        parts = torch.split(hidden, list(lengths))
-        vectors = torch.stack([self._one(part) for part in parts])[:, :dimensions]
+        return self.finished(self.pooled(hidden, lengths), dimensions)
+
+    def pooled(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """hidden [tokens, H] of some texts -> FP32 [texts, H], as long as they come."""
+        return torch.stack([self._one(part) for part in torch.split(hidden, list(lengths))])
+
+    def finished(self, vectors: Tensor, dimensions: int | None = None) -> Tensor:
+        """[texts, H], or the first `dimensions`, normalised where the model's are."""
+        vectors = vectors[:, :dimensions]
         return normalize(vectors, dim=1) if self.normalized else vectors
 
     def _one(self, part: Tensor) -> Tensor:

@@ -145,6 +145,8 @@ class JobStore:
             if to in FINAL:
                 failure = json.dumps({"code": code, "message": error, "param": None}) if error else None
                 db.execute("UPDATE jobs SET finished_at = ?, error = ? WHERE id = ?", (now, failure, job_id))
+            if to == "failed":  # resumed, it is not cancelled for what was asked before
+                db.execute("UPDATE jobs SET cancel_requested = 0 WHERE id = ?", (job_id,))
             _insert_event(db, job_id, level, "message", message, {"code": code})
         return True
 
@@ -154,7 +156,8 @@ class JobStore:
         if job.status in FINAL:
             raise Fault(Code.JOB_STATE, f"The job has ended already: it {_ENDED[job.status]}.")
         with self._write() as db:
-            db.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job_id,))
+            still = "status IN ('queued', 'running')"
+            db.execute(f"UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND {still}", (job_id,))
         if job.status == "queued":
             self.move(job_id, "cancelled", "The job was cancelled before it ran.")
         return self.get(job_id)

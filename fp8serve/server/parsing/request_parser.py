@@ -121,7 +121,7 @@ class RequestParser:
 
     def sizes(self, context: int) -> Sizes:
         """What one request may hold for weights with such a context."""
-        return Sizes(self.limits.prompts, self.limits.chat_messages, context)
+        return Sizes(self.limits.prompts, self.limits.chat_messages, context, self.limits.texts)
 
     async def body(self, model: type[Any], raw: bytes, folder: Path, context: int) -> bytes:
         """`raw` as `model` understands it. Rows are written into `folder`, and one empty row stands for them.

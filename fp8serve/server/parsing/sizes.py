@@ -11,11 +11,13 @@ from fp8serve.server.faults import Code, Fault
 
 @dataclass(frozen=True)
 class Sizes:
-    """`prompts` and `messages` of one request, and tokens (`context`) of one prompt that is given as ids."""
+    """`prompts`, `messages` and `texts` (to encode) of one request, and tokens (`context`) of one prompt that is given
+    as ids."""
 
     prompts: int
     messages: int
     context: int
+    texts: int
 
     def check(self, body: Any) -> None:
         """Fault when a field of `body` holds more."""
@@ -25,9 +27,12 @@ class Sizes:
         prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
         if len(prompts) > self.prompts:
             raise _too_many(len(prompts), "prompts", self.prompts, "prompt")
+        texts = getattr(body, "texts", None) or []
+        if len(texts) > self.texts:
+            raise _too_many(len(texts), "texts", self.texts, body.LISTED)
         cut = getattr(getattr(body, "parameters", None), "truncate", None)
         cut = getattr(body, "truncate_prompt_tokens", None) or cut
-        for ids in (*prompts, getattr(body, "input_ids", None), getattr(body, "tokens", None)):
+        for ids in (*prompts, *texts, getattr(body, "input_ids", None), getattr(body, "tokens", None)):
             if isinstance(ids, list) and min(len(ids), abs(cut or len(ids))) > self.context:
                 raise too_long(len(ids), self.context)
 

@@ -1,6 +1,9 @@
-"""Bodies of `/v1/embeddings` (OpenAI), `/v1/rerank` (Jina, Cohere), `/v1/score` and `/classify` (vLLM)."""
+"""Bodies of `/v1/embeddings` (OpenAI), `/v1/rerank` (Jina, Cohere), `/v1/score` and `/classify` (vLLM).
 
-from typing import Annotated, Literal
+`texts` is what sizes are checked of, `LISTED` the field that a client is told.
+"""
+
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,12 +23,10 @@ class EmbeddingBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
     user: str | None = None
 
-    @property
-    def prompt(self) -> str | Ids | Texts | list[Ids]:
-        """By the name under which sizes are checked."""
-        return self.input
+    LISTED: ClassVar[str] = "input"
 
-    def inputs(self) -> list[str | list[int]]:
+    @property
+    def texts(self) -> list[str | list[int]]:
         """One item for each vector."""
         if isinstance(self.input, str) or isinstance(self.input[0], int):
             return [self.input]
@@ -39,9 +40,11 @@ class ClassifyBody(Body):
     input: str | Texts
     user: str | None = None
 
+    LISTED: ClassVar[str] = "input"
+
     @property
-    def prompt(self) -> list[str]:
-        """By the name under which sizes are checked."""
+    def texts(self) -> list[str]:
+        """One item for each text."""
         return [self.input] if isinstance(self.input, str) else self.input
 
 
@@ -54,9 +57,11 @@ class RerankBody(Body):
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
 
+    LISTED: ClassVar[str] = "documents"
+
     @property
-    def prompt(self) -> list[str]:
-        """By the name under which sizes are checked."""
+    def texts(self) -> list[str]:
+        """One item for each score."""
         return self.documents
 
 
@@ -67,7 +72,9 @@ class ScoreBody(Body):
     text_1: str | Texts
     text_2: str | Texts
 
+    LISTED: ClassVar[str] = "text_2"
+
     @property
-    def prompt(self) -> list[str]:
-        """By the name under which sizes are checked."""
+    def texts(self) -> list[str]:
+        """One item for each score."""
         return [self.text_2] if isinstance(self.text_2, str) else self.text_2

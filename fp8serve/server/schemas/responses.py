@@ -327,7 +327,8 @@ class Model(ResponseShape):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
+    state: str
     max_model_len: int | None
     task: Literal["generate", "embed", "classify"] | None  # None while nothing is loaded
 

@@ -18,7 +18,7 @@ from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.metrics import Metrics
+from fp8serve.server.metrics import ModelMetrics
 from fp8serve.server.serving.admission import Outcome, Places, Ticket
 from fp8serve.server.serving.served import Served
 from fp8serve.server.usage import Answer, Usage
@@ -35,7 +35,6 @@ class Generation:
         requests: Sequence[Request],
         n: int,
         places: Places,
-        metrics: Metrics,
         usage: Usage,
         seconds: float | None = None,
     ) -> None:
@@ -44,7 +43,6 @@ class Generation:
         self.n = n
         self.started = time.perf_counter()
         self.seconds = seconds
-        self._metrics = metrics
         self._usage = usage
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._answers = [Answer(request) for request in requests]
@@ -54,7 +52,8 @@ class Generation:
         usage.prompt += self.prompt_tokens
         usage.answers += self._answers
         usage.model = served.source.model_id
-        metrics.request_n.observe(n)
+        self.metrics = served.admission.metrics
+        self.metrics.request_n.observe(n)
 
     @property
     def id(self) -> str:
@@ -98,7 +97,7 @@ class Generation:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
         if lengths := [answer.generated for answer in self._answers if answer.finish_reason is not None]:
-            self._metrics.longest.observe(max(lengths))
+            self.metrics.longest.observe(max(lengths))
         self.discard()
 
     def discard(self) -> None:
@@ -110,7 +109,7 @@ class Generation:
     async def _pump(self, index: int, request: Request, ticket: Ticket) -> None:
         """One request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
         answer = self._answers[index]
-        clock = _Clock(self._metrics, self._usage, self.started)
+        clock = _Clock(self.metrics, self._usage, self.started)
         outcome: Outcome = "cancelled"
         try:
             async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:
@@ -137,7 +136,7 @@ class Generation:
             self._queue.put_nowait(Fault(Code.INTERNAL, "The server failed while it was answering."))
             raise
         finally:
-            self._metrics.ended.labels(answer.finish_reason or ("abort" if outcome == "cancelled" else "error")).inc()
+            self.metrics.ended(answer.finish_reason or ("abort" if outcome == "cancelled" else "error")).inc()
             ticket.close(outcome)
 
 
@@ -153,7 +152,7 @@ def _fault_of(output: RequestOutput, alive: bool) -> Fault | None:
 class _Clock:
     """Latencies of one request, from admission on, and its tokens."""
 
-    def __init__(self, metrics: Metrics, usage: Usage, started: float) -> None:
+    def __init__(self, metrics: ModelMetrics, usage: Usage, started: float) -> None:
         self._metrics = metrics
         self._usage = usage
         self._started = started

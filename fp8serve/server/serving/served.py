@@ -16,10 +16,12 @@ from fp8serve.logs import LogFormat
 from fp8serve.model.config.either import check_any_config
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.answers.choice import AnswerFormat
+from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 
 SAMPLE_BYTES = 1 << 16
 PLAIN = AnswerFormat("none", "none")
+TOLD_NOTHING = AnswerFormat("auto", "auto")
 
 
 class EngineHandle(Protocol):
@@ -32,6 +34,8 @@ class EngineHandle(Protocol):
     def alive(self) -> bool: ...
     @property
     def heartbeat_age(self) -> float: ...
+    @property
+    def resident_bytes(self) -> int: ...
     @property
     def step_seconds(self) -> float: ...
     def check(self, request: Request) -> None: ...
@@ -51,21 +55,27 @@ class EngineHandle(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Weights that can be served: `key` is "base" or a job id, `model_id` the name for exactly these."""
+    """Weights that can be served: `key` is "base" or a job id, `model_id` the name for exactly these. `readers`: how
+    answers are read, as far as the operator said.
+    """
 
     key: str
     model_id: str
     directory: Path
     options: EngineOptions
+    readers: AnswerFormat = TOLD_NOTHING
 
 
 @dataclass(eq=False)
 class Served:
-    """Weights that answer requests. `weight_version` names their bytes, `answers` how their answers are read."""
+    """Weights that answer requests, which `admission` counts. `weight_version` names their bytes, `answers` how their
+    answers are read.
+    """
 
     source: Source
     engine: EngineHandle
     tokenizer: Tokenizer
+    admission: Admission
     weight_version: str
     answers: AnswerFormat = PLAIN
     heartbeat: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)

@@ -6,9 +6,9 @@ the queue is not nearly full.
 """
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
 
 import fp8serve
@@ -21,12 +21,13 @@ from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas.finetune_bodies import SaveScalesBody
 
 router = APIRouter(tags=["server"])
+ModelName = Annotated[str | None, Query(max_length=512, description="A name of /v1/models; the default's if left out.")]
 NO_STORE = {"Cache-Control": "no-store"}
 
 
 @router.get("/health/live", summary="Whether the process should be left alone (200) or restarted (503)")
 async def live(state: StateDep) -> Response:
-    return _health(state.models.live, state.status)
+    return _health(state.models.default.live, state.status)
 
 
 @router.get("/health/ready", summary="Whether to send requests here")
@@ -51,21 +52,21 @@ def _health(good: bool, state: str) -> Response:
     )
 
 
-@router.get("/info", summary="The model, its numbers, and the limits in force")
-async def info(state: StateDep) -> dict[str, Any]:
+@router.get("/info", summary="A model, its numbers, and the limits in force")
+async def info(state: StateDep, model: ModelName = None) -> dict[str, Any]:
     settings, limits = state.settings, state.settings.limits
-    served = state.models.resolve(None)
+    served = state.models.resolve(model)
     longest = served.engine.limits.max_model_len
     return {
-        "model_id": state.models.name,
+        "model_id": state.models.default.name if model is None else state.models.find(model, "model").name,
         "model_sha": served.weight_version,
         "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": state.admission.capacity,
+        "max_concurrent_requests": served.admission.capacity,
         "max_best_of": limits.n,
         "max_stop_sequences": MAX_STOP_STRINGS,
         "max_input_tokens": longest - 1,
         "max_total_tokens": longest,
-        "max_client_batch_size": limits.prompts,
+        "max_client_batch_size": limits.prompts if served.engine.limits.task == "generate" else limits.texts,
         "router": "fp8serve",
         "version": fp8serve.__version__,
         "sha": None,
@@ -90,8 +91,8 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/scales", summary="Live amax, scale, headroom and saturation of every FP8 layer")
-async def scales(state: StateDep) -> dict[str, Any]:
-    served = state.models.resolve(None)
+async def scales(state: StateDep, model: ModelName = None) -> dict[str, Any]:
+    served = state.models.resolve(model)
     try:
         return {"weight_version": served.weight_version, "layers": await served.engine.scales()}
     except (Fp8ServeError, OSError) as error:
@@ -99,10 +100,10 @@ async def scales(state: StateDep) -> dict[str, Any]:
 
 
 @router.post("/scales/save", summary="Write what is served, with its scales as they are now, beside the model")
-async def save(state: StateDep, body: SaveScalesBody | None = None) -> dict[str, Any]:
+async def save(state: StateDep, body: SaveScalesBody | None = None, model: ModelName = None) -> dict[str, Any]:
     """With --roll-history. It goes on to its end even if the client that asked for it goes away."""
     name = None if body is None else body.name
-    saved, count = await asyncio.shield(asyncio.ensure_future(state.save_scales(name)))
+    saved, count = await asyncio.shield(asyncio.ensure_future(state.save_scales(model, name)))
     return {"name": saved, "scales": count}
 
 

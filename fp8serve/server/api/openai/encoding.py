@@ -16,7 +16,7 @@ _FAILED: Outcome = "failed"
 async def at_once(ask: Callable[[], Awaitable[T]], tokens: Sequence[int], places: Places, visit: Visit) -> T:
     """What the engine answers to texts of so many tokens. Fault: it refuses them, or stopped, or they are too many."""
     visit.set_aside(sum(tokens))
-    tickets, outcome = places.take(list(tokens)), _FAILED
+    (ticket,), outcome = places.take([sum(tokens)]), _FAILED  # one place, however many its texts: none waits for all
     try:
         visit.usage.prompt += sum(tokens)
         found = await ask()
@@ -27,8 +27,7 @@ async def at_once(ask: Callable[[], Awaitable[T]], tokens: Sequence[int], places
     except Fp8ServeError as error:
         raise Fault(Code.ENGINE_DOWN, f"The engine stopped while it was answering: {error}", retry_after=2) from None
     finally:
-        for ticket in tickets:
-            ticket.close(outcome)
+        ticket.close(outcome)
 
 
 def usage(tokens: int) -> dict[str, int]:

@@ -1,0 +1,99 @@
+"""Requests take turns text by text, and share steps."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8serve.engine.client import EngineClient
+from fp8serve.engine.embedding import Embedder
+from fp8serve.engine.embedding_engine import EmbeddingEngine
+from fp8serve.engine.encoding_queue import Call, EncodingQueue
+from fp8serve.engine.options import EngineOptions
+from fp8serve.errors import RequestError
+from tests.model.encoders import BERT, ids_of, make, pooled
+
+
+def call(number: int, *lengths: int) -> Call:
+    return Call(number, [[number] * length for length in lengths])
+
+
+def step(queue: EncodingQueue, tokens: int) -> list[tuple[int, int]]:
+    return [(place.call.number, place.index) for place in queue.take(tokens)]
+
+
+def test_small_requests_share_a_step_and_do_not_wait_for_a_large_one() -> None:
+    queue = EncodingQueue()
+    for one in (call(1, *[4] * 6), call(2, 4), call(3, 4, 4)):
+        queue.add(one)
+    assert step(queue, 12) == [(1, 0), (2, 0), (3, 0)]
+    assert step(queue, 12) == [(1, 1), (3, 1), (1, 2)]
+    assert step(queue, 12) == [(1, 3), (1, 4), (1, 5)]
+    assert not queue
+    assert step(queue, 12) == []
+
+
+def test_a_text_that_fills_more_than_a_step_has_one_of_its_own() -> None:
+    queue = EncodingQueue()
+    queue.add(call(1, 5, 50, 5))
+    assert [step(queue, 10) for _ in range(3)] == [[(1, 0)], [(1, 1)], [(1, 2)]]
+
+
+def test_what_nobody_waits_for_is_not_computed() -> None:
+    queue = EncodingQueue()
+    queue.add(call(1, 5, 5))
+    queue.add(call(2, 5))
+    queue.forget(1)
+    assert step(queue, 100) == [(2, 0)]
+    queue.forget(7)
+    assert not queue
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make(folder, BERT)
+    pooled(folder, "mean_tokens", normalize=True, max_length=24)
+    return folder
+
+
+def test_a_refused_call_leaves_the_others_alone(tiny: Path) -> None:
+    engine = EmbeddingEngine(tiny, recipe="bf16")
+    engine.embed(call(1, 3, 3))
+    for wrong in (
+        Call(2, []),
+        Call(3, [[5], []]),
+        Call(4, [[5], [10**6]]),
+        Call(5, [[5] * 25]),
+        Call(6, [[5]], None, 65),
+    ):
+        with pytest.raises(RequestError):
+            engine.embed(wrong)
+    engine.step()
+    assert [answered.number for answered in engine.take_answered()] == [1]
+    assert not engine.has_work()
+    assert engine.take_answered() == []
+
+
+async def test_many_clients_get_the_bits_that_each_gets_alone(tiny: Path) -> None:
+    """With another number of dimensions each; and one that goes away is forgotten."""
+    options = EngineOptions(recipe="rowwise", max_batch_tokens=64)
+    client = await EngineClient.start(tiny, options)
+    try:
+        texts = [ids_of(3 + i % 20, seed=i).tolist() for i in range(40)]
+        large = asyncio.create_task(client.embed([texts[i % 40] for i in range(4000)]))
+        gone = asyncio.create_task(client.embed(texts * 1000))
+        found = await asyncio.gather(*(client.embed([ids], 8 + i) for i, ids in enumerate(texts)))
+        assert not large.done()
+        gone.cancel()
+        whole = await large
+        embedder = Embedder(tiny, recipe="rowwise")
+        for i, ((vector,), ids) in enumerate(zip(found, texts, strict=True)):
+            expected = embedder.embed([ids], dimensions=8 + i).vectors[0]
+            assert torch.equal(torch.frombuffer(bytearray(vector), dtype=torch.float32), expected)
+            assert whole[i] == whole[i + 40] == embedder.embed([ids]).vectors[0].numpy().tobytes()
+        steps = (await client.stats())["steps_total"]
+        assert steps < (4000 + 40 * 1000) * 12.5 / 64 / 2  # of what was forgotten little was computed
+    finally:
+        await client.close()
