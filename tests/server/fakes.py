@@ -65,6 +65,7 @@ class FakeEngine:
         self.finished: list[str] = []
         self.aborted: list[str] = []
         self.closed = False
+        self.rolls = False
         self.requests: list[Request] = []
         self._tokenizer = byte_tokenizer()
 
@@ -155,6 +156,11 @@ class FakeEngine:
         window = {"calibrated_amax": 4.0, "window_amax": 3.0, "window_saturation": 0.0, "drift": 0.75, "drifts": False}
         return [{"name": "model.layers.0.mlp.up_proj", "input": "stored", **numbers, **window}]
 
+    async def save_scales(self, path: Path) -> int:
+        if not self.rolls:
+            raise RequestError("The scales of this server do not follow the traffic; start it with --roll-history.")
+        return 1
+
     async def drain(self, deadline: float) -> None:
         await self.close()
 
@@ -171,6 +177,13 @@ def embedding_engine() -> FakeEngine:
     """One that makes vectors of two numbers and writes no text."""
     engine = FakeEngine()
     engine.limits = replace(engine.limits, task="embed")
+    return engine
+
+
+def rolling_engine() -> FakeEngine:
+    """One whose scales follow the traffic."""
+    engine = FakeEngine()
+    engine.rolls = True
     return engine
 
 
