@@ -33,6 +33,9 @@ class EngineOptions:
         str | None, About("scales.safetensors to use.", unset="the directory's own", metavar="PATH", private=True)
     ] = None
     device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+    threads: Annotated[
+        int | None, Ge(1), Le(1024), About("Threads that compute on a CPU.", unset="one for each core")
+    ] = None
     kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = "bf16"
     task: Annotated[Task | None, About("What the model is served for.", unset="what its directory is for")] = None
     max_num_seqs: Annotated[int, Ge(1), About("Sequences that run at the same time.")] = 16

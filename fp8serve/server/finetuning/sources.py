@@ -37,29 +37,29 @@ class Sources:
         options = replace(home.options, recipe="stored", scales=None)
         return replace(home, key=job.id, model_id=job.model_id, directory=directory, options=options)
 
-    def first(self, home: Source) -> list[Source]:
-        """What a model is to serve when it starts, the best first: what was activated for it last, and its own."""
-        key = self.jobs.activated(str(home.directory.resolve()))
+    def first(self, home: Source, mark: str) -> list[Source]:
+        """What a model is to serve when it starts, the best first: what was activated under `mark`, and its own."""
+        key = self.jobs.activated(mark)
         try:
             return [home] if key in (None, BASE) else [self.find(str(key), home), home]
         except Fault as fault:
             log.error("%s, activated earlier, cannot be served (%s); serving %s", key, fault, home.model_id)
             return [home]
 
-    def results(self) -> list[Job]:
+    def results(self, most: int = 1000) -> list[Job]:
         """Jobs that succeeded, newest first."""
-        return self.jobs.jobs(limit=MANY, status="succeeded")
+        return self.jobs.jobs(limit=most, status="succeeded")
 
     def result(self, name: str) -> Job | None:
         """The job that succeeded whose id, or whose result's, is `name`."""
-        return next((job for job in self.results() if name in (job.id, job.model_id)), None)
+        return next((job for job in self.results(MANY) if name in (job.id, job.model_id)), None)
 
     def owner(self, job: Job) -> ServedModel:
         """The model whose weights the job's line began with. Fault 409 when none of those that are loaded is it."""
         trained = self._first_directory(job)
-        for model in self.models.models.values():
-            if str(model.home.directory.resolve()) == trained:
-                return model
+        found = [m for m in self.models.models.values() if str(m.home.directory.resolve()) == trained]
+        if found:  # several names may stand for one directory
+            return next((model for model in found if model.name == job.root), found[0])
         hint = "Load it first, or say in place of which model to serve the result: POST /models/{name}/activate."
         raise Fault(Code.JOB_STATE, f"The job was trained from {job.root}, which is not loaded here.", hint=hint)
 

@@ -1,13 +1,12 @@
 """The bodies that load a model, unload it, and give it another name."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from fp8serve.server.schemas.bodies import Body
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-OptionValue = bool | int | float | Annotated[str, Field(max_length=4096)] | None
 
 
 class LoadBody(Body):
@@ -21,7 +20,7 @@ class LoadBody(Body):
         ),
     ] = None
     options: Annotated[
-        dict[Annotated[str, Field(max_length=64)], OptionValue],
+        dict[Annotated[str, Field(max_length=64)], Any],
         Field(max_length=32, description="Fields of EngineOptions, tool_parser and reasoning_parser."),
     ] = Field(default_factory=dict)
 

@@ -46,14 +46,16 @@ class Loader:
         Fault 409: the name stands for something else, or the weights cannot be served. `keep`: it stays among the
         models nevertheless, which then say why.
         """
-        return await self._to_the_end(self._load(name, home, sources, keep))
+        return await self.to_the_end(self._load(name, home, sources, keep))
 
     async def unload(self, name: str, seconds: float) -> None:
         """Answers under way have so many seconds. Does nothing where a name that was served is not any more.
 
         Fault 404 for another name; 409 for the default, and while other weights are loaded for it.
         """
-        await self._to_the_end(self._unload(name, seconds))
+        if name not in self.known:
+            self._refuse(name)
+        await self.to_the_end(self._unload(name, seconds))
 
     async def close(self) -> None:
         """Ends what is under way, and every engine."""
@@ -62,16 +64,33 @@ class Loader:
         for model in self.models.models.values():
             await model.close()
 
-    async def _to_the_end(self, change: Coroutine[Any, Any, T]) -> T:
+    def give_up(self) -> None:
+        """Ends what is under way: the server takes nothing new."""
+        for task in self._under_way:
+            task.cancel()
+
+    async def to_the_end(self, change: Coroutine[Any, Any, T]) -> T:
+        """What `change` gives, which goes on if whoever asked for it goes away. Fault 503 when it was given up."""
         task = asyncio.create_task(change)
         self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return await asyncio.shield(task)
+        task.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5) from None
+            raise
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # the client may be gone
+            log.warning("a change of the models failed: %s", error)
 
     async def _load(self, name: str, home: Source, sources: Sequence[Source], keep: bool) -> ServedModel:
         async with self._changing[name]:
             if (there := self._already(name, home)) is not None:
                 return there
+            before, self.known[name] = self.known.get(name), home
             model = self.models.models[name] = self._make(name, home)
             try:
                 await self._start(model, sources)
@@ -80,11 +99,11 @@ class Loader:
                     model.state, model.problem = "failed", error
                 else:
                     self._remove(name)
+                    self._forget_home(name, before)
                 if isinstance(error, Fp8ServeError):
                     raise Fault(Code.LOAD_FAILED, f"The model cannot be served: {error}") from None
                 raise
             self._supervised[name] = asyncio.create_task(EngineSupervisor(model).watch())
-            self.known[name] = home
             return model
 
     async def _start(self, model: ServedModel, sources: Sequence[Source]) -> None:
@@ -109,26 +128,30 @@ class Loader:
     async def _unload(self, name: str, seconds: float) -> None:
         async with self._changing[name]:
             model = self.models.models.get(name)
-            if model is None and name in self.known:
+            if model is None:
                 return
-            if model is None or model is self.models.default:
-                self._refuse(name)
-            elif model.swapping():
+            if model.swapping():
                 hint = "Try again when it is done."
                 raise Fault(Code.ALIAS_BUSY, "Other weights are being loaded for this model.", hint=hint)
-            else:
-                if (task := self._supervised.pop(name, None)) is not None:
-                    await cancel(task)
-                await model.leave(seconds)
-                self._remove(name)
-                log.info("unloaded %s", name)
+            if (task := self._supervised.pop(name, None)) is not None:
+                await cancel(task)
+            await model.leave(seconds)
+            self._remove(name)
+            log.info("unloaded %s", name)
 
     def _refuse(self, name: str) -> None:
-        if name in self.models.models:
+        if name == self.models.default.name:
             message = f"{name} is the default model, which is there as long as the server is."
             raise Fault(Code.NAME_TAKEN, message, param="name", hint="Activate other weights for it instead.")
         self.models.find(name)  # which is an alias at best
         raise Fault(Code.MODEL_NOT_FOUND, "Say the model's own name.", param="name")
+
+    def _forget_home(self, name: str, before: Source | None) -> None:
+        """What the name was to stand for; it stands for what it did `before`."""
+        if before is None:
+            del self.known[name]
+        else:
+            self.known[name] = before
 
     def _remove(self, name: str) -> None:
         del self.models.models[name]

@@ -77,16 +77,16 @@ async def test_metric_names_are_stable_and_parse(start: Start) -> None:
 async def test_vllm_names_on_request(start: Start) -> None:
     async with start(vllm_metrics=True) as server:
         await server.client.post("/generate", json={"inputs": "abc"})
-        text = await metrics(server, 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25')
+        text = await metrics(server, 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25')
         for name in (
-            'vllm:num_requests_waiting{model_name="tiny"} 0',
-            'vllm:generation_tokens_total{model_name="tiny"} 16',
-            'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1',
-            'vllm:spec_decode_num_drafts_total{model_name="tiny"} 3',
-            'vllm:spec_decode_num_draft_tokens_total{model_name="tiny"} 12',
-            'vllm:spec_decode_num_accepted_tokens_total{model_name="tiny"} 7',
-            'vllm:prefix_cache_queries_total{model_name="tiny"} 40',
-            'vllm:prefix_cache_hits_total{model_name="tiny"} 32',
+            'vllm:num_requests_waiting{engine="0",model_name="tiny"} 0',
+            'vllm:generation_tokens_total{engine="0",model_name="tiny"} 16',
+            'vllm:e2e_request_latency_seconds_count{engine="0",model_name="tiny"} 1',
+            'vllm:spec_decode_num_drafts_total{engine="0",model_name="tiny"} 3',
+            'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="tiny"} 12',
+            'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="tiny"} 7',
+            'vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 40',
+            'vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 32',
         ):
             assert name in text
 

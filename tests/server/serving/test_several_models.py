@@ -72,6 +72,19 @@ async def test_models_of_the_command_line_answer_by_their_names(start: Start, mo
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
 
 
+async def test_a_server_is_ready_when_all_models_of_the_command_line_were_tried(start: Start, more: Path) -> None:
+    launcher = Launcher()
+    launcher.held, launcher.problems = "a", {"b": "The file is damaged."}
+    async with start(launcher, models=(NamedModel("bad", more / "b"), NamedModel("small", more / "a"))) as server:
+        assert (await complete(server, "tiny")).status_code == 200
+        early = await server.client.get("/health/ready")
+        assert (early.status_code, "loading" in early.text) == (503, True)
+        assert (await server.client.get("/health/live")).status_code == 200
+        launcher.held = False
+        await eventually(lambda: server.state.ready)
+        assert (await server.client.get("/health/ready")).status_code == 200
+
+
 async def test_an_unknown_model_is_openais_404_and_says_which_there_are(start: Start) -> None:
     async with start(aliases=("other=tiny",)) as server:
         answer = await complete(server, "nope")
@@ -159,6 +172,9 @@ async def test_load_and_unload_are_idempotent_and_leave_no_trace(start: Start, m
         ("x", {"source": "a", "options": {"tool_parser": "nope"}}, 422, "tool_parser"),
         ("x", {"options": {"max_num_seqs": 1}}, 422, "Options are for a source"),
         ("x", {"source": 1}, 422, "source"),
+        ("x", {"source": "a", "options": {"threads": [1]}}, 422, "threads must be a valid integer"),
+        ("x", {"source": "a", "options": {"recipe": {"a": 1}}}, 422, "recipe"),
+        ("x", {"source": "a", "options": {"recipe": "a" * 100000}}, 422, "no recipe"),
         ("x", {"source": "a", "more": 1}, 422, "more"),
     ],
 )
@@ -286,6 +302,22 @@ async def test_a_server_that_stops_ends_loads_and_every_engine(start: Start, mor
     await asyncio.gather(waiting, return_exceptions=True)
 
 
+@pytest.mark.parametrize("change", ["load", "activate"])
+async def test_a_server_that_is_told_to_stop_says_so_to_whoever_waits(change: str, start: Start, more: Path) -> None:
+    launcher = Launcher()
+    async with start(launcher, models_dir=more) as server:
+        launcher.held = True
+        path, body = (
+            ("/models/x/load", {"source": "a"}) if change == "load" else ("/models/tiny/activate", {"source": "base"})
+        )
+        waiting = asyncio.create_task(server.client.post(path, json=body))
+        await eventually(lambda: "x" in server.state.models.models or server.state.models.default.activating)
+        server.state.begin_drain()
+        answer = await waiting
+        assert (answer.status_code, answer.json()["code"]) == (503, "draining")
+        assert (await load(server, "y", "b")).json()["code"] == "draining"
+
+
 async def test_one_dead_engine_is_started_again_and_no_other(start: Start, more: Path) -> None:
     async with start(models_dir=more) as server:
         await load(server, "x", "a")
@@ -371,6 +403,18 @@ async def test_a_fine_tune_belongs_to_the_model_it_began_with(start: Start, more
         assert (orphan.status_code, "x, which is not loaded" in orphan.text) == (409, True)
         assert (await load(server, "x")).json()["served"]["source"] == job  # what was activated for it
         assert (await server.client.post(f"/finetune/{second}/activate")).json()["model"] == "x"
+
+
+async def test_two_names_of_one_directory_are_activated_one_by_one(start: Start, settings: Settings) -> None:
+    twin = NamedModel("twin", settings.model)
+    async with start(models=(twin,)) as server:
+        await eventually(lambda: "twin" in server.state.models.models and server.state.models.models["twin"].ready)
+        job = await trained(server, "twin")
+        assert (await server.client.post(f"/finetune/{job}/activate")).json()["model"] == "twin"
+    async with start(models=(twin,)) as server:
+        await eventually(lambda: "twin" in server.state.models.models and server.state.models.models["twin"].ready)
+        shown = (await server.client.get("/models")).json()["models"]
+        assert {model["name"]: model["served"]["source"] for model in shown} == {"tiny": "base", "twin": job}
 
 
 async def test_a_result_is_served_beside_its_base(start: Start) -> None:

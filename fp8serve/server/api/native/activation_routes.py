@@ -1,6 +1,5 @@
 """The swap of a model's weights to a job's result, and back."""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -23,7 +22,7 @@ async def activate_model(name: str, body: ActivateBody, state: StateDep) -> dict
 async def swap(state: ServerState, model: ServedModel, key: str) -> dict[str, Any]:
     """The swap goes on to its end even if the client that asked for it goes away."""
     before = served_view(model.current)
-    served = await asyncio.shield(asyncio.ensure_future(state.activate(model, key)))
+    served = await state.loader.to_the_end(state.activate(model, key))
     return {"model": model.name, "served": served_view(served), "previous": before}
 
 
