@@ -173,7 +173,7 @@ class Scales {
               ],
       },
     ];
-    this.chart.draw(series, "Since this page was opened, in looks two seconds apart.");
+    this.chart.draw(series, "Since this page was opened, read every two seconds.");
   }
 }
 
