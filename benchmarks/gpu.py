@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build/gpu"
 LIMITS = {"configure": 60, "build": 240, "test": 100, "measure": 45, "tune": 45, "sanitize": 90}  # seconds a process
-GROUPS = ("casts", "skinny", "attention", "gemm", "linear", "decode")  # of gpu_measure.py, the safest first
+GROUPS = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode")  # of gpu_measure.py, the safest first
 Result = dict[str, Any]
 
 

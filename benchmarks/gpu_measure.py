@@ -1,6 +1,6 @@
 """What gpu.py measures, a group to a process: python -m benchmarks.gpu_measure GROUP --out OUT.json [--dry-run]
 
-    casts  skinny  attention  gemm  linear  decode        tiles --tune: the table of csrc/cuda/gemm_tiles.h
+    casts  skinny  attention  gemm  experts  linear  decode        tiles --tune: the table of csrc/cuda/gemm_tiles.h
 
 Times are medians of CUDA events over calls that rotate through inputs larger than the caches together. Next to each
 time stands what it is worth: of the device's measured copy bandwidth for what moves bytes, TFLOP/s beside cuBLASLt's
@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_tiles
+from benchmarks import gpu_experts, gpu_tiles
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.fp8 import ops
 
@@ -324,6 +324,10 @@ def parts(bench: Bench, group: str) -> list[Callable[[], Iterator[Row]]]:
             *(partial(multiplying, bench, s, by_row) for s in [*GEMMS, *OTHER_GEMMS] for by_row in (False, True)),
             *(partial(multiplying_blocks, bench, shape) for shape in list(GEMMS)[:2]),
         ],
+        "experts": [
+            *(partial(gpu_experts.multiplying, bench, n, by) for n in gpu_experts.TOKENS for by in ("row", "block")),
+            *(partial(gpu_experts.training, bench, tokens) for tokens in (512, 4096)),
+        ],
         "linear": [partial(training, bench)],
         "decode": [partial(decode, bench)],
     }
@@ -373,7 +377,7 @@ def tuned(bench: Bench, header: Path) -> list[str]:
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups = ("casts", "skinny", "attention", "gemm", "linear", "decode", "tiles")
+    groups = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode", "tiles")
     parser.add_argument("group", choices=groups)
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--tune", action="store_true", help="with tiles: measure the table and write --header")

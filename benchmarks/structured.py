@@ -53,7 +53,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "properties": {
             "city": NAME,
             "sky": {"enum": ["clear", "cloudy", "rain", "snow"]},
-            "celsius": {"type": "number", "minimum": -50, "maximum": 60},
+            "celsius": {"type": "number", "minimum": -50, "maximum": 60, "multipleOf": 0.1},
         },
         "required": ["city", "sky", "celsius"],
         "additionalProperties": False,

@@ -12,5 +12,6 @@ measure    perplexity, KL, SQNR, saturation                       sensitivity  w
 evaluate   evaluate(): how good a directory is                    result     what a report holds
 outliers   channels far from the others                           grid       where values land on E4M3
 generated  what a model says before and after                     report     as a table for the terminal
+heap       freed memory returned to the system
 page/      a report as a page
 """

@@ -16,7 +16,7 @@ from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.building import Model
 
 from .data import Batch
-from .layerwise import layers, streams, within
+from .layerwise import layers, release_weights, streams, within
 from .measure import LayerTally, TokenTally, add_logits
 from .passes import Linears, fp8_cache, in_fp8
 from .progress import Stages
@@ -50,6 +50,7 @@ def compare(
             one.advance(index)
             with in_fp8(of_layer, lambda name, linear, frozen=frozen: frozen[name], tallies):  # type: ignore[misc]
                 other.advance(index)
+        release_weights(frozen)
     leave = decoder.leave
     for one, other in zip(exact, quantized, strict=True):
         add_logits(tokens, one.batch.targets, (decoder, leave(other.hidden)), (decoder, leave(one.hidden)))

@@ -27,10 +27,9 @@ def compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, damping: fl
 
     products: X^T X [K, K], FP32. A column that no input reaches is rounded to nearest.
     """
-    hessian = _damped(products, damping)
-    order = hessian.diagonal().argsort(descending=True)
+    order = products.diagonal().argsort(descending=True)
     scale = expand(scale_inv.float().reciprocal(), *weight.shape).broadcast_to(weight.shape)[:, order]
-    factors = _factors(hessian[order][:, order])
+    factors = _factors(products[order][:, order], damping)
     left = weight.float()[:, order] * scale  # in units of the grid; a row or block of columns has its own
     rounded = torch.empty_like(left)
     for start in range(0, left.shape[1], COLUMNS):
@@ -42,19 +41,17 @@ def compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, damping: fl
     return found.to(E4M3)
 
 
-def _damped(products: Tensor, damping: float) -> Tensor:
-    """H in FP64, which has an inverse."""
-    hessian = products.double()
-    added = damping * hessian.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-    hessian.diagonal().add_(added)
-    return hessian
+def _factors(products: Tensor, damping: float) -> Tensor:
+    """U [K, K] with U^T U = H^-1, every row divided by its diagonal element. H: the products, damped.
 
-
-def _factors(hessian: Tensor) -> Tensor:
-    """U [K, K] with U^T U = H^-1, every row divided by its diagonal element."""
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
-    factors: Tensor = upper / upper.diagonal().unsqueeze(1)
-    return factors.float()
+    Every step overwrites the one matrix in FP64, which is the largest thing in memory.
+    """
+    matrix = products.double()
+    matrix.diagonal().add_(damping * matrix.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
+    torch.linalg.cholesky(matrix, out=matrix)
+    torch.cholesky_inverse(matrix, out=matrix)
+    torch.linalg.cholesky(matrix, upper=True, out=matrix)
+    return matrix.div_(matrix.diagonal().clone().unsqueeze(1)).float()
 
 
 def _round(left: Tensor, scale: Tensor, factors: Tensor, rounded: Tensor, start: int, end: int) -> Tensor:

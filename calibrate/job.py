@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
@@ -14,6 +14,7 @@ from fp8serve.model.building import Model
 
 from .compare import compare, freezer
 from .data import Batches
+from .layerwise import release_weights
 from .measure import LayerTally
 from .observe import Observer
 from .options import CalibrationOptions
@@ -52,11 +53,18 @@ class Job:
     def shares(self) -> dict[str, float]:
         """What each linear's FP8 adds to the KL divergence on the held-out batches, nats per token."""
         freeze = freezer(self.recipe, self.states, self.rounded)
+
+        def lossy(name: str, linear: nn.Module, x: Tensor) -> Tensor:
+            frozen = freeze(name, self.linears[name])
+            y: Tensor = frozen(x)
+            release_weights({name: frozen})
+            return y
+
         return kl_shares(
             self.decoder,
             self.linears,
             self.batches.held_out,
-            lambda name, linear, x: freeze(name, self.linears[name])(x),
+            lossy,
             stages=self.stages,
         )
 

@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.mapped import release_pages
 
 from .data import Batch
+from .heap import trim
 from .passes import Tap, attending, hooks
 from .progress import Stages
 
@@ -52,13 +54,14 @@ def streams(decoder: AnyModel, batches: Sequence[Batch], tap: Tap | None = None)
 
 
 def layers(decoder: AnyModel, stage: str, stages: Stages | None) -> Iterator[int]:
-    """The index of every layer; the pages of one that is done are released.
+    """The index of every layer; the pages of one that is done are released, and what was freed meanwhile.
 
     So nobody may write to a weight that is a view of the file, which would be forgotten: who changes it replaces it.
     """
     for index in (stages or Stages()).steps(stage, range(len(decoder.parts))):
         yield index
         _release(decoder.parts[index])
+        trim()
 
 
 @contextmanager
@@ -77,6 +80,12 @@ def releasing(decoder: Model) -> Iterator[None]:
 def _release(layer: nn.Module) -> None:
     for parameter in layer.parameters():
         release_pages(parameter)
+
+
+def release_weights(frozen: Mapping[str, FrozenLinear]) -> None:
+    """Rounded weights that are mapped from a file of unfinished results leave memory until they are read again."""
+    for layer in frozen.values():
+        release_pages(layer.weight_q)
 
 
 def within(decoder: AnyModel, index: int, named: Mapping[str, T]) -> dict[str, T]:

@@ -23,7 +23,7 @@ from fp8serve.model.building import AnyModel
 from .compare import freezer
 from .data import Batch
 from .gptq import compensated
-from .layerwise import Stream, layers, streams, within
+from .layerwise import Stream, layers, release_weights, streams, within
 from .passes import Linears, hooks, in_place
 from .precision import groups
 from .progress import Stages
@@ -60,6 +60,7 @@ def round_weights(
         with in_place(decoder, frozen):
             for stream in running:
                 stream.advance(index)
+        release_weights(frozen)
         found |= frozen
     return found
 

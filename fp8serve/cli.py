@@ -5,6 +5,7 @@ appears only with --debug. Results go to standard output (as JSON with --json), 
 Commands import torch and the web framework inside their functions, so that `fp8serve --help` answers at once.
 """
 
+import logging
 import os
 import sys
 import traceback
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8serve import __version__
+from fp8serve import __version__, logs
 from fp8serve.commands import (
     calibrate,
     chat,
@@ -103,9 +104,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         else:
-            print(f"fp8serve: {_sentence(error)}", file=sys.stderr)
+            _tell(_sentence(error))
         return 1
     return 0
+
+
+def _tell(sentence: str) -> None:
+    if logs.writes_json():  # a server of which every line is JSON
+        logging.getLogger("fp8serve").critical("%s", sentence)
+    else:
+        print(f"fp8serve: {sentence}", file=sys.stderr)
 
 
 def _sentence(error: Exception) -> str:

@@ -16,10 +16,10 @@ import typer
 
 from fp8serve.errors import MachineError
 
-Model = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="Hugging Face-format directory, GGUF file, smollm2, or a name on the hub."),
-]
+MODEL = typer.Argument(
+    metavar="MODEL", help="Hugging Face-format directory, GGUF file, smollm2, or a name on the hub.", show_default=False
+)
+Model = Annotated[str, MODEL]
 ReportFile = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE.html", dir_okay=False, help="File to write the report to, as a page."),

@@ -61,6 +61,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+        assert (ROOT / file).is_file(), file
+        assert f"def {name}(" in (ROOT / file).read_text() or not name, f"{file}::{name}"
+
+
 def test_every_folder_in_the_tree_exists_and_the_other_way_round() -> None:
     tree = README.partition("## The tree")[2].split("```")[1].strip("\n")
     inside = {line.split("/")[0].strip() for line in tree.splitlines() if line.startswith("  ")}

@@ -13,14 +13,16 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "fp8": {"fp8", "errors", "options"},
     "model": {"model", "fp8", "errors", "options"},
-    "engine": {"engine", "model", "fp8", "errors", "options", "ending"},
+    "engine": {"engine", "model", "fp8", "errors", "options", "ending", "logs"},
     "calibration": {"calibration", "model", "fp8", "errors", "options"},
     "train": {"train", "model", "fp8", "errors", "options", "ending"},
     "client": {"client", "errors"},
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
-    "server": {"server", "engine", "train", "model", "fp8", "errors", "options"},
+    "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "logs"},
 }
-FOUNDATION = {"faults", "settings", "metrics", "tasks", "usage"}
+FOUNDATION = {
+    "faults", "named_models", "settings", "metrics", "live_metrics", "vllm_metrics", "tasks", "tracing", "usage",
+}  # fmt: skip
 ALLOWED_IN_SERVER = {
     "answers": {"answers"},
     **dict.fromkeys(FOUNDATION, {"answers"} | FOUNDATION),

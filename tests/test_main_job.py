@@ -13,6 +13,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from fp8serve.running import RunningServer
 from tests.patience import until
 from tests.tiny import write_tiny_model
+from tests.watching import watch_sockets
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -64,7 +65,9 @@ def complete(server: RunningServer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_the_main_job(family: str, tmp_path: Path) -> None:
+def test_the_main_job(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody outside of this machine is asked for anything."""
+    watch_sockets(monkeypatch, tmp_path / "sockets")
     source = write_model(tmp_path / family, family)
     assert len(list(source.glob("*.safetensors"))) > 1
     report = fp8serve("calibrate", source, "--out", tmp_path / "fp8", "--samples", 4, "--seq-len", 32)
@@ -82,3 +85,18 @@ def test_the_main_job(family: str, tmp_path: Path) -> None:
         after = complete(server)
     assert before["weight_version"] != after["weight_version"]
     assert after["generated_text"].startswith(" A multiplier.")
+    assert (tmp_path / "sockets").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "socket.create_connection(('192.0.2.1', 9), 0.01)",
+        "socket.getaddrinfo('example.invalid', 80)",
+        "socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('192.0.2.1', 9))",
+    ],
+)
+def test_who_asks_another_machine_is_seen(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_sockets(monkeypatch, tmp_path / "sockets")
+    subprocess.run([sys.executable, "-c", f"import socket; {call}"], capture_output=True, check=False)
+    assert "socket." in (tmp_path / "sockets").read_text()

@@ -218,7 +218,7 @@ Tensor mm(const Tensor& a_in, const Tensor& b_in, const std::optional<Tensor>& b
   const OnDevice device(a_in);
   Tensor out = empty(a_in, {m.value(), n.value()}, out_dtype);
   if (out.numel() == 0) return out;
-  const Tensor a = k_contiguous_bf16(a_in, device), b = k_contiguous_bf16(b_in, device);
+  const Tensor a = rows_padded(a_in, device), b = rows_padded(b_in, device);
   const Tensor bias = bias_in ? dense(*bias_in) : a_in;
   const Gemm g{.a = data<const uint8_t>(a),
                .b = data<const uint8_t>(b),

@@ -32,6 +32,10 @@ struct Scale {
   __device__ __forceinline__ float outer(int row) const {
     return inside() || data == nullptr ? 1.0f : data[row >> shift];
   }
+  // As it is for the rows from `row` on, of a scale per tensor or row.
+  __device__ __forceinline__ Scale from(int row) const {
+    return shift == 0 ? Scale{data + static_cast<int64_t>(row) * max(blocks, 1), shift, blocks} : *this;
+  }
   __host__ __device__ bool one() const { return shift == 31 && blocks == 0; }
 };
 

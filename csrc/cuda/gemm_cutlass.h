@@ -20,6 +20,7 @@
 #include <cutlass/epilogue/fusion/operations.hpp>
 #include <cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
+#include <cutlass/gemm/group_array_problem_shape.hpp>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 #include <cutlass/util/packed_stride.hpp>
 
@@ -122,14 +123,22 @@ struct ScaledBy {
   }
 };
 
-template <class CtaTile, class Out>
+// What is one pointer (stride, layout) for one product is an array of them for the products of experts.
+template <class T, bool kGrouped>
+using Each = std::conditional_t<kGrouped, T*, T>;
+
+template <class CtaTile, class Out, bool kGrouped = false>
 struct Epilogue {
   static constexpr bool kFp8 = std::is_same_v<Out, e4m3>;
   using BiasType = std::conditional_t<kFp8, bf16, Out>;
   static constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
-  using ByRow = fusion::Sm90ColBroadcast<0, CtaTile, float, float, Stride<bool, _0, _0>>;
-  using ByColumn = fusion::Sm90RowBroadcast<0, CtaTile, float, float, Stride<_0, bool, _0>>;
-  using Bias = fusion::Sm90RowBroadcast<0, CtaTile, BiasType, float>;
+  template <class T>
+  using Pointer = Each<const T*, kGrouped>;
+  // The scales of an expert's rows begin at any element.
+  using ByRow = fusion::Sm90ColBroadcast<0, CtaTile, Each<float, kGrouped>, float, Stride<bool, _0, _0>,
+                                         kGrouped ? 1 : 4>;
+  using ByColumn = fusion::Sm90RowBroadcast<0, CtaTile, Each<float, kGrouped>, float, Stride<_0, bool, _0>>;
+  using Bias = fusion::Sm90RowBroadcast<0, CtaTile, Each<BiasType, kGrouped>, float>;
   using Times = fusion::Sm90Compute<ScaledBy, float, float, kRound>;
   using Plus = fusion::Sm90Compute<cutlass::plus, std::conditional_t<kFp8, float, Out>, float, kRound>;
   using Scaled = fusion::Sm90EVT<Times, fusion::Sm90AccFetch, ByRow, ByColumn>;
@@ -138,11 +147,16 @@ struct Epilogue {
   using Tree = std::conditional_t<kFp8, Fp8Value, Value>;
 
   static typename Tree::Arguments arguments(const Gemm& g) {
+    return arguments(g, g.a_scale.data, g.b_scale.data, static_cast<const BiasType*>(g.bias));
+  }
+
+  static typename Tree::Arguments arguments(const Gemm& g, Pointer<float> a_scale, Pointer<float> b_scale,
+                                            Pointer<BiasType> bias) {
     const bool by_row = !g.a_scale.one(), by_column = !g.b_scale.one();
-    const float* a_scale = g.a_scale.inside() ? nullptr : g.a_scale.data;
-    const float* b_scale = g.b_scale.inside() ? nullptr : g.b_scale.data;
+    if (g.a_scale.inside()) a_scale = nullptr;
+    if (g.b_scale.inside()) b_scale = nullptr;
     const typename Value::Arguments value{
-        {static_cast<const BiasType*>(g.bias), BiasType(0), {}},
+        {bias, BiasType(0), {}},
         {{}, {a_scale, 1.0f, {by_row, _0{}, _0{}}}, {b_scale, 1.0f, {_0{}, by_column, _0{}}}, {}},
         {}};
     if constexpr (kFp8) {
@@ -156,34 +170,90 @@ struct Epilogue {
 template <class Type>
 inline constexpr Number kNumber = std::is_same_v<Type, float> ? Number::fp32 : Number::bf16;
 
-// kScaleRowsB: 0 for scales outside the sum; else a is scaled per 1x128 and b per kScaleRowsB x 128.
-template <class Config, class A, class B, class Out, int kScaleRowsB>
-struct Kernel {
+template <class Config, bool kGrouped>
+struct Schedules {
+  using Main = typename Config::Schedule;
+  using Block = typename Config::BlockSchedule;
+  using Epilogue = typename Config::EpilogueSchedule;
+};
+template <class Config>
+struct Schedules<Config, true> {
+  using Main = typename Config::GroupedSchedule;
+  using Block = typename Config::GroupedBlockSchedule;
+  using Epilogue = typename Config::GroupedEpilogueSchedule;
+};
+
+// The types of a kernel. kScaleRowsB: 0 for scales outside the sum; else a is scaled per 1x128 and b per
+// kScaleRowsB x 128.
+template <class Config, class A, class B, class Out, int kScaleRowsB, bool kGrouped>
+struct Types {
   using Scales = cutlass::detail::Sm1xxBlockwiseScaleConfig<1, kScaleRowsB == 0 ? 1 : kScaleRowsB,
                                                             kScaleBlock, UMMA::Major::K, UMMA::Major::K>;
   using ScaleLayoutA = decltype(Scales::deduce_layoutSFA());
   using ScaleLayoutB = decltype(Scales::deduce_layoutSFB());
-  using RowMajor = cutlass::layout::RowMajor;
-  using ColumnMajor = cutlass::layout::ColumnMajor;
+  using RowMajor = Each<cutlass::layout::RowMajor, kGrouped>;
+  using ColumnMajor = Each<cutlass::layout::ColumnMajor, kGrouped>;
   static constexpr bool kBlocked = kScaleRowsB != 0;
   static constexpr int kAlign = 16 / sizeof(Out);  // of a row of the output, in elements
 
-  using Fusion = Epilogue<typename Config::CtaTile, Out>;
+  using Schedule = Schedules<Config, kGrouped>;
+  using Fusion = Epilogue<typename Config::CtaTile, Out, kGrouped>;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       typename Config::Arch, cutlass::arch::OpClassTensorOp, typename Config::Tile, typename Config::Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor, kAlign, Out, RowMajor,
-      kAlign, typename Config::EpilogueSchedule, typename Fusion::Tree>::CollectiveOp;
+      kAlign, typename Schedule::Epilogue, typename Fusion::Tree>::CollectiveOp;
   using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       typename Config::Arch, cutlass::arch::OpClassTensorOp, A,
-      std::conditional_t<kBlocked, cute::tuple<RowMajor, ScaleLayoutA>, RowMajor>, 16, B,
-      std::conditional_t<kBlocked, cute::tuple<ColumnMajor, ScaleLayoutB>, ColumnMajor>, 16, float,
-      typename Config::Tile, typename Config::Cluster,
+      std::conditional_t<kBlocked, cute::tuple<RowMajor, Each<ScaleLayoutA, kGrouped>>, RowMajor>, 16, B,
+      std::conditional_t<kBlocked, cute::tuple<ColumnMajor, Each<ScaleLayoutB, kGrouped>>, ColumnMajor>, 16,
+      float, typename Config::Tile, typename Config::Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
           sizeof(typename CollectiveEpilogue::SharedStorage))>,
-      std::conditional_t<kBlocked, typename Config::BlockSchedule, typename Config::Schedule>>::CollectiveOp;
-  using GemmKernel =
-      cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue>;
+      std::conditional_t<kBlocked, typename Schedule::Block, typename Schedule::Main>>::CollectiveOp;
+  using Problem = std::conditional_t<kGrouped, cutlass::gemm::GroupProblemShape<Shape<int, int, int>>,
+                                     Shape<int, int, int, int>>;
+  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<Problem, CollectiveMainloop, CollectiveEpilogue>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
+};
+
+inline void check(cutlass::Status status) {
+  if (status != cutlass::Status::kSuccess) {
+    throw std::runtime_error(std::string("fp8serve: CUTLASS failed: ") + cutlassGetStatusString(status));
+  }
+}
+
+// The formats of the operands, where the instruction's descriptor has them.
+template <class A, class Arguments>
+void name_formats(const Gemm& g, Arguments& args) {
+  if constexpr (std::is_same_v<A, either>) {
+    args.runtime_data_type_a = g.a_e5m2 ? UMMA::MXF8F6F4Format::E5M2 : UMMA::MXF8F6F4Format::E4M3;
+    args.runtime_data_type_b = g.b_e5m2 ? UMMA::MXF8F6F4Format::E5M2 : UMMA::MXF8F6F4Format::E4M3;
+  }
+}
+
+// Launches unless CUTLASS refuses, or the driver could not describe the operands.
+template <class Adapter>
+bool launch_unless_refused(const typename Adapter::Arguments& args, const OnDevice& device,
+                           const Tensor& allocator) {
+  if (Adapter::can_implement(args) != cutlass::Status::kSuccess) return false;
+  const auto bytes = static_cast<int64_t>(Adapter::get_workspace_size(args));
+  std::optional<Tensor> workspace;
+  if (bytes > 0) workspace = empty(allocator, {bytes}, ScalarType::Byte);
+  Adapter adapter;
+  check(adapter.initialize(args, workspace ? workspace->data_ptr() : nullptr, device.stream()));
+  const auto& p = adapter.params();
+  if (!is_encoded(*p.mainloop.tma_load_a.get_tma_descriptor()) ||
+      !is_encoded(*p.mainloop.tma_load_b.get_tma_descriptor()) ||
+      !is_encoded(*p.epilogue.tma_store_d.get_tma_descriptor()))
+    return false;
+  check(adapter.run(device.stream()));
+  return true;
+}
+
+template <class Config, class A, class B, class Out, int kScaleRowsB>
+struct Kernel : Types<Config, A, B, Out, kScaleRowsB, false> {
+  using Types = Types<Config, A, B, Out, kScaleRowsB, false>;
+  using typename Types::Adapter, typename Types::Fusion, typename Types::GemmKernel, typename Types::Scales;
 
   static typename GemmKernel::MainloopArguments mainloop(const Gemm& g) {
     typename GemmKernel::MainloopArguments args{};
@@ -191,11 +261,8 @@ struct Kernel {
     args.ptr_B = reinterpret_cast<decltype(args.ptr_B)>(g.b);
     args.dA = cutlass::make_cute_packed_stride(typename GemmKernel::StrideA{}, make_shape(g.m, g.k, 1));
     args.dB = cutlass::make_cute_packed_stride(typename GemmKernel::StrideB{}, make_shape(g.n, g.k, 1));
-    if constexpr (std::is_same_v<A, either>) {
-      args.runtime_data_type_a = g.a_e5m2 ? UMMA::MXF8F6F4Format::E5M2 : UMMA::MXF8F6F4Format::E4M3;
-      args.runtime_data_type_b = g.b_e5m2 ? UMMA::MXF8F6F4Format::E5M2 : UMMA::MXF8F6F4Format::E4M3;
-    }
-    if constexpr (kBlocked) {
+    name_formats<A>(g, args);
+    if constexpr (Types::kBlocked) {
       args.ptr_SFA = g.a_scale.data;
       args.ptr_SFB = g.b_scale.data;
       args.layout_SFA = Scales::tile_atom_to_shape_SFA(make_shape(g.m, g.n, g.k, 1));
@@ -204,7 +271,7 @@ struct Kernel {
     return args;
   }
 
-  // False: not a problem for this kernel, or one whose operands the driver could not describe.
+  // See launch_unless_refused.
   static bool run(const Gemm& g, int swizzle, const OnDevice& device, const Tensor& allocator) {
     typename GemmKernel::EpilogueArguments epilogue{};
     epilogue.thread = Fusion::arguments(g);
@@ -214,28 +281,7 @@ struct Kernel {
         cutlass::gemm::GemmUniversalMode::kGemm, {g.m, g.n, g.k, 1}, mainloop(g), epilogue, {}, {}};
     args.hw_info.sm_count = device.multiprocessors();
     args.scheduler.max_swizzle_size = swizzle;
-    if (Adapter::can_implement(args) != cutlass::Status::kSuccess) return false;
-    const auto bytes = static_cast<int64_t>(Adapter::get_workspace_size(args));
-    std::optional<Tensor> workspace;
-    if (bytes > 0) workspace = empty(allocator, {bytes}, ScalarType::Byte);
-    Adapter adapter;
-    check(adapter.initialize(args, workspace ? workspace->data_ptr() : nullptr, device.stream()));
-    if (!is_described(adapter.params())) return false;
-    check(adapter.run(device.stream()));
-    return true;
-  }
-
-  static bool is_described(const typename GemmKernel::Params& p) {
-    return is_encoded(*p.mainloop.tma_load_a.get_tma_descriptor()) &&
-           is_encoded(*p.mainloop.tma_load_b.get_tma_descriptor()) &&
-           is_encoded(*p.epilogue.tma_store_d.get_tma_descriptor());
-  }
-
-  static void check(cutlass::Status status) {
-    if (status != cutlass::Status::kSuccess) {
-      throw std::runtime_error(std::string("fp8serve::scaled_mm: CUTLASS failed: ") +
-                               cutlassGetStatusString(status));
-    }
+    return launch_unless_refused<Adapter>(args, device, allocator);
   }
 };
 

@@ -8,7 +8,9 @@
 // matrices are also split over blocks along K. The sums are added in a fixed order which depends on the
 // weight's shape and the chip alone: a row's result is the same, bit for bit, whatever rows are computed with
 // it.
-#include "cuda/gemm_bf16.h"
+//
+// Of experts, a block takes up to 16 rows of one; it is the block of their first row.
+#include "cuda/gemm_grouped.h"
 
 namespace fp8serve {
 namespace {
@@ -16,10 +18,12 @@ namespace {
 constexpr int kRows = 16;  // weight rows of a block
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
+constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
 
 struct Split {
   int count;       // blocks along K
-  float* partial;  // [count][m][n] sums, or null if count is 1
+  int rows;        // of a partial sum
+  float* partial;  // [count][rows][n] sums, or null if count is 1
 };
 
 __device__ __forceinline__ uint4 sixteen(const uint8_t* bytes, bool valid) {
@@ -61,9 +65,18 @@ __device__ __forceinline__ float finished(const Gemm& g, float sum, int token, i
   return scaled_by(sum, g.a_scale.outer(token), g.b_scale.outer(column)) + bias_at(g, column);
 }
 
+// At most kRowsOfExpert of an expert's rows, from this one on.
+__device__ __forceinline__ Gemm from_row(Gemm g, int row) {
+  g.m = min(g.m - row, kRowsOfExpert);
+  g.a += static_cast<int64_t>(row) * g.k;
+  g.out =
+      static_cast<uint8_t*>(g.out) + static_cast<int64_t>(row) * g.n * (g.out_type == Number::fp32 ? 4 : 2);
+  g.a_scale = g.a_scale.from(row);
+  return g;
+}
+
 template <Element kElement, int kGroups, bool kInside>  // kGroups: tokens in eights
-__global__ void __launch_bounds__(kThreads)
-    gemm_stream(const __grid_constant__ Gemm g, const __grid_constant__ Split split) {
+__device__ __forceinline__ void compute(const Gemm& g, const Split& split) {
   __shared__ float sums[kWarps][8 * kGroups][kRows];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4, piece = lane % 4 * 16;
@@ -109,10 +122,41 @@ __global__ void __launch_bounds__(kThreads)
     if (split.partial == nullptr) {
       seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, sum, token, column), seen);
     } else {
-      split.partial[(static_cast<int64_t>(blockIdx.y) * g.m + token) * g.n + column] = sum;
+      split.partial[(static_cast<int64_t>(blockIdx.y) * split.rows + token) * g.n + column] = sum;
     }
   }
   if (split.partial == nullptr) raise_amax(g, seen);
+}
+
+template <Element kElement, int kGroups, bool kInside>
+__global__ void __launch_bounds__(kThreads)
+    gemm_stream(const __grid_constant__ Gemm g, const __grid_constant__ Split split) {
+  compute<kElement, kGroups, kInside>(g, split);
+}
+
+template <bool kInside>
+__global__ void __launch_bounds__(kThreads)
+    grouped_stream(const __grid_constant__ Grouped all, const __grid_constant__ Split split) {
+  const int row = static_cast<int>(blockIdx.z), expert = all.expert_of_row(row),
+            before = row - all.begin(expert);
+  if (before % kRowsOfExpert != 0 || before < 0 || row >= all.end(expert)) return;
+  Split own = split;
+  if (own.partial != nullptr) own.partial += static_cast<int64_t>(row) * all.all.n;
+  compute<Element::e4m3, kGroupsOfExpert, kInside>(from_row(all.of(expert), before), own);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_grouped_splits(const __grid_constant__ Grouped all, const __grid_constant__ Split split) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t count = static_cast<int64_t>(split.rows) * all.all.n;
+  if (at >= count) return;
+  const int row = static_cast<int>(at / all.all.n), expert = all.expert_of_row(row);
+  const int token = row - all.begin(expert), column = static_cast<int>(at % all.all.n);
+  if (token < 0 || row >= all.end(expert)) return;
+  const Gemm g = all.of(expert);
+  float sum = 0.0f;
+  for (int i = 0; i < split.count; ++i) sum += split.partial[i * count + at];
+  put(g, static_cast<int64_t>(token) * g.n + column, finished(g, sum, token, column), 0.0f);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -142,18 +186,24 @@ int splits_for(const Gemm& g, const OnDevice& device) {
   return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(steps, 1, 8)));
 }
 
-template <class Kernel>
-void run(Kernel kernel, const Gemm& g, const OnDevice& device, const Tensor& allocator) {
-  Split split{splits_for(g, device), nullptr};
-  const int64_t held = split.count > 1 ? static_cast<int64_t>(split.count) * g.m * g.n : 0;
+// Calls launch_with(split, grid, blocks that add up the splits) for sums of `rows` rows.
+template <class Launch>
+void with_splits(const Gemm& g, int rows, const OnDevice& device, const Tensor& allocator,
+                 const Launch& launch_with) {
+  Split split{splits_for(g, device), rows, nullptr};
+  const int64_t held = split.count > 1 ? static_cast<int64_t>(split.count) * rows * g.n : 0;
   const Tensor partial = empty(allocator, {held}, ScalarType::Float);
   if (split.count > 1) split.partial = data<float>(partial);
-  const dim3 grid(static_cast<unsigned>(ceil_over(g.n, kRows)), static_cast<unsigned>(split.count));
-  launch(kernel, grid, kThreads, 0, device.stream(), g, split);
-  if (split.count > 1) {
-    launch(add_splits, static_cast<unsigned>(ceil_over(static_cast<int64_t>(g.m) * g.n, kThreads)), kThreads,
-           0, device.stream(), g, split);
-  }
+  launch_with(split, dim3(static_cast<unsigned>(ceil_over(g.n, kRows)), static_cast<unsigned>(split.count)),
+              static_cast<unsigned>(ceil_over(static_cast<int64_t>(rows) * g.n, kThreads)));
+}
+
+template <class Kernel>
+void run(Kernel kernel, const Gemm& g, const OnDevice& device, const Tensor& allocator) {
+  with_splits(g, g.m, device, allocator, [&](const Split& split, dim3 grid, unsigned blocks_to_add) {
+    launch(kernel, grid, kThreads, 0, device.stream(), g, split);
+    if (split.count > 1) launch(add_splits, blocks_to_add, kThreads, 0, device.stream(), g, split);
+  });
 }
 
 }  // namespace
@@ -162,6 +212,16 @@ void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator)
   const bool inside = g.a_scale.inside() || g.b_scale.inside();
   run(inside ? kernel_for<Element::e4m3, true>(g.m) : kernel_for<Element::e4m3, false>(g.m), g, device,
       allocator);
+}
+
+void grouped_skinny(const Grouped& g, const OnDevice& device, const Tensor& allocator) {
+  const bool inside = g.all.a_scale.inside() || g.all.b_scale.inside();
+  with_splits(g.all, g.total, device, allocator, [&](const Split& split, dim3 grid, unsigned blocks_to_add) {
+    grid.z = static_cast<unsigned>(g.total);
+    launch(inside ? grouped_stream<true> : grouped_stream<false>, grid, kThreads, 0, device.stream(), g,
+           split);
+    if (split.count > 1) launch(add_grouped_splits, blocks_to_add, kThreads, 0, device.stream(), g, split);
+  });
 }
 
 void gemm_skinny_bf16(const Gemm& g, const OnDevice& device, const Tensor& allocator) {

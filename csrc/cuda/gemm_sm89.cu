@@ -7,7 +7,9 @@
 // in FP32, which is what makes the sum accurate on chips whose tensor cores keep few bits of it. Ada and
 // sm_120 have the FP8 instruction (SASS: QMMA); Hopper and sm_100 convert to FP16 first, exactly, at half the
 // rate or less: there this kernel is the fallback.
-#include "cuda/gemm_bf16.h"
+//
+// Products of experts are the same tiles: a block finds out whose tile it has, and stops if there is none.
+#include "cuda/gemm_grouped.h"
 
 namespace fp8serve {
 namespace {
@@ -28,14 +30,14 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
   return row * kTileK + ((piece ^ (row & 7)) * kPiece);
 }
 
-// 128 rows x 128 values into shared memory; zeros outside the matrix.
+// 128 rows x 128 values into shared memory; zeros outside the matrix, whose rows are `stride` bytes apart.
 __device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* bytes, int first, int rows,
-                                           int k0, int k) {
+                                           int k0, int k, int stride) {
 #pragma unroll
   for (int i = 0; i < kTileM * kPieces / kThreads; ++i) {
     const int index = static_cast<int>(threadIdx.x) + i * kThreads;
     const int row = index / kPieces, piece = index % kPieces;
-    const int64_t at = static_cast<int64_t>(first + row) * k + k0 + piece * kPiece;
+    const int64_t at = static_cast<int64_t>(first + row) * stride + k0 + piece * kPiece;
     const bool valid = first + row < rows && k0 + piece * kPiece < k;
     copy_async(panel + swizzled(row, piece), valid ? bytes + at : bytes, valid);
   }
@@ -47,17 +49,24 @@ struct Place {
   int lane;
 };
 
-// Blocks in bands of kBand tile rows, column by column.
-__device__ __forceinline__ Place place_of(const Gemm& g) {
-  const int tiles_m = (g.m + kTileM - 1) / kTileM, tiles_n = (g.n + kTileN - 1) / kTileN;
-  const int index = static_cast<int>(blockIdx.x), per_band = kBand * tiles_n, band = index / per_band;
-  const int height = min(kBand, tiles_m - band * kBand);
+__device__ __forceinline__ Place place_at(int tile_m, int tile_n) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  return {(band * kBand + index % per_band % height) * kTileM, index % per_band / height * kTileN,
-          warp % 2 * kWarpM, warp / 2 * kWarpN, static_cast<int>(threadIdx.x) % 32};
+  return {tile_m * kTileM, tile_n * kTileN, warp % 2 * kWarpM, warp / 2 * kWarpN,
+          static_cast<int>(threadIdx.x) % 32};
+}
+
+// Blocks in bands of kBand tile rows, column by column.
+__device__ __forceinline__ Place place_of(const Gemm& g, int index) {
+  const int tiles_m = (g.m + kTileM - 1) / kTileM, tiles_n = (g.n + kTileN - 1) / kTileN;
+  const int per_band = kBand * tiles_n, band = index / per_band;
+  const int height = min(kBand, tiles_m - band * kBand);
+  return place_at(band * kBand + index % per_band % height, index % per_band / height);
 }
 
 using Sums = float[kFragsM][kFragsN][4];
+
+template <Element kElement>
+using Is = std::integral_constant<Element, kElement>;
 
 template <Element kA, Element kB>
 __device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_panel,
@@ -164,16 +173,16 @@ __device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const P
   raise_amax(g, seen);
 }
 
+// The block's tile; rows of both operands are `stride` bytes apart.
 template <Element kA, Element kB, bool kInside>
-__global__ void __launch_bounds__(kThreads, 1) gemm_tile(const __grid_constant__ Gemm g) {
+__device__ __forceinline__ void compute(const Gemm& g, const Place& p, int stride) {
   unsigned char* shared = dynamic_shared();
-  const Place p = place_of(g);
   const int steps = (g.k + kTileK - 1) / kTileK;
   const auto load_stage = [&](int step) {
     if (step < steps) {
       unsigned char* stage = shared + step % kStages * 2 * kPanel;
-      load_panel(stage, g.a, p.m0, g.m, step * kTileK, g.k);
-      load_panel(stage + kPanel, g.b, p.n0, g.n, step * kTileK, g.k);
+      load_panel(stage, g.a, p.m0, g.m, step * kTileK, g.k, stride);
+      load_panel(stage + kPanel, g.b, p.n0, g.n, step * kTileK, g.k, stride);
     }
     copy_commit();  // also when there is nothing: the count of pending groups stays the same
   };
@@ -191,6 +200,36 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tile(const __grid_constant__
   finish(total, g, p);
 }
 
+template <Element kA, Element kB, bool kInside>
+__global__ void __launch_bounds__(kThreads, 1) gemm_tile(const __grid_constant__ Gemm g) {
+  compute<kA, kB, kInside>(g, place_of(g, static_cast<int>(blockIdx.x)), g.k);
+}
+
+template <Element kA, Element kB, bool kInside>
+__global__ void __launch_bounds__(kThreads, 1) grouped_tile(const __grid_constant__ Grouped all) {
+  const int index = static_cast<int>(blockIdx.x), tiles_n = (all.all.n + kTileN - 1) / kTileN;
+  if (all.along_k) {
+    const int tiles = (all.all.m + kTileM - 1) / kTileM * tiles_n;
+    const Gemm g = all.of(index / tiles);
+    return compute<kA, kB, kInside>(g, place_of(g, index % tiles), all.stride);
+  }
+  const int piece = index / tiles_n, expert = all.expert_of_piece(piece, kTileM);
+  const Gemm g = all.of(expert);
+  const Place p = place_at(piece - all.first_piece(expert, kTileM), index % tiles_n);
+  if (p.m0 < g.m) compute<kA, kB, kInside>(g, p, all.stride);
+}
+
+// Calls multiply(Type of kA, Type of kB) for the formats of the operands.
+template <class Multiply>
+void with_formats(const Gemm& g, const Multiply& multiply) {
+  using enum Element;
+  if (g.a_e5m2) {
+    g.b_e5m2 ? multiply(Is<e5m2>{}, Is<e5m2>{}) : multiply(Is<e5m2>{}, Is<e4m3>{});
+  } else {
+    g.b_e5m2 ? multiply(Is<e4m3>{}, Is<e5m2>{}) : multiply(Is<e4m3>{}, Is<e4m3>{});
+  }
+}
+
 template <Element kA, Element kB>
 void launch_gemm(const Gemm& g, const OnDevice& device) {
   const auto blocks = static_cast<unsigned>(ceil_over(g.m, kTileM) * ceil_over(g.n, kTileN));
@@ -202,12 +241,17 @@ void launch_gemm(const Gemm& g, const OnDevice& device) {
 }  // namespace
 
 void gemm_mma(const Gemm& g, const OnDevice& device) {
-  using enum Element;
-  if (g.a_e5m2) {
-    g.b_e5m2 ? launch_gemm<e5m2, e5m2>(g, device) : launch_gemm<e5m2, e4m3>(g, device);
-  } else {
-    g.b_e5m2 ? launch_gemm<e4m3, e5m2>(g, device) : launch_gemm<e4m3, e4m3>(g, device);
-  }
+  with_formats(g, [&](auto a, auto b) { launch_gemm<a.value, b.value>(g, device); });
+}
+
+void grouped_mma(const Grouped& g, const OnDevice& device) {
+  const int64_t rows = g.along_k ? g.experts * ceil_over(g.all.m, kTileM) : g.pieces(kTileM);
+  const auto blocks = static_cast<unsigned>(rows * ceil_over(g.all.n, kTileN));
+  const bool inside = g.all.a_scale.inside() || g.all.b_scale.inside();
+  with_formats(g.all, [&](auto a, auto b) {
+    launch(inside ? grouped_tile<a.value, b.value, true> : grouped_tile<a.value, b.value, false>, blocks,
+           kThreads, kShared, device.stream(), g);
+  });
 }
 
 void gemm_mma_bf16(const Gemm& g, const OnDevice& device) {

@@ -4,7 +4,7 @@
 // every 128 of K ("accurate"), always: the second set of accumulators is why a consumer warpgroup takes no
 // more than 64 x 192. A fast mode (larger tiles, sums left in the tensor core) is a known 5-10 % for forward
 // passes and was left out: every sum is an FP32 sum (docs/cuda.md, Choices).
-#include "cuda/gemm_cutlass.h"
+#include "cuda/gemm_grouped_cutlass.h"
 
 namespace {
 
@@ -19,6 +19,9 @@ struct Medium {  // two consumer warpgroups share a tile; two tiles share the co
   using Schedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
   using BlockSchedule = cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8Blockwise;
   using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecializedCooperative;
+  using GroupedSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative;
+  using GroupedBlockSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8Blockwise;
+  using GroupedEpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
 };
 
 struct Large : Medium {  // more products per byte read from shared memory
@@ -36,6 +39,9 @@ struct Small {  // each consumer warpgroup has a tile of its own and hides the o
   using Schedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
   using BlockSchedule = cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8Blockwise;
   using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
+  using GroupedSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
+  using GroupedBlockSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpongFP8Blockwise;
+  using GroupedEpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
 };
 
 }  // namespace
@@ -54,6 +60,14 @@ bool gemm_sm90_outside(const Gemm& g, TileChoice choice, const OnDevice& device,
          answer<e4m3, e5m2, fp32, 0, Medium>(g, choice, device, allocator) ||
          answer<e4m3, e4m3, e4m3, 0, Medium, Small>(g, choice, device, allocator);
 }
+
+bool grouped_sm90_outside(const Grouped& g, const OnDevice& device, const Tensor& allocator) {
+  if (!scaled_outside(g.all)) return false;
+  return answer_grouped<e4m3, e4m3, bf16, 0, Small, Medium>(g, device, allocator) ||
+         answer_grouped<e5m2, e4m3, bf16, 0, Medium>(g, device, allocator) ||
+         answer_grouped<e4m3, e4m3, fp32, 0, Medium>(g, device, allocator) ||
+         answer_grouped<e5m2, e4m3, fp32, 0, Medium>(g, device, allocator);
+}
 #else
 bool gemm_sm90_inside(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
   if (scaled_inside(g, 128)) {
@@ -66,6 +80,19 @@ bool gemm_sm90_inside(const Gemm& g, TileChoice choice, const OnDevice& device, 
          answer<e4m3, e4m3, fp32, 1, Medium>(g, choice, device, allocator) ||
          answer<e5m2, e4m3, bf16, 1, Medium>(g, choice, device, allocator) ||
          answer<e5m2, e4m3, fp32, 1, Medium>(g, choice, device, allocator);
+}
+
+bool grouped_sm90_inside(const Grouped& g, const OnDevice& device, const Tensor& allocator) {
+  if (scaled_inside(g.all, 128)) {
+    return answer_grouped<e4m3, e4m3, bf16, 128, Small, Medium>(g, device, allocator) ||
+           answer_grouped<e5m2, e4m3, bf16, 128, Medium>(g, device, allocator) ||
+           answer_grouped<e4m3, e4m3, fp32, 128, Medium>(g, device, allocator);
+  }
+  if (!scaled_inside(g.all, 1)) return false;
+  return answer_grouped<e4m3, e4m3, bf16, 1, Medium>(g, device, allocator) ||
+         answer_grouped<e4m3, e4m3, fp32, 1, Medium>(g, device, allocator) ||
+         answer_grouped<e5m2, e4m3, bf16, 1, Medium>(g, device, allocator) ||
+         answer_grouped<e5m2, e4m3, fp32, 1, Medium>(g, device, allocator);
 }
 #endif
 

@@ -107,13 +107,14 @@ Tensor k_contiguous(const Tensor& q, const OnDevice& device) {
   return out;
 }
 
-Tensor k_contiguous_bf16(const Tensor& matrix, const OnDevice& device) {
-  const Tensor rows = dense(matrix);
-  const int64_t bytes = 2 * rows.size(1), padded = ceil_over(bytes, 16) * 16;
-  if (padded == bytes && aligned(rows.data_ptr(), 16)) return rows;
-  Tensor out = empty(rows, {rows.size(0), padded}, ScalarType::Byte);
+Tensor rows_padded(const Tensor& matrices, const OnDevice& device) {
+  const Tensor held = dense(matrices);
+  const int64_t width = held.scalar_type() == ScalarType::BFloat16 ? 2 : 1;
+  const int64_t bytes = width * held.size(held.dim() - 1), padded = ceil_over(bytes, 16) * 16;
+  if (bytes == 0 || (padded == bytes && aligned(held.data_ptr(), 16))) return held;
+  Tensor out = empty(held, {width * held.numel() / bytes, padded}, ScalarType::Byte);
   if (out.numel() == 0) return out;
-  launch_gather(rows.data_ptr(), bytes, 1, out, bytes, device);
+  launch_gather(held.data_ptr(), bytes, 1, out, bytes, device);
   return out;
 }
 

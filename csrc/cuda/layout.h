@@ -10,7 +10,8 @@ namespace fp8serve {
 // one kernel.
 Tensor k_contiguous(const Tensor& q, const OnDevice& device);
 
-// The same for BF16 [rows, k], as bytes: [rows, 2 k padded to 16].
-Tensor k_contiguous_bf16(const Tensor& matrix, const OnDevice& device);
+// Matrices [..., rows, k] in FP8 or BF16 as the bytes of all their rows, each padded with zeros to a multiple
+// of 16: [all rows, bytes]. The tensor itself where it already is so.
+Tensor rows_padded(const Tensor& matrices, const OnDevice& device);
 
 }  // namespace fp8serve

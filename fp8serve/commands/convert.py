@@ -3,7 +3,7 @@
 A GGUF file becomes a Hugging Face-format directory with weights in BF16, tokenizer and chat template; the other
 commands take a GGUF file themselves and convert it once, into the hub's cache. An FP8 directory is written in another
 project's format (--format), with the same FP8 numbers; what that format cannot say without rounding weights anew is
-refused. --format gguf writes a file for llama.cpp from any directory of Llama, Mistral, Qwen2 and Qwen3.
+refused. --format gguf writes a file for llama.cpp from any directory of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
 
 \b
 Examples:

@@ -132,11 +132,11 @@ def _taken(kind: type, given: dict[str, Any]) -> dict[str, Any]:
 
 def _value(option: Option, value: Any) -> Any:
     if get_origin(option.plain) is Mapping:
-        return _pairs(str(option.about.flag), value)
+        return pairs(str(option.about.flag), value)
     return tuple(value) if isinstance(value, list) else value
 
 
-def _pairs(flag: str, given: Sequence[str]) -> dict[str, Any]:
+def pairs(flag: str, given: Sequence[str]) -> dict[str, Any]:
     """{"margin": 1} of ["margin=1"]; a value that is not JSON is a string. Raises RecipeError for one without "="."""
     options = {}
     for text in given:

@@ -9,24 +9,28 @@ Examples:
   fp8serve serve ./llama-fp8 --api-keys keys.toml
   fp8serve serve ./llama-fp8 --train-on share
   fp8serve serve ./llama --recipe current --port 8080
+  fp8serve serve ./llama-fp8 --model small=./minilm,recipe=bf16 --models-dir ./more
 """
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.server.named_models import NamedModel
 from fp8serve.server.settings import KEY_VARIABLE, Settings
-from fp8serve.terminal import Model
+from fp8serve.terminal import MODEL
 
 
 @with_options()
 def command(
-    model: Model,
     settings: Chosen[Settings],
+    model: Annotated[str | None, MODEL] = None,
     fd: Annotated[
         int | None,
         typer.Option(
@@ -37,15 +41,29 @@ def command(
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, and nothing else.")] = None,
 ) -> None:
-    from fp8serve.hub import find_model
-
     secret = find_key(settings.values.get("api_key"), api_key_file)
-    directory = find_model(model)
+    models = models_of(model, settings.values)
     from fp8serve.server.launch import adopt, run
 
     listener = None if fd is None else adopt(fd)
     place = {} if listener is None else dict(zip(("host", "port"), listener.getsockname(), strict=False))
-    run(settings(model=directory, api_key=secret, **place), listener=listener)
+    run(settings(api_key=secret, **models, **place), listener=listener)
+
+
+def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that say what to serve: MODEL, or the first --model in its place, and the further ones."""
+    from fp8serve.hub import find_model
+
+    given = [NamedModel.parse(text) for text in values.get("models", ())]
+    found = [replace(named, directory=find_model(str(named.directory))) for named in given]
+    if model is not None:
+        return {"model": find_model(model), "models": tuple(found)}
+    if not found:
+        raise typer.BadParameter("Say what to serve: MODEL, or --model NAME=DIR.")
+    if values.get("served_model_name"):
+        raise RequestError("--served-model-name is for MODEL, and --model has a name; leave one of them out.")
+    first, *further = found
+    return {**first.options, "model": first.directory, "served_model_name": first.name, "models": tuple(further)}
 
 
 def find_key(key: str | None, file: Path | None) -> str | None:

@@ -61,6 +61,12 @@ def _no_attention(layer: int, heads: Heads, rotation: Rotation, last: Tensor | N
     return heads[0].clone() if last is None else heads[0][last]
 
 
+def use_threads(options: EngineOptions) -> None:
+    """Has this process compute on as many threads as the options say; no bit depends on it."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+
+
 def plan_on_gpu(model: Model, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> CachePlan:
     """The cache's sizes from what is free beside the weights and the largest step."""
     check_length(config, options)

@@ -29,6 +29,7 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
+from fp8serve.logs import LogFormat
 
 MAX_LINE = 2**26  # bytes; a prompt of a million tokens is about 8 million
 CLOSE_SECONDS = 5.0
@@ -66,17 +67,20 @@ class EngineClient:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, model_dir: str | Path, options: EngineOptions | None = None) -> "EngineClient":
+    async def start(
+        cls, model_dir: str | Path, options: EngineOptions | None = None, log_format: LogFormat = "plain"
+    ) -> "EngineClient":
         """Spawns the process and waits until it is ready; raises the worker's own error if it is not.
 
         Cancelling it, as a deadline does, ends the process.
         """
-        process, connection = await _spawn(Path(model_dir), options or EngineOptions())
+        process, connection = await _spawn(Path(model_dir), options or EngineOptions(), log_format)
         client = cls(process, connection)
         try:
             await asyncio.shield(client._ready)
         except BaseException:
             await client.kill("The engine was given up before it was ready.")
+            client._ready.exception()  # nobody else asks for it, and asyncio complains of what nobody asked for
             raise
         return client
 
@@ -93,6 +97,15 @@ class EngineClient:
     def heartbeat_age(self) -> float:
         """Seconds since the process last gave a sign of life; it gives one every second, also while it is busy."""
         return self._loop.time() - self._last_sign
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that the process holds and that no file could give back; 0 where the system does not say."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{self.pid}/status").read_text(encoding="ascii").splitlines():
+                if line.startswith("RssAnon:"):
+                    return int(line.split()[1]) * 1024
+        return 0
 
     def check(self, request: Request) -> None:
         """RequestError, before anything is sent, when the request could never run; a form is checked over there."""
@@ -120,6 +133,10 @@ class EngineClient:
     async def scales(self) -> list[dict[str, Any]]:
         """`Engine.scales`, between two steps."""
         return list(await self._ask("scales"))
+
+    async def save_scales(self, path: Path) -> int:
+        """`Engine.save_scales`, between two steps."""
+        return int(await self._ask("save_scales", path=str(path)))
 
     async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]:
         """For each list of token ids the vector's numbers, FP32, little-endian. RequestError: see `Embedder.embed`;
@@ -266,7 +283,7 @@ class EngineClient:
         )
 
 
-async def _spawn(model_dir: Path, options: EngineOptions) -> tuple[Process, Connection]:
+async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat) -> tuple[Process, Connection]:
     """A worker process and its connection. MachineError when it ends before it connects."""
     folder = tempfile.mkdtemp(prefix="fp8serve-")  # mode 0700
     path = os.path.join(folder, "engine")
@@ -282,7 +299,8 @@ async def _spawn(model_dir: Path, options: EngineOptions) -> tuple[Process, Conn
         server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE)
         os.chmod(path, 0o600)
         try:
-            return await _spawned(path, model_dir, options, connected)
+            told = ["--options", options.to_json(), "--log-format", log_format]
+            return await _spawned(path, model_dir, told, connected)
         finally:
             server.close()
     finally:
@@ -290,13 +308,11 @@ async def _spawn(model_dir: Path, options: EngineOptions) -> tuple[Process, Conn
 
 
 async def _spawned(
-    path: str, model_dir: Path, options: EngineOptions, connected: asyncio.Future[Connection]
+    path: str, model_dir: Path, told: list[str], connected: asyncio.Future[Connection]
 ) -> tuple[Process, Connection]:
     # -P: a file in the current directory must not become a module of the worker
     command = ["-P", "-m", "fp8serve.engine.worker", "--model", str(model_dir), "--socket", path]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, "--options", options.to_json(), stdin=asyncio.subprocess.DEVNULL
-    )
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, *told, stdin=asyncio.subprocess.DEVNULL)
     ended = asyncio.create_task(process.wait())
     try:
         await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8serve.engine.classifying import Classifier
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.encoding_queue import Call, EncodingQueue, Place
+from fp8serve.engine.loading import weight_bytes
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request, Task
 from fp8serve.engine.text_encoder import TextEncoder
@@ -78,7 +79,7 @@ class EncoderEngine:
         """hidden [tokens, H] of texts of these lengths -> of each its answer, which JSON can hold."""
         raise NotImplementedError
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, arrived: float | None = None) -> None:
         """RequestError."""
         self.limits.check(request)
 
@@ -122,8 +123,10 @@ class EncoderEngine:
             "recipe": options.recipe,
             "fp8_layers": len(encoder.frozen),
             "device": options.device,
+            "threads": torch.get_num_threads(),
             "dtype": str(next(encoder.model.parameters()).dtype).removeprefix("torch."),
             "max_model_len": encoder.max_length,
+            "weight_bytes": weight_bytes(encoder.model),
             "vocab_size": encoder.model.config.vocab_size,
             "kernels": ops.backends(torch.device(options.device).type),
             "load_seconds": round(self._load_seconds, 3),

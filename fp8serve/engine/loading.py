@@ -19,6 +19,7 @@ from fp8serve.engine.accelerator import (
     check_device,
     forget_trial_runs,
     plan_on_gpu,
+    use_threads,
 )
 from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.grammar import Grammars
@@ -77,6 +78,7 @@ class Loaded:
             "fp8_layers": len(self.frozen),
             "input_scales": _input_scales(self.frozen),
             "device": options.device,
+            "threads": torch.get_num_threads(),
             "dtype": str(next(self.runner.model.parameters()).dtype).removeprefix("torch."),
             "kv_cache_dtype": options.kv_cache_dtype,
             "max_model_len": self.plan.max_model_len,
@@ -86,7 +88,7 @@ class Loaded:
             "block_size": options.block_size,
             "num_blocks": self.plan.num_blocks,
             "kv_cache_bytes": self.plan.num_blocks * self.plan.block_bytes,
-            "weight_bytes": _weight_bytes(self.runner.model),
+            "weight_bytes": weight_bytes(self.runner.model),
             "vocab_size": config.vocab_size,
             "eos_token_ids": list(config.eos_token_ids),
             "kernels": ops.backends(torch.device(options.device).type),
@@ -111,6 +113,7 @@ class Loaded:
 def load(model_dir: Path, options: EngineOptions) -> Loaded:
     """See `Engine` for what is raised."""
     on_gpu = check_device(options.device).type == "cuda"
+    use_threads(options)
     config = read_config(model_dir)
     check_generates(model_dir, options.task)
     if on_gpu and config.head_dim > GPU_HEAD_DIM:
@@ -222,6 +225,7 @@ def _input_scales(frozen: dict[str, FrozenLinear]) -> str | None:
     return ", ".join(sorted({input_scale(layer) for layer in frozen.values()})) or None
 
 
-def _weight_bytes(model: nn.Module) -> int:
+def weight_bytes(model: nn.Module) -> int:
+    """Of all parameters and buffers, those that share memory counted once."""
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(tensors.values())

@@ -32,14 +32,16 @@ class CachePlan:
 
 
 def plan(config: ModelConfig, options: EngineOptions, cache_dtype: torch.dtype, memory: int | None = None) -> CachePlan:
-    """Sizes for a cache of at most `memory` bytes; None: what this machine has free for it.
+    """Sizes for a cache of at most `memory` bytes; None: what the options allow, or this machine has free for it.
 
     RequestError when the options ask for more than the model can do, MachineError for more than fits in memory.
     """
     longest = check_length(config, options)
     block_bytes = _block_bytes(config, options.block_size, cache_dtype)
     wanted = options.max_model_len or longest
-    allowed = cache_memory(options.device) if memory is None else memory
+    allowed = options.kv_cache_bytes or cache_memory(options.device) if memory is None else memory
+    if options.num_blocks and options.kv_cache_bytes:
+        _check_blocks(options.num_blocks, block_bytes, options.kv_cache_bytes)
     blocks = options.num_blocks or _fitting(options, _blocks(wanted, options), block_bytes, allowed)
     return CachePlan(options.max_model_len or min(longest, blocks * options.block_size), blocks, block_bytes)
 
@@ -76,6 +78,14 @@ def _fitting(options: EngineOptions, per_sequence: int, block_bytes: int, memory
     return min(options.max_num_seqs * per_sequence, allowed)
 
 
+def _check_blocks(blocks: int, block_bytes: int, allowed: int) -> None:
+    if blocks * block_bytes > allowed:
+        raise MachineError(
+            f"A cache of {blocks} blocks needs {blocks * block_bytes:,} bytes, more than the {allowed:,} that it may "
+            "take; lower num_blocks, or leave it out."
+        )
+
+
 def cache_memory(device: str) -> int:
     """Bytes that the cache may take on a CPU."""
     return free_memory() // CPU_SHARE
@@ -89,7 +99,7 @@ def gpu_cache_memory(device: torch.device, options: EngineOptions, step_bytes: i
     free, total = gpu_memory_info(device)
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     working = ATTENTION_PARTS + step_bytes * (1 if options.cuda_graphs is False else 2)
-    left = free - int(total * (1 - share)) - working
+    left = min(free - int(total * (1 - share)) - working, options.kv_cache_bytes or free)
     if left <= 0:
         raise MachineError(
             f"Nothing is left for the cache on {device}: of its {total:,} bytes {free:,} are free with the weights "

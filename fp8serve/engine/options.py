@@ -33,6 +33,9 @@ class EngineOptions:
         str | None, About("scales.safetensors to use.", unset="the directory's own", metavar="PATH", private=True)
     ] = None
     device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+    threads: Annotated[
+        int | None, Ge(1), Le(1024), About("Threads that compute on a CPU.", unset="one for each core")
+    ] = None
     kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = "bf16"
     task: Annotated[Task | None, About("What the model is served for.", unset="what its directory is for")] = None
     max_num_seqs: Annotated[int, Ge(1), About("Sequences that run at the same time.")] = 16
@@ -44,6 +47,9 @@ class EngineOptions:
         ),
     ] = None
     block_size: Annotated[int, Ge(1), About("Tokens in a block of the cache.")] = 16
+    kv_cache_bytes: Annotated[
+        int | None, Ge(1), About("Memory that the cache may take.", unset="a quarter of what is free; on a GPU, all")
+    ] = None
     num_blocks: Annotated[int | None, Ge(1), About("Blocks of the cache.", unset="what fits")] = None
     max_batch_tokens: Annotated[
         int | None,

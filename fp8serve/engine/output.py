@@ -1,7 +1,7 @@
 """What comes out of the engine: plain data, no torch, JSON both ways."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from fp8serve.options import known_fields
@@ -28,6 +28,24 @@ _LOGPROBS = {"logprobs", "prompt_logprobs"}  # fields of an output
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """How long a request waited, its prompt was computed, and tokens came, in seconds, by the engine's clock.
+
+    `arrived`: Unix time at which the engine's process had it. A phase that is None did not begin; the last one that did
+    lasts until the output that this comes with. A request that lost its place and got it again waits in its phase.
+    """
+
+    arrived: float
+    queue: float
+    prefill: float | None = None
+    decode: float | None = None
+
+    @property
+    def inference(self) -> float:
+        return (self.prefill or 0.0) + (self.decode or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """What one step added to one request. The last one, and only that, has a `finish_reason`.
 
@@ -46,12 +64,15 @@ class RequestOutput:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for end-of-text
     error: str | None = None  # one sentence, when finish_reason is "error"
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens but the first; comes once
+    timing: Timing | None = field(default=None, compare=False)  # with the first token, and with the last output
 
     def to_json(self) -> dict[str, Any]:
         """Only what differs from the defaults: one of these crosses to the server for every token."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         for name in _LOGPROBS & found.keys():
             found[name] = [asdict(item) for item in found[name]]
+        if self.timing is not None:
+            found["timing"] = asdict(self.timing)
         return found
 
     @classmethod
@@ -60,6 +81,8 @@ class RequestOutput:
         values["token_ids"] = tuple(values.get("token_ids", ()))
         for name in _LOGPROBS & values.keys():
             values[name] = tuple(_logprob_from_json(item) for item in values[name])
+        if "timing" in values:
+            values["timing"] = Timing(**known_fields(Timing, values["timing"]))
         return cls(**values)
 
 

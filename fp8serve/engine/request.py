@@ -78,10 +78,14 @@ class EngineLimits:
         """Whether the model writes text."""
         return self.task == "generate"
 
-    def check(self, request: Request) -> None:
-        """Raises RequestError when `request` could never run, however long it waited."""
+    def check_generates(self) -> None:
+        """Raises RequestError when the model writes no text."""
         if not self.generates:
             raise RequestError(_NO_TEXT[self.task])
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError when `request` could never run, however long it waited."""
+        self.check_generates()
         prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
         if prompt + new > self.max_model_len:
             raise RequestError(

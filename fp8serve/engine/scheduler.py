@@ -19,6 +19,7 @@ never overtaken because it is large: small requests cannot starve it. It also wa
 prefix.
 """
 
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -306,7 +307,7 @@ class Scheduler:
         self.waiting.pop()
         self.running.append(seq)
         if seq.status is Status.WAITING:
-            seq.num_cached = seq.num_computed
+            seq.num_cached, seq.admitted = seq.num_computed, time.monotonic()
         seq.status = Status.RUNNING
         self.num_prefix_queried += len(seq.token_ids)
         self.num_prefix_hits += seq.num_computed

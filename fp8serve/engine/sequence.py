@@ -1,13 +1,14 @@
 """The engine's own record of a request in flight. No torch."""
 
 import secrets
+import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from fp8serve.engine.bad_words import Ban
-from fp8serve.engine.output import FinishReason, TokenLogprob
+from fp8serve.engine.output import FinishReason, Timing, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 
@@ -49,11 +50,26 @@ class Sequence:
     ban: Ban | None = None  # the engine, when there are texts that must not come
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
     drafter: Guesser | None = None  # the engine, where tokens are drafted
+    arrived: float = field(default_factory=time.monotonic)  # the engine, when its process had the request
+    admitted: float | None = None  # the scheduler, the first time; on the monotonic clock, as are the others
+    first_token: float | None = None  # the engine
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":
         seed = request.params.seed
         return cls(request, list(request.prompt_token_ids), secrets.randbits(64) if seed is None else seed % 2**64)
+
+    def timing(self) -> Timing:
+        """Its phases until now."""
+        now, since_epoch = time.monotonic(), time.time()
+        admitted = now if self.admitted is None else self.admitted
+        first = now if self.first_token is None else self.first_token
+        return Timing(
+            since_epoch - (now - self.arrived),
+            admitted - self.arrived,
+            None if self.admitted is None else first - admitted,
+            None if self.first_token is None else now - first,
+        )
 
     @property
     def request_id(self) -> str:

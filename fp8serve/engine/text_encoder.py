@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8serve.engine.accelerator import check_device
+from fp8serve.engine.accelerator import check_device, use_threads
 from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
 from fp8serve.engine.loading import parse_recipe, separate_rows
 from fp8serve.engine.memory import check_length
@@ -47,6 +47,7 @@ class TextEncoder:
         """max_length: tokens of a text at most; None: as many as the model has positions."""
         _check(options, task)
         check_device(options.device)
+        use_threads(options)
         scales = None if options.scales is None else Path(options.scales)
         self.options = options
         self.model = load_reader(model_dir, parse_recipe(options.recipe), scales, options.device)

@@ -3,6 +3,7 @@
 It connects to the AF_UNIX socket that its owner listens on (`client.py`) and speaks newline-delimited JSON.
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
+          save_scales {id, path}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
@@ -27,8 +28,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, get_args
 
+from fp8serve import logs
 from fp8serve.ending import end_process
 from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine
 from fp8serve.engine.encoding_queue import Call
@@ -65,7 +67,7 @@ class Connection:
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
             for line in lines:
-                self.inbox.put(json.loads(line))
+                self.inbox.put(json.loads(line) | {"arrived": time.monotonic()})
         self.inbox.put({"op": "close"})
 
 
@@ -83,6 +85,7 @@ class Worker:
             "abort": self._abort,
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
+            "save_scales": self._save_scales,
             "embed": self._encode,
             "classify": self._encode,
             "forget": self._forget,
@@ -131,9 +134,17 @@ class Worker:
         try:
             if self._deadline is not None:
                 raise RequestError("The engine is shutting down and takes no new requests.")
-            self._engine.add_request(Request.from_json(message["request"]))
+            self._engine.add_request(Request.from_json(message["request"]), message["arrived"])
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
+
+    def _save_scales(self, message: Message) -> None:
+        try:
+            if isinstance(self._engine, EncoderEngine):
+                raise RequestError("Scales follow the traffic of models that write text, and of no other.")
+            self._reply(message, self._engine.save_scales(message["path"]))
+        except Fp8ServeError as problem:
+            self._connection.send("reply", id=message["id"], **_described(problem))
 
     def _encode(self, message: Message) -> None:
         try:
@@ -218,7 +229,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--socket", required=True, help="AF_UNIX socket to connect to")
     parser.add_argument("--options", default="{}", help="EngineOptions as JSON")
+    parser.add_argument("--log-format", choices=get_args(logs.LogFormat), default="plain")
     parsed = parser.parse_args(arguments)
+    logs.configure(parsed.log_format, "engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(parsed.socket)
     heartbeat = Heartbeat(connection)

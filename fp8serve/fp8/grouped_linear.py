@@ -2,7 +2,8 @@
 
     forward   Y_e  [M_e, N] = X_e  [M_e, K] W_e^T      one grouped_mm
     dgrad     dX_e [M_e, K] = dY_e [M_e, N] W_e        one grouped_mm
-    wgrad     dW_e [N, K]   = dY_e^T X_e               a product for each expert: it contracts over rows of its own
+    wgrad     dW_e [N, K]   = dY_e^T X_e               one grouped_wgrad on a GPU; on a CPU a product for each expert,
+                                                       whose operands need not be put together
 
 Every expert stays a `Linear` with a state of its own for input, weight and gradient. A stacked weight with one state
 would let the largest expert set the scale of all, and would move the scale of an expert that saw no token; files store
@@ -10,9 +11,10 @@ scales expert by expert, too. So each expert's operands are cast as its `Linear`
 not run, and the result is that of calling the linears one by one, to the last bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -106,17 +108,51 @@ class _Grouped(torch.autograd.Function):
         weights, columnwise = tensors[:count], iter(tensors[count:])
         wants = ctx.needs_input_grad
         dx_of: list[tuple[Operand, Quantized | None]] = []
-        dw: list[Tensor | None] = []
+        dw_of: list[_WeightGradient] = []
         for (call, rows, has_x, has_weight), weight, want in zip(ctx.parts, weights, wants[2:], strict=False):
             x_q = Quantized(next(columnwise), next(columnwise)) if has_x else None
             weight_q = Quantized(next(columnwise), next(columnwise)) if has_weight else None
             own = dy[rows]
             dy_q = call.cast("grad_output", own, wants[0] and not call.hp[1], want and not call.hp[2])
             dx_of.append((dy_q, weight_q))
-            dw.append(gradient(want, dy_q.columnwise, x_q, _wgrad(own, x, rows), weight.dtype))
+            dw_of.append(_WeightGradient(want, dy_q.columnwise, x_q, _wgrad(own, x, rows), weight.dtype))
+        dw = _wgrad_together(dw_of) if _is_one_product(dw_of, dy.device) else [gradient(*part) for part in dw_of]
         dx = _dgrad(dy, ctx.parts, dx_of, weights, ctx.dtype) if wants[0] else None
         db = [_bias_gradient(dy[rows], ctx.bias_dtype) for _, rows, *_ in ctx.parts]
         return dx, None, *dw, *db
+
+
+class _WeightGradient(NamedTuple):
+    """The arguments of `gradient`, of one expert."""
+
+    wanted: bool
+    a: Quantized | None
+    b: Quantized | None
+    in_high_precision: Callable[[], Tensor]
+    dtype: torch.dtype
+
+
+def _is_one_product(parts: Sequence[_WeightGradient], device: torch.device) -> bool:
+    return device.type != "cpu" and all(part.wanted and part.a is not None and part.b is not None for part in parts)
+
+
+def _wgrad_together(parts: Sequence[_WeightGradient]) -> list[Tensor | None]:
+    """dW of all experts, whose gradients and inputs are all quantized."""
+    a, b = [cast(Quantized, part.a) for part in parts], [cast(Quantized, part.b) for part in parts]
+    ends = torch.tensor([x.q.shape[1] for x in a], device=a[0].q.device).cumsum(0).to(torch.int32)
+    together = partial(torch.cat, dim=1)
+    columns, scales = [_bytes_of(x, together) for x in (a, b)], [_scales_of_columns(x) for x in (a, b)]
+    dw = torch.ops.fp8serve.grouped_wgrad(*columns, *scales, ends, parts[0].dtype)
+    return list(dw.unbind())
+
+
+def _scales_of_columns(parts: Sequence[Quantized]) -> Tensor:
+    """As `grouped_wgrad` reads them: [E], [E, rows, 1], or the blocks of all side by side."""
+    scales = [part.scale_inv for part in parts]
+    if scales[0].dim() == 0:
+        return torch.stack(scales)
+    are_rows = all(scale.shape[1] == 1 for scale in scales)
+    return torch.stack(scales) if are_rows else torch.cat(scales, 1)
 
 
 def _rowwise(operand: Operand) -> Quantized:

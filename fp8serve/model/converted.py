@@ -97,7 +97,10 @@ def _config(model: nn.Module) -> dict[str, Any]:
         raise ModelError(
             "The model holds adapters; merge them into the weights (merge_and_unload) before it is exported."
         )
-    raw = json.loads(config.to_json_string()) | {"architectures": [_architecture(type(model))]}
+    architecture, family = _architecture(type(model)), FAMILIES.get(str(getattr(config, "model_type", None)))
+    if family is not None and architecture != family.architecture:
+        raise ModelError(f"{architecture} cannot be exported; give the causal language model, {family.architecture}.")
+    raw = json.loads(config.to_json_string()) | {"architectures": [architecture]}
     dropped = ("quantization_config", "dtype", "torch_dtype")
     half = next(model.parameters()).dtype is torch.float16
     raw = {key: value for key, value in raw.items() if key not in dropped}

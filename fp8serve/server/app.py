@@ -17,6 +17,7 @@ from fp8serve.server.api.native import (
     activation_routes,
     finetune_routes,
     generation_routes,
+    model_routes,
     status_routes,
     token_routes,
 )
@@ -26,7 +27,7 @@ from fp8serve.server.api.openai import (
     embedding_routes,
     file_routes,
     job_routes,
-    model_routes,
+    model_list_routes,
 )
 from fp8serve.server.api.openapi_description import describe
 from fp8serve.server.finetuning.job_runner import WORKER
@@ -42,8 +43,8 @@ from fp8serve.server.settings import Settings
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."
 ROUTES = (
     generation_routes, token_routes, completion_routes, response_routes, message_routes, embedding_routes,
-    classifying_routes, model_routes, finetune_routes, activation_routes, file_routes, job_routes, status_routes,
-    page_routes,
+    classifying_routes, model_list_routes, finetune_routes, model_routes, activation_routes, file_routes, job_routes,
+    status_routes, page_routes,
 )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     )
     app.add_middleware(RateLimits, tenants=state.tenants)
     app.add_middleware(AccessControl, settings=settings, keys=state.keys)
-    app.add_middleware(AccessLog, metrics=state.metrics)
+    app.add_middleware(AccessLog, metrics=state.metrics, tracing=state.tracing)
     return app
 
 

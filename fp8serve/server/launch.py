@@ -15,13 +15,13 @@ import errno
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from fp8serve import logs
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.server.app import create_app
 from fp8serve.server.http.connections import timed_protocol
@@ -38,6 +38,7 @@ def run(settings: Settings, start_engine: Launch | None = None, listener: socket
 
     Raises MachineError (port, data directory) or what kept the model from loading.
     """
+    logs.configure(settings.log_format, "server")
     listener = listener or bind(settings.host, settings.port)
     with contextlib.closing(listener):
         app = create_app(settings, start_engine)
@@ -54,11 +55,10 @@ def run(settings: Settings, start_engine: Launch | None = None, listener: socket
             h11_max_incomplete_event_size=settings.limits.header_bytes,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
-        _configure_logging()
         state.address = address(listener)
         DrainingServer(config, state).run([listener])
-    if state.models.problem is not None and state.failed.is_set():
-        raise state.models.problem
+    if (problem := state.models.default.problem) is not None and state.failed.is_set():
+        raise problem
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -145,15 +145,3 @@ class DrainingServer(uvicorn.Server):
         if self.state.failed.is_set() or self._signals > 1 or (self._signals and self.state.drained):
             self.should_exit = True
         return await super().on_tick(counter)
-
-
-def _configure_logging() -> None:
-    """One line a record on standard error, unless the program that hosts us has its own logging."""
-    if logging.getLogger().handlers or logging.getLogger("fp8serve").handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("fp8serve")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").addHandler(handler)

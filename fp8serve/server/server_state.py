@@ -7,12 +7,17 @@ ends the processes. Handlers get it by the `StateDep` dependency (api/dependenci
 import asyncio
 import logging
 import math
+import platform
 import shutil
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
 
+import fp8serve
+from fp8serve.engine.request import Task
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.access.key_file import KeyFile
@@ -20,22 +25,28 @@ from fp8serve.server.access.limits import Tenants
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.sources import Sources
 from fp8serve.server.finetuning.submission import Submissions
 from fp8serve.server.metrics import Metrics
+from fp8serve.server.named_models import NamedModel
 from fp8serve.server.parsing.request_parser import RequestParser
-from fp8serve.server.serving.admission import Admission, Places
+from fp8serve.server.serving.admission import Admission, Places, Streams
 from fp8serve.server.serving.generation import Generation, build_requests
-from fp8serve.server.serving.models import BASE, ServedModels
+from fp8serve.server.serving.loader import Loader
+from fp8serve.server.serving.registry import Registry
+from fp8serve.server.serving.rolled_scales import RolledScales
 from fp8serve.server.serving.served import Launch, Served, Source, launch
+from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
+from fp8serve.server.tracing import tracing_of
 from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server")
 
 
 class ServerState:
-    """One server's parts. `failed` is set when the model could not be loaded, with the reason in `models.problem`."""
+    """One server's parts. `failed` is set when the default model could not be loaded, whose `problem` says why."""
 
     def __init__(self, settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> None:
         limits = settings.limits
@@ -43,35 +54,54 @@ class ServerState:
         self.keys = KeyFile(settings.api_keys, settings.api_key)
         self.data_dir = prepare_data_dir(settings)
         self._lock = lock_data_dir(self.data_dir)
-        self.metrics = Metrics(settings.model_name if settings.vllm_metrics else None)
+        self.metrics = Metrics(settings.vllm_metrics)
+        self.tracing = tracing_of(settings.otlp_endpoint)
         self.tenants = Tenants(self.metrics)
-        self.models = ServedModels(
-            settings.model_name, start_engine or launch, self.metrics, settings.deadlines, settings.answers
-        )
-        self.supervisor = EngineSupervisor(self.models, self.metrics)
-        self.admission = Admission(
-            settings.max_num_seqs + limits.queue, limits.queue_tokens, limits.streams, self.metrics
-        )
-        self.parser = RequestParser(limits)
+        self._start_engine = start_engine or partial(launch, log_format=settings.log_format)
+        home = Source(BASE, settings.model_name, settings.model, settings.engine, settings.answers)
+        self.models = Registry(self._model(settings.model_name, home))
+        self.models.aliases |= settings.named_aliases
+        self.loader = Loader(self.models, self._model, self.metrics.forget)
+        self.loader.known |= {named.name: self._home(named) for named in settings.models}
+        self.supervisor = EngineSupervisor(self.models.default)
+        self.streams = Streams(limits.streams, self.metrics)
+        self.rolled = RolledScales(self.data_dir)
+        self.parser = RequestParser(limits, settings.log_format)
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
+        self.sources = Sources(self.jobs, self.runner, self.models)
+        self.started = False  # whether every model of the command line was loaded, or could not be
         self.started_at = int(time.time())
         self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.draining = asyncio.Event()
         self.submissions = Submissions(
-            settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.source, self.draining
+            settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
         )
         self._drain_deadline = math.inf
         self.failed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._connect_metrics()
 
+    def _home(self, named: NamedModel) -> Source:
+        return Source(BASE, named.name, named.directory, named.engine(self.settings.device), named.answers)
+
+    def _model(self, name: str, home: Source) -> ServedModel:
+        """A model that is not loaded yet."""
+        limits = self.settings.limits
+        admission = Admission(home.options.max_num_seqs + limits.queue, limits.queue_tokens, self.metrics.of(name))
+        model = ServedModel(name, home, self._start_engine, admission, self.settings.deadlines)
+        model.asks_layers = self.settings.metrics_per_layer
+        return model
+
     def _connect_metrics(self) -> None:
-        self.metrics.preset()
-        self.metrics.engine_stats = lambda: self.models.stats
-        self.metrics.job_counts = self.jobs.counts
-        self.metrics.in_flight.set_function(lambda: self.admission.in_flight)
+        sources = self.metrics.sources
+        sources.stats = self.models.stats
+        sources.layers = lambda: {name: model.layers for name, model in self.models.models.items()}
+        sources.jobs = self.jobs.counts
+        sources.ready = lambda: self.ready
+        sources.build = build_facts
+        sources.served = lambda: {name: served_facts(model.current) for name, model in self.models.models.items()}
         self.metrics.reading.set_function(lambda: self.parser.pool.bytes)
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -81,20 +111,34 @@ class ServerState:
         self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self.supervisor.watch())]
 
     async def _load(self) -> None:
+        default = self.models.default
         try:
-            served = await self._first_source()
+            served = await default.start(
+                await asyncio.to_thread(self.sources.first, default.home, self._mark(default.name, default.home))
+            )
         except Fp8ServeError as error:
-            self.models.state, self.models.problem = "failed", error
+            default.state, default.problem = "failed", error
             self.failed.set()
             return
         log.info("%s", kernels_line(served))
         log.info(answers_line(served))
-        log.info(
-            "serving %s (%s) as %s on %s", served.source.model_id, served.weight_version, self.models.name, self.address
-        )
+        what = served.source.model_id, served.weight_version
+        log.info("serving %s (%s) as %s on %s", *what, default.name, self.address)
         if not self.settings.asks_for_keys and not is_loopback(self.settings.host):
             log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
         self.runner.start()
+        await self._load_further()
+        self.started = True
+
+    async def _load_further(self) -> None:
+        """One after the other. One that cannot be served says so where models are listed, and the others serve."""
+        for named in self.settings.models:
+            try:
+                await self.load(named.name, keep=True)
+            except Fault as fault:
+                if fault.code is Code.DRAINING:
+                    return
+                log.error("%s is not served: %s", named.name, fault.told)
 
     def _sweep(self) -> None:
         """Removes what a crash left half-made: job directories and uploads that no row names."""
@@ -106,22 +150,11 @@ class ServerState:
             if path.stem not in uploads:
                 path.unlink()
 
-    async def _first_source(self) -> Served:
-        """What was activated last for this model, if that still loads; else the model itself."""
-        key = await asyncio.to_thread(self.jobs.activated, str(self.settings.model.resolve()))
-        if key is not None and key != BASE:
-            try:
-                return await self.models.start(await asyncio.to_thread(self.source, key))
-            except (Fp8ServeError, Fault) as error:
-                log.error(
-                    "the weights of %s, activated earlier, cannot be served (%s); serving the base model", key, error
-                )
-        return await self.models.start(self.source(BASE))
-
     def begin_drain(self) -> None:
         """Takes nothing new; a running job begins to stop at a checkpoint."""
         self._drain_deadline = time.monotonic() + self.settings.drain_seconds
         self.draining.set()
+        self.loader.give_up()
         self._tasks.append(asyncio.create_task(self.runner.close(self.settings.drain_seconds)))
 
     @property
@@ -131,7 +164,7 @@ class ServerState:
             for generation in list(self.active):
                 generation.fail(Fault(Code.DRAINING, "The server is shutting down and could not wait any longer."))
             return True
-        return self.admission.in_flight == 0 and self.runner.closed
+        return self.in_flight == 0 and self.runner.closed
 
     async def close(self) -> None:
         """Ends background work and processes. A running job stops at a checkpoint and resumes when a server starts
@@ -142,16 +175,24 @@ class ServerState:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.models.close()
+        await self.loader.close()
         await self.parser.close()
+        await self.tracing.close()
         self.jobs.close()
         self._lock.close()
 
     # -- how it is -----------------------------------------------------------------------------------------------------
 
     @property
+    def in_flight(self) -> int:
+        """Requests of all models that were admitted and have not ended."""
+        return self.models.count(lambda model: model.admission.in_flight)
+
+    @property
     def ready(self) -> bool:
-        return self.models.ready and not self.draining.is_set() and not self.paused and not self.admission.nearly_full
+        default = self.models.default
+        takes_requests = self.started and not self.draining.is_set() and not self.paused
+        return takes_requests and default.ready and not default.admission.nearly_full
 
     @property
     def status(self) -> str:
@@ -160,29 +201,59 @@ class ServerState:
             return "draining"
         if self.paused:
             return "paused"
-        return "busy" if self.models.ready and self.admission.nearly_full else self.models.state
+        default = self.models.default
+        if default.ready and not self.started:
+            return "loading"
+        return "busy" if default.ready and default.admission.nearly_full else default.state
 
     # -- what can be served --------------------------------------------------------------------------------------------
 
-    def source(self, key: str) -> Source:
-        """The weights behind "base" or a finished job. Fault 404 or 409 when there are none. Reads the job table."""
-        options = self.settings.engine
-        if key == BASE:
-            return Source(BASE, self.models.name, self.settings.model, options)
-        job = self.jobs.get(key)
-        directory = self.runner.result_dir(job)
-        if job.status != "succeeded" or not directory.is_dir():
-            raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
-        return Source(job.id, job.model_id(self.models.name), directory, replace(options, recipe="stored", scales=None))
+    def loadable(self) -> dict[str, Path]:
+        """The directories below `models_dir` that hold a model, by their names there. Blocks."""
+        root = self.settings.models_dir
+        if root is None:
+            return {}
+        found = (path.parent for pattern in ("*/config.json", "*/*/config.json") for path in root.glob(pattern))
+        named = {path.relative_to(root).as_posix(): path for path in found if any(path.glob("*.safetensors"))}
+        return {name: path for name, path in named.items() if not any(p.startswith(".") for p in name.split("/"))}
 
-    async def activate(self, key: str) -> Served:
-        """Swaps the served weights and remembers the choice for the next start."""
-        base = str(self.settings.model.resolve())
+    async def load(self, name: str, home: Source | None = None, keep: bool = False) -> ServedModel:
+        """The model `name`, made of `home`, or where that is None of what the name stood for before: then it serves
+        what was activated for that. Fault 404 where it stood for nothing. `keep`: see `Loader.load`.
+        """
+        if self.draining.is_set():
+            raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
+        if home is not None:
+            return await self.loader.load(name, home, [home], keep)
+        if (home := self.loader.known.get(name)) is None:
+            return self.models.find(name)
+        sources = await asyncio.to_thread(self.sources.first, home, self._mark(name, home))
+        return await self.loader.load(name, home, sources, keep)
+
+    def _mark(self, name: str, home: Source) -> str:
+        """Under which the job table remembers what was activated: the directory, with the name of a further model."""
+        directory = str(home.directory.resolve())
+        return directory if name == self.models.default.name else f"{name}={directory}"
+
+    async def activate(self, model: ServedModel, key: str) -> Served:
+        """Swaps the weights of `model` and remembers the choice for the next start."""
+        mark = self._mark(model.name, model.home)
 
         async def record() -> None:
-            await asyncio.to_thread(self.jobs.set_activated, base, key)
+            await asyncio.to_thread(self.jobs.set_activated, mark, key)
 
-        return await self.models.activate(await asyncio.to_thread(self.source, key), record)
+        return await model.activate(await asyncio.to_thread(self.sources.find, key, model.home), record)
+
+    async def save_scales(self, model: str | None, name: str | None) -> tuple[str, int]:
+        """Writes what `model` serves, the default where that is None, with its scales as they are now, beside the
+        directory that it was first made of; the new one's name, and how many scales follow the traffic. Fault.
+        """
+        found = self.models.default if model is None else self.models.find(model, "model")
+        home = found.home.directory.resolve()
+        out = home.parent / (name or f"{home.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+        count = await self.rolled.save(found.resolve(), out)
+        log.info("saved %d scales as they are now, with their weights, to %s", count, out)
+        return out.name, count
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -191,13 +262,16 @@ class ServerState:
         """A job runs on the device that serves, and the operator chose to pause serving meanwhile."""
         return self.settings.train_on == "pause" and self.settings.trains_on_serving_device and self.runner.busy
 
-    def served(self, model: str | None) -> Served:
-        """The weights for a new request. Fault 503 when the server does not take any now, 404 for an unknown model."""
+    def served(self, model: str | None, *tasks: Task) -> Served:
+        """The weights for a new request; where it names no model, those of one for any of `tasks`, if there is one.
+
+        Fault 503 when the server does not take any now, 404 for an unknown model.
+        """
         if self.draining.is_set():
             raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
         if self.paused:
             raise Fault(Code.PAUSED, "Serving is paused while a fine-tune job uses the device.", retry_after=30)
-        return self.models.resolve(model)
+        return self.models.resolve(model, tasks)
 
     def generation(
         self,
@@ -211,15 +285,29 @@ class ServerState:
     ) -> Generation:
         """Checks and admits; after this the answer is a 200. Fault otherwise."""
         requests = build_requests(served, prompts, params, n, tenant)
-        generation = Generation(
-            served, requests, n, places, self.metrics, usage or Usage(), self.settings.request_seconds
-        )
+        generation = Generation(served, requests, n, places, usage or Usage(), self.settings.request_seconds)
         self.active.add(generation)
         return generation
 
     async def _wait_before_training(self) -> None:
         if self.paused:
-            await self.admission.idle.wait()
+            for model in list(self.models.models.values()):
+                await model.admission.idle.wait()
+
+
+@cache
+def build_facts() -> dict[str, str]:
+    """Versions, for `fp8serve_build_info`; torch is asked of its package, and not imported."""
+    return {"version": fp8serve.__version__, "python": platform.python_version(), "torch": version("torch")}
+
+
+def served_facts(served: Served | None) -> dict[str, str]:
+    """What answers, for `fp8serve_model_info`; nothing while nothing does."""
+    if served is None:
+        return {}
+    names = ("recipe", "device", "kv_cache_dtype", "block_size", "num_blocks")
+    numbers = {name: str(served.engine.info.get(name, "")) for name in names}
+    return {"weights": served.source.model_id, "weight_version": served.weight_version} | numbers
 
 
 def answers_line(served: Served) -> str:

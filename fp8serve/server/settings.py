@@ -11,13 +11,16 @@ import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
 from fp8serve.engine.options import EngineOptions
-from fp8serve.errors import MachineError, RequestError
+from fp8serve.errors import MachineError, RequestError, shown
+from fp8serve.logs import LogFormat
 from fp8serve.options import About, check, options_of
 from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
+from fp8serve.server.named_models import NamedModel, check_name
 
 TrainOn = Literal["refuse", "share", "pause"]
 Count = Annotated[int, Ge(1)]
@@ -81,7 +84,7 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(EngineOptions):
-    """One server: which model, how its engine runs, where it listens, who may use it.
+    """One server: which model, and which beside it, how its engine runs, where it listens, who may use it.
 
     `train_on` decides what a fine-tune job may do to the device that serves: "refuse" it, "share" the device, or
     "pause" serving while the job runs; a `train_device` other than `device` needs no such choice. hosts.py says when
@@ -117,6 +120,26 @@ class Settings(EngineOptions):
             private=True,
         ),
     ] = ()
+    models: Annotated[
+        tuple[NamedModel, ...],
+        About(
+            "Model to serve under a name of its own; the first is the default where there is no MODEL, and then the "
+            "engine's options here are its own. Behind a comma, options of its engine, tool_parser and "
+            "reasoning_parser",
+            unset="MODEL alone",
+            flag="--model",
+            metavar="NAME=DIR[,OPTION=VALUE...]",
+            narrowed=tuple[str, ...],
+            private=True,
+        ),
+    ] = ()
+    models_dir: Annotated[
+        Path | None,
+        About("Directory whose models may be loaded while the server runs.", unset="none", private=True),
+    ] = None
+    aliases: Annotated[
+        tuple[str, ...], About("Another name for a model.", unset="none", flag="--alias", metavar="ALIAS=NAME")
+    ] = ()
     served_model_name: Annotated[str | None, About("Name that requests use.", unset="the directory's")] = None
     data_dir: Annotated[
         Path | None, About("Where jobs, uploads and checkpoints are kept.", unset="one for each model", private=True)
@@ -130,7 +153,19 @@ class Settings(EngineOptions):
     request_seconds: Annotated[float | None, Gt(0), About("How long an answer may take.", unset="no limit")] = None
     tool_parser: Annotated[ToolFormat, About("How the model writes tool calls; auto: as its template does.")] = "auto"
     reasoning_parser: Annotated[ReasoningFormat, About("How the model writes what it thinks; likewise.")] = "auto"
+    log_format: Annotated[LogFormat, About("How the log is written: lines of text, or a JSON object a line.")] = "plain"
+    otlp_endpoint: Annotated[
+        str | None,
+        About(
+            "OpenTelemetry collector that gets spans, by OTLP over HTTP, such as http://localhost:4318.",
+            unset="OTEL_EXPORTER_OTLP_ENDPOINT",
+            private=True,
+        ),
+    ] = field(default=None, repr=False)
     vllm_metrics: Annotated[bool, About("Also publish metrics under vllm:* names.")] = False
+    metrics_per_layer: Annotated[
+        bool, About("Also publish amax, headroom, cut-off share and drift of every FP8 layer in /metrics.")
+    ] = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
@@ -138,6 +173,8 @@ class Settings(EngineOptions):
         if self.api_key is not None and not self.api_key.strip():
             raise RequestError("The API key is empty; give a key or leave the option out.")
         _check_exposure(self)
+        _check_endpoint(self.otlp_endpoint)
+        _check_names(self)
 
     @property
     def asks_for_keys(self) -> bool:
@@ -158,6 +195,11 @@ class Settings(EngineOptions):
     def model_name(self) -> str:
         """The name requests use: `served_model_name`, else the directory's own."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def named_aliases(self) -> dict[str, str]:
+        """Of each alias the name that it stands for."""
+        return dict(text.split("=", 1) for text in self.aliases)
 
     @property
     def answers(self) -> AnswerFormat:
@@ -185,6 +227,33 @@ def _check_exposure(settings: Settings) -> None:
             f"Listening on {settings.host} lets other machines in, and no API key is set: "
             "give --api-key-file (or --api-key, --api-keys), listen on 127.0.0.1, or say --allow-unauthenticated."
         )
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    """What is wrong with it is not shown: it may hold a password."""
+    if endpoint is None:
+        return
+    try:
+        address = urlsplit(endpoint)
+        good = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise RequestError("--otlp-endpoint must be an address such as http://localhost:4318.")
+
+
+def _check_names(settings: Settings) -> None:
+    """Every name once, and aliases for names that there are."""
+    names = [settings.model_name, *(model.name for model in settings.models)]
+    for text in settings.aliases:
+        alias, equals, name = text.partition("=")
+        if not equals or name not in names:
+            known = ", ".join(names)
+            raise RequestError(f"--alias wants ALIAS=NAME, the name one of {known}, and not {shown(text)}.")
+        check_name(alias)
+        names.append(alias)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError(f"{shown(twice)} is the name of two models; give one of them another name.")
 
 
 def is_loopback(host: str) -> bool:

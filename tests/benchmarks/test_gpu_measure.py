@@ -28,6 +28,7 @@ GOALS = {
         "gemm 8192x8192x8192 tensor, TFLOP/s",
         "gemm 8192x8192x28672 tensor, over cuBLASLt",
     ],
+    "experts": [],
     "linear": ["linears of Llama 8B, delayed over BF16", "linears of Llama 8B, delayed over current"],
     "decode": ["decode 1.1B batch 1"],
 }

@@ -17,10 +17,19 @@ JOB: dict[str, Any] = {
     "id": "ftjob-1", "status": "succeeded", "base_model": "m", "fine_tuned_model": "ft:m", "error": None,
     "progress": {"step": 2, "total_steps": 2, "train_loss": 1.23456},
 }  # fmt: skip
+SMALL = {"name": "small", "default": False, "state": "ready", "problem": None, "served": {"source": "base"}}
 OURS = {
     "alias": "m",
+    "state": "ready",
     "served": {"source": "base"},
     "available": [{"source": "base", "model": "m"}, {"source": "ftjob-1", "model": "ft:m"}],
+    "models": [
+        SMALL | {"name": "m", "default": True},
+        SMALL,
+        SMALL | {"name": "bad", "state": "failed", "problem": "It is damaged.", "served": None},
+    ],
+    "aliases": {"gpt-4o": "m"},
+    "loadable": ["more"],
 }
 
 
@@ -47,26 +56,57 @@ def test_models_of_ours(fake: FakeServer, call: Any) -> None:
     status, out, _ = call("models", "list")
     assert (status, [line.split() for line in out.splitlines()[1:]]) == (
         0,
-        [["m", "base", "yes"], ["ft:m", "ftjob-1", "no"]],
+        [
+            ["m", "base", "yes", "ready"],
+            ["small", "base", "yes", "ready"],
+            ["bad", "-", "no", "failed:", "It", "is", "damaged."],
+            ["ft:m", "ftjob-1", "no", "available"],
+            ["gpt-4o", "m", "yes", "alias"],
+            ["more", "more", "no", "loadable"],
+        ],
     )
-    assert [entry["served"] for entry in json.loads(call("models", "list", "--json")[1])] == [True, False]
+    listed = json.loads(call("models", "list", "--json")[1])
+    assert [entry["served"] for entry in listed] == [True, True, False, False, True, False]
 
 
 @pytest.mark.parametrize("said", [says({"detail": "Not Found"}, 404), says({"data": []})])
 def test_models_of_another_server(said: Said, fake: FakeServer, call: Any) -> None:
     fake.routes["GET /models"] = said
     assert [line.split() for line in call("models", "list")[1].splitlines()[1:]] == [
-        ["fake", "-", "yes"],
-        ["other", "-", "yes"],
+        ["fake", "-", "yes", "-"],
+        ["other", "-", "yes", "-"],
     ]
 
 
 def test_activation(fake: FakeServer, call: Any) -> None:
-    fake.routes |= {"GET /models": says(OURS), "POST /models/m/activate": says({"served": {"model": "ft:m"}})}
+    swapped = says({"served": {"model": "ft:m"}})
+    fake.routes |= {"GET /models": says(OURS), "POST /finetune/ftjob-1/activate": swapped}
     assert call("models", "activate", "ftjob-1") == (0, "ft:m is served.\n", "")
-    assert fake.bodies("POST /models/m/activate") == [{"source": "ftjob-1"}]
-    fake.routes["POST /models/m/activate"] = says([])
-    assert call("models", "activate", "x") == (1, "", "fp8serve: The server named no model; is it one of fp8serve?\n")
+    fake.routes["POST /models/m/activate"] = says({"served": {"model": "m"}})
+    assert call("models", "activate", "base") == (0, "m is served.\n", "")
+    assert fake.bodies("POST /models/m/activate") == [{"source": "base"}]
+    fake.routes["POST /models/small/activate"] = says([])
+    answer = call("models", "activate", "ftjob-1", "--model", "small")
+    assert answer == (1, "", "fp8serve: The server named no model; is it one of fp8serve?\n")
+    assert fake.bodies("POST /models/small/activate") == [{"source": "ftjob-1"}]
+
+
+def test_loading_unloading_and_other_names(fake: FakeServer, call: Any) -> None:
+    for change in ("load", "unload", "alias"):
+        fake.routes[f"POST /models/small/{change}"] = says({"name": "small"})
+    assert call("models", "load", "small", "more", "--option", "recipe=bf16", "--option", "max_num_seqs=2") == (
+        0, "small is served.\n", "",
+    )  # fmt: skip
+    assert call("models", "load", "small")[0] == 0
+    assert fake.bodies("POST /models/small/load") == [
+        {"source": "more", "options": {"recipe": "bf16", "max_num_seqs": 2}}, {},
+    ]  # fmt: skip
+    assert call("models", "unload", "small", "--seconds", "0") == (0, "small is not served any more.\n", "")
+    assert fake.bodies("POST /models/small/unload") == [{"seconds": 0.0}]
+    assert call("models", "alias", "small", "gpt") == (0, "gpt is a name of small.\n", "")
+    assert call("models", "alias", "small", "gpt", "--remove")[1] == "gpt is no name of small.\n"
+    assert [b["remove"] for b in fake.bodies("POST /models/small/alias")] == [False, True]
+    assert call("models", "load", "small", "--option", "recipe=bf16")[0] == 2
 
 
 def test_jobs_are_listed_page_by_page(fake: FakeServer, call: Any) -> None:

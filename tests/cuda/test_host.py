@@ -62,9 +62,10 @@ def test_every_host_half_is_optimized_and_families_are_known(tmp_path):
     assert len(cutlass) == 6
     assert [command for command in commands if "-O0" in command] == []
     assert [command for command in cutlass if "-Xcompiler -O2" not in command] == []
-    product = next(command for command in commands if command.endswith("gemm.cu.o") or "cuda/gemm.cu " in command)
-    for have in ("FP8SERVE_HAVE_sm90=1", "FP8SERVE_HAVE_sm100=2", "FP8SERVE_HAVE_sm120=1"):
-        assert have in product
+    for source in ("gemm.cu", "gemm_grouped.cu"):
+        product = next(command for command in commands if f"cuda/{source} " in command)
+        for have in ("FP8SERVE_HAVE_sm90=1", "FP8SERVE_HAVE_sm100=2", "FP8SERVE_HAVE_sm120=1"):
+            assert have in product
 
 
 @needs_nvcc

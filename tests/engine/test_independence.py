@@ -1,11 +1,13 @@
 """An answer depends on its request alone: not on neighbours, chunks, cached prefixes, preemption, or arrival."""
 
 import random
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -101,6 +103,23 @@ def test_an_answer_does_not_depend_on_company(large_dir: Path, mode: str, seed: 
     together = [mine, *others]
     rng.shuffle(together)
     assert run(crowded, together, rng)["mine"] == alone["mine"]
+
+
+@pytest.mark.parametrize("mode", ["stored", "rowwise", "bf16"])
+def test_an_answer_does_not_depend_on_threads(large_dir: Path, mode: str, kept_threads: None) -> None:
+    mine, found = request(random.Random(3), "mine"), []
+    for threads in (1, 3):
+        started = engine(large_dir, mode, threads=threads)
+        assert started.info()["threads"] == threads
+        found.append(run(started, [mine], random.Random(0)))
+    assert found[0] == found[1]
+
+
+@pytest.fixture
+def kept_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def test_the_crowd_is_one(large_dir: Path) -> None:

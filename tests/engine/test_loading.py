@@ -108,3 +108,14 @@ def test_recipes_are_names_or_json() -> None:
     assert parse_recipe("bf16") == "bf16"
     assert parse_recipe("rowwise") == Float8CurrentScaling(granularity="row")
     assert parse_recipe(to_json(DelayedScaling(margin=1))) == DelayedScaling(margin=1)
+
+
+def test_a_bound_of_the_cache_is_kept(model_dir: Path) -> None:
+    config = read_config(model_dir)
+    found = plan(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES + 1), torch.bfloat16)
+    assert (found.num_blocks, found.max_model_len) == (5, 80)
+    assert plan(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, num_blocks=5), torch.bfloat16).num_blocks == 5
+    with pytest.raises(MachineError, match=f"6 blocks needs {6 * BLOCK_BYTES:,} bytes, more than the"):
+        plan(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, num_blocks=6), torch.bfloat16)
+    with pytest.raises(MachineError, match="lower max_model_len"):
+        plan(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, max_model_len=128), torch.bfloat16)

@@ -75,6 +75,23 @@ def test_together_equals_one_by_one(recipe: str, bias: bool, dtype: torch.dtype)
     assert_same(found, steps(linears, RECIPES[recipe], one_by_one, dtype))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_weights_as_one_product_are_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the op's meaning is the loop that a CPU runs."""
+    linears, calls = experts(True), list[int]()
+    expected = steps(deepcopy(linears), RECIPES[recipe], grouped_linear, torch.bfloat16)  # type: ignore[arg-type]
+    on_a_gpu, together = module._is_one_product, module._wgrad_together
+
+    def counted(parts: Any) -> Any:
+        calls.append(len(parts))
+        return together(parts)
+
+    monkeypatch.setattr(module, "_is_one_product", lambda parts, device: on_a_gpu(parts, torch.device("cuda")))
+    monkeypatch.setattr(module, "_wgrad_together", counted)
+    assert_same(steps(linears, RECIPES[recipe], grouped_linear, torch.bfloat16), expected)  # type: ignore[arg-type]
+    assert calls == ([] if "high-precision" in recipe else [3, 1, 3])
+
+
 def test_they_do_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are grouped: a loop would call scaled_mm for each expert, and not for wgrad only."""
     calls: list[int] = []

@@ -25,7 +25,7 @@ from tests.model.oracle import IDS, all_logits, state_for
 
 ModelDir = Callable[[str], Path]
 KINDS = ["llama", "llama-tied", "llama-bias", "llama-wide-head", "llama-rope-llama3", "llama-rope-linear",
-         "llama-rope-yarn", "mistral", "qwen2", "qwen3"]  # fmt: skip
+         "llama-rope-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,6 +83,19 @@ def test_fp8_weights_are_dequantized(model_dir: ModelDir, tmp_path: Path) -> Non
         assert torch.equal(before[name].bfloat16(), after[name])
 
 
+def test_experts_are_stacks_and_routers_stay_in_fp32(model_dir: ModelDir, tmp_path: Path) -> None:
+    write_gguf(model_dir("qwen3-moe"), tmp_path / "m.gguf", "Q8_0")
+    tensors, weights = GgufFile(tmp_path / "m.gguf").tensors, open_checkpoint(model_dir("qwen3-moe"))
+    router, stack = tensors["blk.0.ffn_gate_inp.weight"], tensors["blk.0.ffn_gate_exps.weight"]
+    assert (router.tensor_type, stack.tensor_type) == (Type.F32, Type.Q8_0)
+    stored = gguf.dequantize(stack.data, Type.Q8_0)
+    assert len(stored) == 7
+    for expert, values in enumerate(stored):
+        weight = weights[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"].float().numpy()
+        assert np.abs(values - weight).max() <= np.abs(weight).max() / 127
+    assert np.array_equal(router.data, weights["model.layers.0.mlp.gate.weight"].float().numpy())
+
+
 def refused(source: Path, tmp_path: Path, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         write_gguf(source, tmp_path / "m.gguf")
@@ -91,7 +104,11 @@ def refused(source: Path, tmp_path: Path, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("gemma2", "Gemma2ForCausalLM is not written"), ("mistral-window", "MistralForCausalLM with a window")],
+    [
+        ("gemma2", "Gemma2ForCausalLM is not written"),
+        ("mistral-window", "MistralForCausalLM with a window"),
+        ("qwen3-moe-sparse", "GGUF cannot say that experts is"),
+    ],
 )
 def test_other_models_are_refused(kind: str, message: str, model_dir: ModelDir, tmp_path: Path) -> None:
     refused(model_dir(kind), tmp_path, message)

@@ -28,7 +28,7 @@ class Server:
         self.state: ServerState = app.state.server
 
     async def ready(self) -> None:
-        await eventually(lambda: self.state.models.ready, "readiness")
+        await eventually(lambda: self.state.models.default.ready, "readiness")
 
 
 Start = Callable[..., AbstractAsyncContextManager[Server]]

@@ -53,7 +53,7 @@ def request(path: str, body: Any) -> bytes:
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/completions"])
 def test_a_disconnect_ends_the_generation(server: Process, path: str, how: str) -> None:
-    before = server.metric('fp8serve_requests_finished_total{outcome="cancelled"}')
+    before = server.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}')
     body = {"prompt": "abc", "max_tokens": 400} if path.startswith("/v1") else LONG
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.sendall(request(path, body))
@@ -63,7 +63,7 @@ def test_a_disconnect_ends_the_generation(server: Process, path: str, how: str) 
     connection.close()
     until(lambda: server.metric("fp8serve_requests_in_flight") == 0)
     until(lambda: server.metric("fp8serve_requests_running") == 0)
-    assert server.metric('fp8serve_requests_finished_total{outcome="cancelled"}') == before + 1
+    assert server.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}') == before + 1
 
 
 def test_overload_is_refused_at_once_and_the_books_balance(server: Process) -> None:
@@ -78,7 +78,9 @@ def test_overload_is_refused_at_once_and_the_books_balance(server: Process) -> N
     assert all(retry is not None for status, retry in answers if status == 429)
     accepted, finished = (server.metric(f"fp8serve_requests_{name}_total") for name in ("accepted", "finished"))
     assert accepted == finished + server.metric("fp8serve_requests_in_flight")
-    assert server.metric('fp8serve_requests_rejected_total{reason="requests"}') >= sum(s == 429 for s, _ in answers)
+    assert server.metric('fp8serve_requests_rejected_total{model="tiny",reason="requests"}') >= sum(
+        s == 429 for s, _ in answers
+    )
 
 
 def test_choices_are_admitted_together_or_not_at_all(server: Process) -> None:

@@ -7,6 +7,9 @@
 
 `grouped_mm` is by definition a loop of `scaled_mm` over the experts, to the last bit. Kernels do all experts in one
 go, for at decoding most have one row or none. Scales come in one more shape than elsewhere: [E], one for each expert.
+
+`grouped_wgrad` is the product that a weight's gradient needs, where it is the sum that is cut by expert: columns of
+expert 0, then of expert 1, ... of a [N, T] and b [K, T] -> [E, N, K].
 """
 
 from functools import partial
@@ -134,7 +137,76 @@ define(
     composition=_looped(torch.ops.fp8serve),
     fake=_fake_grouped,
     cases=_cases,
-    kernels=("cpu",),
+)
+
+
+def _looped_wgrad(ops: Any) -> Any:
+    """grouped_wgrad by products of one expert after the other, which are taken from `ops`."""
+
+    def grouped_wgrad(
+        a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, offsets: Tensor, out_dtype: torch.dtype
+    ) -> Tensor:
+        """a [N, T] x b [K, T], FP8, columns sorted by expert -> [E, N, K]; zeros for an expert without columns.
+        Scales: [], [E], [E, N or K, 1], or [N or K, blocks], with ceil(columns / 128) blocks for each expert."""
+        out = a.new_zeros((len(offsets), len(a), len(b)), dtype=out_dtype)
+        first = 0
+        for expert, (begin, end) in enumerate(spans(offsets)):
+            past = first + blocks(end - begin)
+            if begin < end:
+                of_a, of_b = (_part_of_columns(scale, expert, first, past) for scale in (a_scale_inv, b_scale_inv))
+                out[expert] = ops.scaled_mm(a[:, begin:end], b[:, begin:end], of_a, of_b, None, out_dtype)
+            first = past
+        return out
+
+    return grouped_wgrad
+
+
+def _part_of_columns(scale_inv: Tensor, expert: int, first: int, past: int) -> Tensor:
+    """The scales of one expert's columns, whose blocks these are."""
+    if scale_inv.dim() == 2:
+        return scale_inv[:, first:past]
+    return scale_inv[expert] if scale_inv.dim() else scale_inv
+
+
+def _fake_wgrad(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty((len(rest[2]), a.shape[0], b.shape[0]), dtype=rest[-1])
+
+
+def _wgrad_case(where: str, kind: str, n: int, k: int, a: torch.dtype, out: torch.dtype) -> tuple[Any, ...]:
+    offsets = torch.tensor(_OFFSETS[where], dtype=torch.int32)
+    columns, experts = int(offsets[-1]), len(offsets)
+    pieces = sum(blocks(end - begin) for begin, end in spans(offsets))
+    noise = torch.Generator().manual_seed(4)
+
+    def scales(rows: int, kind: str) -> Tensor:
+        shape = {"tensor": (), "expert": (experts,), "row": (experts, rows, 1), "block": (rows, pieces)}[kind]
+        return torch.exp2(torch.randn(shape, generator=noise))
+
+    of_a, _, of_b = kind.partition(", ")
+    x, y = quantized(n, columns, a, 1), quantized(k, columns, torch.float8_e4m3fn, 2)
+    return x, y, scales(n, of_a), scales(k, of_b or of_a), offsets, out
+
+
+def _wgrad_cases() -> list[Case]:
+    kinds = ("expert", "row", "block", "tensor, expert", "block, row")
+    grid = [
+        *product(_OFFSETS, kinds, [(33, 70)], [torch.float8_e4m3fn], [torch.float32]),
+        *product(["many rows"], kinds, [(144, 130)], [torch.float8_e5m2], [torch.bfloat16]),
+    ]
+    return [
+        Case(f"{w}, {kind}, {n}x{k} {a} {out}", partial(_wgrad_case, w, kind, n, k, a, out))
+        for w, kind, (n, k), a, out in grid
+    ]
+
+
+define(
+    "grouped_wgrad(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor offsets, ScalarType out_dtype)"
+    " -> Tensor",
+    _looped_wgrad(reference),
+    composition=_looped_wgrad(torch.ops.fp8serve),
+    fake=_fake_wgrad,
+    cases=_wgrad_cases,
+    kernels=("cuda",),
 )
 
 
@@ -166,5 +238,4 @@ define(
     composition=grouped_quantize,
     fake=_fake_grouped_cast,
     cases=_cast_cases,
-    kernels=("cpu",),
 )

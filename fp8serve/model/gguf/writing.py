@@ -1,23 +1,29 @@
 """A Hugging Face directory becomes a GGUF file for llama.cpp: weights, sizes, tokenizer and chat template.
 
-Written are the architectures that are read, without windows; matrices as BF16, F16 or Q8_0, vectors in FP32, one in
-memory at a time. FP8 weights are dequantized. The file is read back before it gets its name: its configuration must be
-that of the directory, and its tokenizer must give the same tokens for texts that are hard to cut.
+Written are the architectures below, without windows; matrices as BF16, F16 or Q8_0, vectors and routers in FP32, the
+experts of a layer as one stack, and one tensor is in memory at a time. FP8 weights are dequantized. The file is read
+back before it gets its name: its configuration must be that of the directory, and its tokenizer must give the same
+tokens for texts that are hard to cut.
 """
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fp8serve.errors import MachineError, ModelError, shown
 from fp8serve.model.config.decoder import ModelConfig, parse_config
 from fp8serve.model.config.rope import LongRope, Rope
 from fp8serve.model.gguf.config import KEYS, ROPE_FACTORS, hf_config
+from fp8serve.model.gguf.families import LAYOUTS
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.tensors import ENDS, LAYER, PERMUTED
 from fp8serve.model.gguf.vocabulary import check_same_tokens, vocabulary_keys
@@ -27,10 +33,12 @@ from fp8serve.model.stored import Checkpoint, open_checkpoint
 
 WeightType = Literal["BF16", "F16", "Q8_0"]
 WEIGHT_TYPES: tuple[WeightType, ...] = get_args(WeightType)
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+_EXPERT = re.compile(r"(.*\.experts\.)\d+(\..*)")
+_ROUTER = ".mlp.gate.weight"  # which llama.cpp keeps in FP32
 _Q8_BLOCK = 32
 _SAME = ("layer_ropes", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias",
-         "qk_norm", "softmax_scale", "rms_norm_eps")  # fmt: skip
+         "qk_norm", "softmax_scale", "rms_norm_eps", "experts")  # fmt: skip
 
 
 def write_gguf(source: Path | str, out: Path | str, weight_type: WeightType = "BF16") -> None:
@@ -78,8 +86,12 @@ def _sizes(config: ModelConfig, arch: str) -> dict[str, Any]:
         "rms_norm_eps": float(config.rms_norm_eps),
         "rope_theta": float(rope.theta),
     }
+    if config.experts is not None:
+        found |= {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
+        found["moe_intermediate_size"] = config.experts.size
     others = dict.fromkeys(("attention.value_length", "rope.dimension_count"), config.head_dim)
-    named = {theirs: found[ours] for theirs, ours in KEYS.items()} | others | {"vocab_size": config.vocab_size}
+    names = {**KEYS, **LAYOUTS[arch].keys}
+    named = {theirs: found[ours] for theirs, ours in names.items()} | others | {"vocab_size": config.vocab_size}
     return {f"{arch}.{key}": value for key, value in named.items()}
 
 
@@ -154,11 +166,29 @@ def _layout(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], Any]:
 def _items(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[str, tuple[int, ...], str, Any]]:
     """(name in GGUF, shape, type, what makes it) of every tensor."""
     heads = {"q": checkpoint.config.num_heads, "k": checkpoint.config.num_kv_heads}
-    permuted = _ARCHITECTURES[checkpoint.config.model_type] == "llama"
-    for name, shape in checkpoint.shapes.items():
-        found = PERMUTED.fullmatch(name) if permuted else None
-        kind = "F32" if len(shape) == 1 else "BF16" if shape[-1] % _Q8_BLOCK else weight_type
-        yield gguf_name(name), shape, kind, _maker(checkpoint, name, heads[found[1]] if found else None)
+    layout = LAYOUTS[_ARCHITECTURES[checkpoint.config.model_type]]
+    for name, parts in _stacks(checkpoint.shapes).items():
+        found = PERMUTED.fullmatch(name) if layout.pairs else None
+        shape = checkpoint.shapes[parts[0]]
+        is_small = len(shape) == 1 or name.endswith(_ROUTER)
+        kind = "F32" if is_small else "BF16" if shape[-1] % _Q8_BLOCK else weight_type
+        if "{}" in name:
+            yield gguf_name(name, layout.names), (len(parts), *shape), kind, partial(_stacked, checkpoint, parts)
+        else:
+            make = _maker(checkpoint, name, heads[found[1]] if found else None)
+            yield gguf_name(name, layout.names), shape, kind, make
+
+
+def _stacks(names: Iterable[str]) -> dict[str, list[str]]:
+    """The tensors of the file: each is one tensor, or all experts' of one name, in which {} is the expert."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_EXPERT.sub(r"\1{}\2", name), []).append(name)
+    return {name: [name.format(e) for e in range(len(parts))] for name, parts in found.items()}
+
+
+def _stacked(checkpoint: Checkpoint, names: Sequence[str]) -> Tensor:
+    return torch.stack([checkpoint[name] for name in names])
 
 
 def _maker(checkpoint: Checkpoint, name: str, heads: int | None) -> Any:
@@ -173,14 +203,14 @@ def _factors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], str, A
         yield ROPE_FACTORS, tuple(factors.shape), "F32", lambda: factors
 
 
-def gguf_name(name: str) -> str:
-    """model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
+def gguf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight. `names`: see `hf_name`."""
     owner, _, kind = name.rpartition(".")
     ends = {ours: theirs for theirs, ours in ENDS.items()}
     if owner in ends:
         return f"{ends[owner]}.{kind}"
     layer, _, part = owner.removeprefix("model.layers.").partition(".")
-    theirs = {ours: theirs for theirs, ours in LAYER.items()}[part]
+    theirs = {ours: theirs for theirs, ours in (LAYER | dict(names)).items()}[part]
     return f"blk.{layer}.{theirs}.{kind}"
 
 

@@ -85,12 +85,17 @@ class Sorted(NamedTuple):
 
 
 def sort(chosen: Tensor, experts: int) -> Sorted:
-    """chosen int64 [T, k], rising in every row."""
+    """chosen int64 [T, k], rising in every row. One token's rows are sorted as they are: at decoding this counts."""
     flat = chosen.reshape(-1)
-    order = flat.argsort(stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    as_they_are = torch.arange(len(flat), device=flat.device)
+    if len(chosen) == 1:
+        rows, places = torch.zeros_like(flat), as_they_are
+    else:
+        order = flat.argsort(stable=True)
+        places = torch.empty_like(order).scatter_(0, order, as_they_are)
+        rows = order // max(chosen.shape[1], 1)
     counts = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-    return Sorted(order // max(chosen.shape[1], 1), places, counts, counts.cumsum(0).to(torch.int32))
+    return Sorted(rows, places, counts, counts.cumsum(0, dtype=torch.int32))
 
 
 class Experts(nn.ModuleList):

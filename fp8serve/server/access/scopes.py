@@ -37,7 +37,10 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
         f"GET {JOBS}", f"POST {JOBS}", f"GET {JOBS}/{{job_id}}", f"GET {JOBS}/{{job_id}}/events",
         f"GET {JOBS}/{{job_id}}/checkpoints", f"POST {JOBS}/{{job_id}}/cancel", f"POST {JOBS}/{{job_id}}/resume",
     ),
-    "admin": ("POST /finetune/{job_id}/activate", "POST /models/{name}/activate"),
+    "admin": (
+        "POST /finetune/{job_id}/activate", "POST /models/{name:path}/activate", "POST /models/{name:path}/load",
+        "POST /models/{name:path}/unload", "POST /models/{name:path}/alias", "POST /scales/save",
+    ),
 }  # fmt: skip
 
 Rows = tuple[tuple[str, re.Pattern[str]], ...]

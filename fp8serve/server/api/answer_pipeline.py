@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from fp8serve import logs
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
@@ -135,11 +136,15 @@ async def respond(
 
 async def _admit(body: Body, parse: Parse[Body], request: Request, state: ServerState) -> Generation:
     """Everything that can be refused happens here. The places are reserved before a prompt is read."""
-    served = state.served(body.model)
+    served = state.served(body.model, "generate")
+    try:
+        served.engine.limits.check_generates()
+    except RequestError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error), param="model") from None
     context = served.engine.limits.max_model_len
     state.parser.sizes(context).check(body)
     asked = parse(body)
-    with served.lease(), _reserve(asked, state) as places:
+    with served.lease(), _reserve(asked, served, state) as places:
         prompts = await until_disconnect(request, _read(asked, served, state.parser))
         params = asked.fitted(served, prompts, asked.sampling(context - max(map(len, prompts))))
         await until_disconnect(request, _check_form(asked, params, state.parser))
@@ -149,12 +154,12 @@ async def _admit(body: Body, parse: Parse[Body], request: Request, state: Server
         return state.generation(served, prompts, params, places, asked.choices, who, visit.usage)
 
 
-def _reserve(asked: ParsedRequest, state: ServerState) -> Places:
+def _reserve(asked: ParsedRequest, served: Served, state: ServerState) -> Places:
     limit = state.settings.limits.n
     if asked.choices > limit:
         message = f"{asked.choices} answers to a prompt are more than this server's limit of {limit}."
         raise Fault(Code.INVALID_PARAMETER, message, param="n")
-    return state.admission.reserve(asked.sequences)
+    return served.admission.reserve(asked.sequences)
 
 
 async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> list[Ids]:
@@ -192,16 +197,16 @@ async def _collect(renderer: Renderer[Any]) -> Any:
 
 
 def _stream(renderer: Renderer[Any], state: ServerState) -> EventStream:
-    generation, admission = renderer.generation, state.admission
+    generation = renderer.generation
     try:
-        admission.open_stream()
+        state.streams.enter()
     except Fault:
         generation.discard()
         raise
 
     def close() -> None:
         generation.discard()  # a client may leave before the first output is read
-        admission.close_stream()
+        state.streams.leave()
 
     return EventStream(_encoded(renderer), state.settings.limits.keep_alive_seconds, close)
 
@@ -212,6 +217,7 @@ async def _encoded(renderer: Renderer[Any]) -> AsyncGenerator[bytes, None]:
             async for item in events:
                 yield renderer.encoded(item)
     except Fault as fault:
+        logs.bind(error=fault.code.value)
         yield renderer.encoded(renderer.failure(fault))
     if renderer.END:
         yield renderer.END

@@ -22,9 +22,9 @@ from fp8serve.server.server_state import ServerState
 
 
 def _context(state: ServerState) -> int:
-    """Of the weights that are served; before there are any, more than a body can hold."""
-    served = state.models.current
-    return state.settings.limits.body_bytes if served is None else served.engine.limits.max_model_len
+    """The longest of all models; before one is loaded, more than a body can hold."""
+    served = [model.current for model in state.models.models.values() if model.current is not None]
+    return max((s.engine.limits.max_model_len for s in served), default=state.settings.limits.body_bytes)
 
 
 def _model(hint: Any) -> type[Any] | None:

@@ -48,6 +48,8 @@ SUBMISSION = (
     Code.MODEL_NOT_FOUND, Code.FILE_NOT_FOUND, Code.TRAINING_REFUSED, Code.QUEUE_FULL, Code.DRAINING, Code.DISK_FULL,
 )  # fmt: skip
 SWAP = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.ALIAS_BUSY, Code.ACTIVATION_FAILED, Code.ENGINE_DOWN, Code.DISK_FULL)
+SAVING = (*DOWN, Code.NOT_ROLLING, Code.NAME_TAKEN, Code.ALIAS_BUSY, Code.DISK_FULL)
+LOAD = (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.LOAD_FAILED, Code.JOB_STATE)
 RESUMPTION = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -64,6 +66,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", "/info"): Route(a.Info, DOWN),
     ("get", "/version"): Route(a.Version),
     ("get", "/scales"): Route(a.Scales, DOWN),
+    ("post", "/scales/save"): Route(a.SavedScales, SAVING),
     ("get", "/metrics"): Route(None, media=(CONTENT_TYPE.partition(";")[0],)),
     ("post", "/generate"): Route(a.Generated, GENERATION, media=(EVENTS,)),
     ("post", "/generate_stream"): Route(None, GENERATION, media=(EVENTS,)),
@@ -93,6 +96,9 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/finetune/{job_id}/activate"): Route(f.Swapped, SWAP),
     ("get", "/models"): Route(f.Models),
     ("post", "/models/{name}/activate"): Route(f.Swapped, SWAP),
+    ("post", "/models/{name}/load"): Route(f.ModelView, LOAD),
+    ("post", "/models/{name}/unload"): Route(f.Unloaded, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.ALIAS_BUSY)),
+    ("post", "/models/{name}/alias"): Route(f.ModelView, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN)),
     ("post", "/v1/files"): Route(
         f.FileObject, (Code.INVALID_PARAMETER, Code.UNSUPPORTED_MEDIA_TYPE, Code.DISK_FULL), names="file_id"
     ),
@@ -129,7 +135,10 @@ EXAMPLES: dict[str, JsonObject] = {
     "/classify": {"input": ["Once upon", "a time"]},
     "/finetune": {"data": ROWS, "max_steps": 1},
     "/finetune/validate": {"data": ROWS},
+    "/scales/save": {"name": "my-model-as-of-today"},
     "/models/{name}/activate": {"source": "base"},
+    "/models/{name}/load": {"source": None},
+    "/models/{name}/alias": {"alias": "gpt-4o-mini"},
 }
 """A body that each of these routes takes as it is."""
 EVENT = {

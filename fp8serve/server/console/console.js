@@ -209,8 +209,9 @@ async function swapTo(source, model) {
   say("weights-note", `Loading ${model}. The present weights serve until it is ready.`);
   $("serve").disabled = true;
   try {
-    const name = (await (await call("/models")).json()).alias;
-    const { served } = await (await call(`/models/${encodeURIComponent(name)}/activate`, { source })).json();
+    const name = encodeURIComponent((await (await call("/models")).json()).alias);
+    const [path, body] = source === "base" ? [`/models/${name}/activate`, { source }] : [`/finetune/${source}/activate`, {}];
+    const { served } = await (await call(path, body)).json();
     say("weights-note", `Now serving ${served.model}.`);
   } catch (error) {
     say("weights-note", error.message, true);

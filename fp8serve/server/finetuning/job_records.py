@@ -1,12 +1,14 @@
 """The rows of the job table as frozen records: what the store gives out and everything else passes around."""
 
 import json
+import re
 import secrets
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+_RESULT = re.compile(r"ft:(.+):org-local:[^:]*:[^:]*")  # `Job.model_id`
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 
@@ -32,9 +34,16 @@ class Job:
     cancel_requested: bool
     crashes: int
 
-    def model_id(self, base_name: str) -> str:
+    @property
+    def root(self) -> str:
+        """The name that the first model of its line had: of what the base was fine-tuned from, where it was."""
+        found = _RESULT.fullmatch(self.base)
+        return found[1] if found else self.base
+
+    @property
+    def model_id(self) -> str:
         """The name of the result, in OpenAI's shape."""
-        return f"ft:{base_name}:org-local:{self.suffix}:{self.id[-8:]}"
+        return f"ft:{self.root}:org-local:{self.suffix}:{self.id[-8:]}"
 
 
 @dataclass(frozen=True)

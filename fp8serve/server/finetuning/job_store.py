@@ -9,15 +9,19 @@ resumes. `origin` is the number the worker gave an event; taking the same file i
 """
 
 import json
+import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from fp8serve import logs
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.finetuning.database import Database, Transaction
 from fp8serve.server.finetuning.job_records import Event, Job, NewJob, Status, StoredFile, as_event, as_job
+
+log = logging.getLogger("fp8serve.server")
 
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 MOVES: dict[str, tuple[Status, ...]] = {
@@ -116,6 +120,15 @@ class JobStore:
         """Puts the job into state `to` and says so in an event; False, and nothing, when it is not in a state that
         leads there.
         """
+        if not self._moved(job_id, to, message, level, code or to, error):
+            return False
+        said = message if error is None else f"{message} {error}"
+        number = logging.ERROR if level == "error" else logging.INFO
+        log.log(number, "job %s: %s", job_id, said, extra=logs.fields(job_id=job_id, state=to, code=code or to))
+        return True
+
+    def _moved(self, job_id: str, to: Status, message: str, level: str, code: str, error: str | None) -> bool:
+        """One transaction: the row, and an event."""
         now = int(time.time())
         sources = MOVES[to]
         with self._write() as db:
@@ -130,10 +143,12 @@ class JobStore:
             if to == "queued":
                 db.execute("UPDATE jobs SET finished_at = NULL, error = NULL, crashes = 0 WHERE id = ?", (job_id,))
             if to in FINAL:
-                failure = json.dumps({"code": code or to, "message": error, "param": None}) if error else None
+                failure = json.dumps({"code": code, "message": error, "param": None}) if error else None
                 db.execute("UPDATE jobs SET finished_at = ?, error = ? WHERE id = ?", (now, failure, job_id))
-            _insert_event(db, job_id, level, "message", message, {"code": code or to})
-            return True
+            if to == "failed":  # resumed, it is not cancelled for what was asked before
+                db.execute("UPDATE jobs SET cancel_requested = 0 WHERE id = ?", (job_id,))
+            _insert_event(db, job_id, level, "message", message, {"code": code})
+        return True
 
     def request_cancel(self, job_id: str) -> Job:
         """Asks a job to end; a queued one is cancelled at once. Fault 409 when it has ended already."""
@@ -141,7 +156,8 @@ class JobStore:
         if job.status in FINAL:
             raise Fault(Code.JOB_STATE, f"The job has ended already: it {_ENDED[job.status]}.")
         with self._write() as db:
-            db.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job_id,))
+            still = "status IN ('queued', 'running')"
+            db.execute(f"UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND {still}", (job_id,))
         if job.status == "queued":
             self.move(job_id, "cancelled", "The job was cancelled before it ran.")
         return self.get(job_id)

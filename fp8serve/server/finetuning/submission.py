@@ -7,7 +7,6 @@ the table: a crash in between leaves a directory that nothing names, which the n
 
 import asyncio
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,27 @@ from fp8serve.server.finetuning.job_directory import JobDirectories, public_conf
 from fp8serve.server.finetuning.job_records import Job, NewJob, new_job_id
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.sources import Sources
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
-from fp8serve.server.serving.models import BASE, ServedModels
+from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_model import BASE
 from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
 class Submissions:
-    """Takes jobs in. `source` gives the weights behind "base" or a finished job; `draining` is set when the server
-    takes nothing new.
-    """
+    """Takes jobs in. `draining` is set when the server takes nothing new."""
 
     settings: Settings
     data_dir: Path
     store: JobStore
     runner: JobRunner
-    models: ServedModels
+    models: Registry
     parser: RequestParser
-    source: Callable[[str], Source]
+    sources: Sources
     draining: asyncio.Event
 
     async def submit(
@@ -108,18 +107,18 @@ class Submissions:
             )
 
     def _training_source(self, model: str | None) -> Source:
-        """Weights to start from: what is served now, "base", or the result of an earlier job by its model name or
-        id.
+        """Weights to start from: what a name serves now, the default's if there is none, "base", or the result of an
+        earlier job by its model name or id.
         """
-        served = self.models.current
-        if model is None or (served is not None and model in self.models.names()):
-            return served.source if served is not None else self.source(BASE)
+        served = self.models.default if model is None else self.models.named(model)
+        if served is not None:
+            return served.home if served.current is None else served.current.source
         if model == BASE:
-            return self.source(BASE)
-        for job in self.store.jobs(limit=100_000, status="succeeded"):
-            if model in (job.id, job.model_id(self.models.name)):
-                return self.source(job.id)
-        raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
+            return self.models.default.home
+        job = self.sources.result(str(model))
+        if job is None:
+            raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
+        return self.sources.of_job(job, self.models.default.home)
 
     def _enter(
         self, job_id: str, body: FinetuneBody, source: Source, config: TrainConfig, key: str | None, mark: str

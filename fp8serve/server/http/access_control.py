@@ -12,6 +12,7 @@ import binascii
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fp8serve import logs
 from fp8serve.server.access.key_file import KeyFile
 from fp8serve.server.access.keys import ANONYMOUS, SCOPES, Caller
 from fp8serve.server.access.scopes import opens
@@ -41,6 +42,8 @@ class AccessControl:
         if (fault := self._verdict(scope, caller)) is not None:
             return await refuse(fault, scope, receive, send, close=True)
         scope["caller"] = caller
+        if caller is not None:
+            logs.bind(tenant=caller.tenant)
         scope["tenant"] = tenant_of(scope, caller.tenant if caller is not None and self._keys.needed else None)
         return await self.app(scope, receive, send)
 

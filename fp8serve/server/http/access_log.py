@@ -1,7 +1,8 @@
 """The outermost middleware: each response gets a request id and security headers, and is counted and logged.
 
-The log line holds the route's template, status and milliseconds; never a query string, a body or a header. An
-exception that nobody expected becomes a small 500 without a word about where it happened.
+The log line holds the route's template, status and milliseconds; never a query string, a body or a header. In JSON
+(`fp8serve/logs.py`) it has them as fields, and tenant, tokens and the failure's code besides; every record made for a
+request has its ids. An exception that nobody expected becomes a small 500 without a word about where it happened.
 """
 
 import logging
@@ -11,9 +12,12 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fp8serve import logs
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.scope import METHODS, OPEN_PATHS, header, refuse
+from fp8serve.server.http.trace_context import TraceContext, trace_context
 from fp8serve.server.metrics import Metrics
+from fp8serve.server.tracing import RequestSpan, Tracing
 from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server.access")
@@ -24,15 +28,18 @@ SECURITY_HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"x-frame-options", b"DENY"),
 ]
+UNTRACED = OPEN_PATHS | {"/metrics"}
+"""What is asked for every few seconds, and by nobody that waits."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class AccessLog:
     """See the module. Handlers find the request id in `scope["request_id"]`, and count tokens in `scope["usage"]`."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing) -> None:
         self.app = app
         self.metrics = metrics
+        self.tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,7 +47,19 @@ class AccessLog:
         given = (header(scope, b"x-request-id") or b"").decode("latin-1")
         scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope["usage"] = Usage()
-        answer = _Answer(scope, send)
+        with logs.request_fields(request_id=scope["request_id"]):
+            if (around := self._begin(scope)) is not None:
+                logs.bind(trace_id=around.trace_id, span_id=around.span_id)
+            return await self._answer(scope, receive, _Answer(scope, send))
+
+    def _begin(self, scope: Scope) -> TraceContext | RequestSpan | None:
+        """The span that the request is: ours where there is tracing, and its caller's where there is not."""
+        if scope["path"] not in UNTRACED:
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            scope["span"] = self.tracing.begin(_method(scope), headers)
+        return scope.get("span") or trace_context(scope)
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
         started = time.perf_counter()
         try:
             await self.app(scope, receive, answer)
@@ -54,15 +73,41 @@ class AccessLog:
                     answer,
                 )
         finally:
-            self._account(scope, answer.status, time.perf_counter() - started)
+            self._account(scope, answer.status or 499, time.perf_counter() - started)
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
         route = _route(scope)
-        method = scope["method"] if scope["method"] in METHODS else "other"
-        self.metrics.responses.labels(route, method, str(status or 499)).inc()
+        method = _method(scope)
+        self.metrics.responses.labels(route, method, str(status)).inc()
         self.metrics.http_seconds.labels(route).observe(seconds)
+        if (code := logs.bound().get("error")) is not None:
+            self.metrics.errors.labels(code).inc()
         level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO  # probes come every few seconds
-        log.log(level, "%s %s %s %.1f ms %s", method, route, status or 499, seconds * 1e3, scope["request_id"])
+        usage: Usage = scope["usage"]
+        self._end(scope, method, route, status)
+        seen = logs.fields(
+            method=method,
+            route=route,
+            status=status,
+            duration_ms=round(seconds * 1e3, 1),
+            prompt_tokens=usage.prompt or None,
+            answer_tokens=usage.generated or None,
+        )
+        line = "%s %s %s %.1f ms %s"
+        log.log(level, line, method, route, status, seconds * 1e3, scope["request_id"], extra=seen)
+
+    def _end(self, scope: Scope, method: str, route: str, status: int) -> None:
+        span: RequestSpan | None = scope.get("span")
+        if span is None:
+            return
+        seen = {"http.request.method": method, "http.route": route, "http.response.status_code": status}
+        known = logs.bound()
+        named = {"fp8serve.request_id": "request_id", "fp8serve.tenant": "tenant", "error.type": "error"}
+        span.end(seen | {name: known[field] for name, field in named.items() if field in known}, scope["usage"])
+
+
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in METHODS else "other"
 
 
 def _route(scope: Scope) -> str:

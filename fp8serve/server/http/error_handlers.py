@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
+from fp8serve import logs
 from fp8serve.errors import DataError, Fp8ServeError, MachineError
 from fp8serve.server.faults import STORAGE_ERRORS, Code, Fault, disk_fault
 from fp8serve.server.http.scope import METHODS
@@ -29,6 +30,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _render(request: Request, fault: Fault) -> Response:
+    logs.bind(error=fault.code.value)
     return fault.response(request.scope["path"], request.scope.get("request_id", ""))
 
 

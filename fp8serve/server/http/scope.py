@@ -2,6 +2,7 @@
 
 from starlette.types import Message, Receive, Scope, Send
 
+from fp8serve import logs
 from fp8serve.server.faults import Fault
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
@@ -16,6 +17,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 async def refuse(fault: Fault, scope: Scope, receive: Receive, send: Send, close: bool = False) -> None:
     """Answers with `fault`. `close`: the body was not read, so the connection cannot be used again."""
+    logs.bind(error=fault.code.value)
     response = fault.response(scope["path"], scope.get("request_id", ""))
     if close:
         response.headers["connection"] = "close"

@@ -20,6 +20,7 @@ from typing import Any
 
 from fp8serve import errors
 from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.logs import LogFormat
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_process import FRAME, Answer, Head, pack
 
@@ -41,8 +42,9 @@ class Allowance:
 class ParserProcess:
     """One process, started when it is needed, for one job at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_format: LogFormat = "plain") -> None:
         self._process: Process | None = None
+        self._command = (*COMMAND, log_format)
 
     async def perform(self, head: Head, body: bytes, allowance: Allowance) -> Answer:
         """The answer to a job. Fault 400 when it needs more than it may use; an error of ours as its own class."""
@@ -91,7 +93,7 @@ class ParserProcess:
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:
-                self._process = await asyncio.create_subprocess_exec(*COMMAND, stdin=theirs.fileno())
+                self._process = await asyncio.create_subprocess_exec(*self._command, stdin=theirs.fileno())
             except OSError as error:
                 raise MachineError(f"No process can be started to read the request: {error.strerror}.") from None
             finally:
@@ -116,8 +118,8 @@ class ParserProcess:
 class ParserPool:
     """Two processes for requests and one for training data. Call `close` at the end."""
 
-    def __init__(self, waiting_bytes: int) -> None:
-        self._all = [ParserProcess(), ParserProcess(), ParserProcess()]
+    def __init__(self, waiting_bytes: int, log_format: LogFormat = "plain") -> None:
+        self._all = [ParserProcess(log_format) for _ in range(3)]
         self._free: asyncio.LifoQueue[ParserProcess] = asyncio.LifoQueue()
         self._free.put_nowait(self._all[0])
         self._free.put_nowait(self._all[1])

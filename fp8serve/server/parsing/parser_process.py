@@ -1,4 +1,5 @@
 """The process that reads what clients send: `python -m fp8serve.server.parsing.parser_process`, one job at a time.
+Its one argument is the form of its log.
 
 Parsing, validating, rendering a template and tokenizing cost as much as a client cares to send, and hold Python's lock;
 here they hold nobody else's. A job is a frame on the socket that is this process's standard input (`frames` below), the
@@ -9,20 +10,23 @@ cage. Nothing is unpickled; this module imports no torch.
 
 import importlib
 import json
+import logging
 import resource
 import signal
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fp8serve import logs
 from fp8serve.errors import Fp8ServeError
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.parsing.texts import Asked, read_text
+
+log = logging.getLogger("fp8serve.server.parsing")
 
 FRAME = struct.Struct("!QQ")  # bytes of the JSON head, bytes of the body behind it
 Head = dict[str, Any]
@@ -245,13 +249,14 @@ def perform(head: Head, body: bytes) -> bytes:
     except MemoryError:
         return pack({"too_much": True, "last": True})
     except Exception as error:  # a mistake of ours: the log has it, the front answers 500
-        traceback.print_exc()
+        log.exception("a parser process failed")
         return pack({"error": "RuntimeError", "message": f"A parser process failed: {type(error).__name__}."})
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def main() -> int:
+def main(form: logs.LogFormat = "plain") -> int:
+    logs.configure(form, "parser")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as connection, connection.makefile("rb") as jobs:
@@ -261,4 +266,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("json" if sys.argv[1:] == ["json"] else "plain"))

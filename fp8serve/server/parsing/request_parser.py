@@ -13,6 +13,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 
 from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.logs import LogFormat
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
@@ -29,8 +30,8 @@ Prompt = str | list[int]
 class RequestParser:
     """Reads prompts and bodies within the limits of one server."""
 
-    def __init__(self, limits: ServerLimits) -> None:
-        self.pool = ParserPool(limits.reading_bytes)
+    def __init__(self, limits: ServerLimits, log_format: LogFormat = "plain") -> None:
+        self.pool = ParserPool(limits.reading_bytes, log_format)
         self.limits = limits
         self._good_forms: dict[bytes, None] = {}  # that were read lately, the oldest first
         self.allowance = Allowance(limits.reading_seconds, limits.reading_memory)

@@ -89,11 +89,26 @@ class DryRun(ResponseShape):
 class Available(ResponseShape):
     source: str
     model: str
+    base: str
 
 
 class Activating(ResponseShape):
     model: str
     seconds: float
+
+
+class ModelView(ResponseShape):
+    name: str
+    default: bool
+    state: str
+    problem: str | None
+    served: ServedView | None
+    activating: Activating | None
+    aliases: list[str]
+    task: Literal["generate", "embed", "classify"] | None
+    max_model_len: int | None
+    in_flight: int
+    memory_bytes: dict[str, int]
 
 
 class Models(ResponseShape):
@@ -102,6 +117,14 @@ class Models(ResponseShape):
     served: ServedView | None
     activating: Activating | None
     available: list[Available]
+    models: list[ModelView]
+    aliases: dict[str, str]
+    loadable: list[str]
+
+
+class Unloaded(ResponseShape):
+    name: str
+    state: Literal["unloaded"]
 
 
 class Swapped(ResponseShape):

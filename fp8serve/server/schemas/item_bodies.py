@@ -122,6 +122,15 @@ class NamedFunction(Strict):
     name: ToolName
 
 
+class AllowedFunctions(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+FunctionChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
+
+
 class SchemaFormat(Strict):
     type: Literal["json_schema"]
     name: Annotated[str, Field(max_length=64)]
@@ -174,7 +183,7 @@ class ResponsesBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

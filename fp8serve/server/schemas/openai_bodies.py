@@ -18,7 +18,7 @@ from fp8serve.server.schemas.answer_form import Formed, Text
 from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of, given
 from fp8serve.server.schemas.messages import Message
-from fp8serve.server.schemas.tools import NamedTool, Tool, ToolChoice, Tools
+from fp8serve.server.schemas.tools import AllowedTools, Tool, ToolChoice, Tools, must_call, named_by
 
 MAX_STOPS = 4  # as OpenAI documents it; /generate takes as many as the engine
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
@@ -188,21 +188,22 @@ class ChatBody(SampledBody):
         names = [tool.function.name for tool in self.tools or ()]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise PydanticCustomError("tools", "tools holds {name} more than once", {"name": twice})
-        chosen = self.tool_choice
-        if isinstance(chosen, NamedTool) and chosen.function.name not in names:
+        if (named := named_by(self.tool_choice)) and not named.issubset(names):
             raise PydanticCustomError("tool_choice", "tool_choice names a tool that is not in tools")
-        if chosen == "required" and not names:
+        if self.must_call and not names:
             raise PydanticCustomError("tool_choice", "tool_choice: required needs tools")
         return self
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return must_call(self.tool_choice)
 
     @property
     def offered(self) -> list[Tool]:
         """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        named = named_by(self.tool_choice) if isinstance(self.tool_choice, AllowedTools) else None
+        return tools if named is None else [tool for tool in tools if tool.function.name in named]
 
     @property
     def token_limit(self) -> int | None:

@@ -113,6 +113,13 @@ class Scales(ResponseShape):
     layers: list[LayerScale]
 
 
+class SavedScales(ResponseShape):
+    """`name`: of the directory, beside the model. `scales`: how many follow the traffic."""
+
+    name: str
+    scales: int
+
+
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
@@ -320,7 +327,8 @@ class Model(ResponseShape):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
+    state: str
     max_model_len: int | None
     task: Literal["generate", "embed", "classify"] | None  # None while nothing is loaded
 

@@ -62,5 +62,30 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class Allowed(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    """Of the tools of a request these alone: the model is not told of the others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+def named_by(choice: ToolChoice | None) -> set[str] | None:
+    """The tools that a choice names; None where it names none."""
+    if isinstance(choice, NamedTool):
+        return {choice.function.name}
+    return {tool.function.name for tool in choice.allowed_tools.tools} if isinstance(choice, AllowedTools) else None
+
+
+def must_call(choice: ToolChoice | None) -> bool:
+    if isinstance(choice, AllowedTools):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedTool)

@@ -1,4 +1,4 @@
-"""How many requests this server holds, and which are admitted.
+"""How many requests a model holds, and which are admitted; how many event streams the server has open.
 
 One request is one sequence of the engine: `n` choices of `p` prompts are n x p requests, admitted together or not at
 all. Their places are reserved before a prompt is read, so a refusal costs no work; a request that cannot be taken is
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.metrics import Metrics
+from fp8serve.server.metrics import Metrics, ModelMetrics
 
 Outcome = Literal["ok", "failed", "cancelled"]
 
@@ -55,19 +55,20 @@ class Places:
 
 
 class Admission:
-    """Counts requests and their tokens (prompt plus the most they may generate) against the two bounds."""
+    """Counts the requests of one model and their tokens (prompt plus the most they may generate) against two bounds, so
+    that a model which is full leaves the others their places.
+    """
 
-    def __init__(self, capacity: int, token_budget: int, streams: int, metrics: Metrics) -> None:
+    def __init__(self, capacity: int, token_budget: int, metrics: ModelMetrics) -> None:
         self.capacity = capacity
         self.token_budget = token_budget
-        self.max_streams = streams
         self.in_flight = 0
         self.reserved = 0
         self.tokens = 0
-        self.streams = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self._metrics = metrics
+        self.metrics = metrics
+        metrics.in_flight.set_function(lambda: self.in_flight)
 
     @property
     def nearly_full(self) -> bool:
@@ -87,14 +88,12 @@ class Admission:
         self.in_flight += len(token_counts)
         self.tokens += sum(token_counts)
         self.idle.clear()
-        self._metrics.accepted.inc(len(token_counts))
+        self.metrics.accepted.inc(len(token_counts))
         return [Ticket(self, tokens) for tokens in token_counts]
 
     def _check(self, count: int, tokens: int) -> None:
         if count > self.capacity:
-            message = (
-                f"The request asks for {count} sequences, but this server holds at most {self.capacity} at a time."
-            )
+            message = f"The request asks for {count} sequences, but this model holds at most {self.capacity} at a time."
             raise Fault(Code.INVALID_PARAMETER, message, param="n", hint="Send fewer prompts or choices at once.")
         taken = self.in_flight + self.reserved
         if taken + count > self.capacity:
@@ -108,25 +107,39 @@ class Admission:
             )
 
     def _refuse(self, reason: str, message: str) -> None:
-        self._metrics.rejected.labels(reason).inc()
-        raise Fault(Code.QUEUE_FULL, message, hint="Try again in a moment.", retry_after=1)
+        self.metrics.rejected(reason).inc()
+        raise _full(message)
 
     def leave(self, ticket: Ticket, outcome: Outcome) -> None:
         self.in_flight -= 1
         self.tokens -= ticket.tokens
-        self._metrics.finished.labels(outcome).inc()
+        self.metrics.finished(outcome).inc()
         self.settle()
 
     def settle(self) -> None:
-        """Wakes whoever waits for an empty server."""
+        """Wakes whoever waits until nothing is under way."""
         if self.in_flight == self.reserved == 0:
             self.idle.set()
 
-    def open_stream(self) -> None:
-        """Call once for every event stream; 429 when too many are open. `close_stream` gives the place back."""
-        if self.streams >= self.max_streams:
-            self._refuse("streams", f"{self.streams} event streams are open and no more are allowed.")
-        self.streams += 1
 
-    def close_stream(self) -> None:
-        self.streams -= 1
+class Streams:
+    """Counts the event streams of the server, of answers and of jobs, against their bound."""
+
+    def __init__(self, most: int, metrics: Metrics) -> None:
+        self.most = most
+        self.open = 0
+        self._rejected = metrics.streams_rejected
+
+    def enter(self) -> None:
+        """Call once for every event stream; 429 when too many are open. `leave` gives the place back."""
+        if self.open >= self.most:
+            self._rejected.inc()
+            raise _full(f"{self.open} event streams are open and no more are allowed.")
+        self.open += 1
+
+    def leave(self) -> None:
+        self.open -= 1
+
+
+def _full(message: str) -> Fault:
+    return Fault(Code.QUEUE_FULL, message, hint="Try again in a moment.", retry_after=1)

@@ -12,13 +12,16 @@ from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
+from fp8serve.logs import LogFormat
 from fp8serve.model.config.either import check_any_config
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.answers.choice import AnswerFormat
+from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 
 SAMPLE_BYTES = 1 << 16
 PLAIN = AnswerFormat("none", "none")
+TOLD_NOTHING = AnswerFormat("auto", "auto")
 
 
 class EngineHandle(Protocol):
@@ -32,6 +35,8 @@ class EngineHandle(Protocol):
     @property
     def heartbeat_age(self) -> float: ...
     @property
+    def resident_bytes(self) -> int: ...
+    @property
     def step_seconds(self) -> float: ...
     def check(self, request: Request) -> None: ...
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]: ...
@@ -42,6 +47,7 @@ class EngineHandle(Protocol):
     ) -> list[list[float]]: ...
     async def stats(self) -> dict[str, Any]: ...
     async def scales(self) -> list[dict[str, Any]]: ...
+    async def save_scales(self, path: Path) -> int: ...
     async def drain(self, deadline: float) -> None: ...
     async def close(self) -> None: ...
     async def kill(self, why: str) -> None: ...
@@ -49,21 +55,27 @@ class EngineHandle(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Weights that can be served: `key` is "base" or a job id, `model_id` the name for exactly these."""
+    """Weights that can be served: `key` is "base" or a job id, `model_id` the name for exactly these. `readers`: how
+    answers are read, as far as the operator said.
+    """
 
     key: str
     model_id: str
     directory: Path
     options: EngineOptions
+    readers: AnswerFormat = TOLD_NOTHING
 
 
 @dataclass(eq=False)
 class Served:
-    """Weights that answer requests. `weight_version` names their bytes, `answers` how their answers are read."""
+    """Weights that answer requests, which `admission` counts. `weight_version` names their bytes, `answers` how their
+    answers are read.
+    """
 
     source: Source
     engine: EngineHandle
     tokenizer: Tokenizer
+    admission: Admission
     weight_version: str
     answers: AnswerFormat = PLAIN
     heartbeat: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
@@ -87,11 +99,11 @@ class Served:
 Launch = Callable[[Source], Awaitable[tuple[EngineHandle, Tokenizer]]]
 
 
-async def launch(source: Source) -> tuple[EngineHandle, Tokenizer]:
+async def launch(source: Source, log_format: LogFormat = "plain") -> tuple[EngineHandle, Tokenizer]:
     """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either cannot be."""
     await asyncio.to_thread(check_any_config, source.directory)  # the clearest word on a directory that is no model
     tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
-    return await EngineClient.start(source.directory, source.options), tokenizer
+    return await EngineClient.start(source.directory, source.options, log_format), tokenizer
 
 
 def weight_version(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""Keeps the engine process alive that answers.
+"""Keeps the engine process alive that answers for one model.
 
 One that dies is started again, with growing pauses, and readiness is false meanwhile; one that hangs, silent or in one
 step for too long, is ended and started again in the same way, also while another is being loaded. The front stays alive
@@ -6,85 +6,96 @@ through all of it. If that does not help, liveness is false, and who watches thi
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 
 from fp8serve.errors import Fp8ServeError
-from fp8serve.server.metrics import Metrics
-from fp8serve.server.serving.models import ServedModels
 from fp8serve.server.serving.served import Served
+from fp8serve.server.serving.served_model import ServedModel
 
 log = logging.getLogger("fp8serve.server")
 
 WATCH_SECONDS = 0.2
+LAYERS_SECONDS = 2.0
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STATS_SECONDS = 5.0
 
 
 class EngineSupervisor:
-    """Watches what `models` serves. Restarts are made here alone, one after the other; a swap meanwhile wins."""
+    """Watches what `model` serves. Restarts are made here alone, one after the other; a swap meanwhile wins."""
 
-    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
-        self.models = models
-        self._metrics = metrics
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
 
     async def watch(self) -> None:
         """Runs for ever: reads statistics for /metrics, and starts a dead engine again."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_alive())
             tasks.create_task(self._keep_informed())
+            if self.model.asks_layers:
+                tasks.create_task(self._keep_informed_of_layers())
 
     async def _keep_informed(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            served = self.models.current
+            served = self.model.current
             if served is not None and served.engine.alive:
                 served.proven |= await self._read_stats(served)
+
+    async def _keep_informed_of_layers(self) -> None:
+        while True:
+            served = self.model.current
+            if served is not None and served.engine.alive:
+                with contextlib.suppress(Fp8ServeError, OSError, TimeoutError):
+                    async with asyncio.timeout(STATS_SECONDS):
+                        self.model.reported_layers = served, await served.engine.scales()
+            await asyncio.sleep(LAYERS_SECONDS)
 
     async def _keep_alive(self) -> None:
         last = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            now, served = time.monotonic(), self.models.current
+            now, served = time.monotonic(), self.model.current
             if served is not None:
                 served.heartbeat.turn(served.engine.heartbeat_age, now - last)
                 await self._look_after(served)
             last = now
 
     async def _look_after(self, served: Served) -> None:
-        models = self.models
-        if served.engine.alive and (hang := models.hang(served)) is not None:
+        model = self.model
+        if served.engine.alive and (hang := model.hang(served)) is not None:
             log.error("the engine process of %s hangs", served.source.model_id)
             await served.engine.kill(hang)
         if served.engine.alive:
-            models.failed_restarts = 0 if served.proven else models.failed_restarts
+            model.failed_restarts = 0 if served.proven else model.failed_restarts
             return
-        models.state = "restarting"
-        if models.failed_restarts:
-            await asyncio.sleep(BACKOFF_SECONDS[min(models.failed_restarts, len(BACKOFF_SECONDS)) - 1])
-        models.failed_restarts += 1
-        if models.current is served:
+        model.state = "restarting"
+        if model.failed_restarts:
+            await asyncio.sleep(BACKOFF_SECONDS[min(model.failed_restarts, len(BACKOFF_SECONDS)) - 1])
+        model.failed_restarts += 1
+        if model.current is served:
             await self._restart(served)
 
     async def _read_stats(self, served: Served) -> bool:
         try:
             async with asyncio.timeout(STATS_SECONDS):
-                self.models.reported = (served, await served.engine.stats())
+                self.model.reported = (served, await served.engine.stats())
         except (Fp8ServeError, OSError, TimeoutError):
             return False
         return True
 
     async def _restart(self, dead: Served) -> None:
         log.error("the engine process of %s died; starting it again", dead.source.model_id)
-        self._metrics.engine_restarts.inc()
+        self.model.admission.metrics.restarts.inc()
         try:
             await dead.engine.close()
-            new = await self.models.ready_engine(dead.source)
+            new = await self.model.ready_engine(dead.source)
         except Fp8ServeError as error:
             log.error("the engine could not be started again: %s", error)
             return
         except Exception:
             log.exception("the engine could not be started again")
             return
-        if not self.models.put_back(dead, new):
+        if not self.model.put_back(dead, new):
             await new.engine.close()

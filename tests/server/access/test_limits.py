@@ -169,7 +169,7 @@ async def test_tokens_are_counted_by_tenant_streamed_or_not(start: Start, keys: 
         shown = (await server.client.get("/metrics", headers=bearer("ops"))).text
         assert 'fp8serve_tenant_tokens_total{kind="generated",tenant="small"} 8.0' in shown
         assert 'fp8serve_tenant_requests_rejected_total{reason="tokens",tenant="small"} 1.0' in shown
-        assert "fp8serve_requests_in_flight 0.0" in shown
+        assert 'fp8serve_requests_in_flight{model="tiny"} 0.0' in shown
 
 
 async def test_a_client_that_leaves_gives_its_place_back(start: Start, keys: Path) -> None:

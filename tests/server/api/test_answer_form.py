@@ -137,7 +137,7 @@ async def test_a_good_form_is_read_once(start: Start, monkeypatch: pytest.Monkey
 def test_a_form_survives_the_parser_process(model: str, body: dict[str, Any]) -> None:
     """Which checks long bodies and writes them again."""
     model = f"fp8serve.server.schemas.{model}"
-    head = {"kind": "check", "model": model, "sizes": {"prompts": 9, "messages": 9, "context": 99}}
+    head = {"kind": "check", "model": model, "sizes": {"prompts": 9, "messages": 9, "context": 99, "texts": 9}}
     answer, written = parser_process._check(head, json.dumps(body).encode())
     assert answer == {}
     assert json.loads(written) == body

@@ -37,7 +37,7 @@ def test_a_stream_that_cannot_be_sent_frees_its_places(start: Start, path: str, 
             headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
             scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
             await server.app(scope | {"http_version": "1.1", "scheme": "http", "root_path": ""}, receive, send)
-            admission = server.state.admission
-            assert (admission.in_flight, admission.reserved, admission.streams) == (0, 0, 0)
+            admission = server.state.models.default.admission
+            assert (admission.in_flight, admission.reserved, server.state.streams.open) == (0, 0, 0)
 
     asyncio.run(body())

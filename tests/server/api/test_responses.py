@@ -104,6 +104,10 @@ async def test_the_form_of_an_answer_and_a_call_that_has_to_come(talking: Any) -
         forced = await answer(server, CALL, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
         assert forced["output"][0]["name"] == "weather"
         assert "named_0" in server.launcher.engine.requests[-1].params.grammar
+        allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+        said = await answer(server, CALL, tools=[TOOL], tool_choice=allowed)
+        assert said["tool_choice"] == allowed
+        assert "named_0" in server.launcher.engine.requests[-1].params.grammar
 
 
 def test_items_become_the_messages_of_a_chat() -> None:

@@ -21,6 +21,7 @@ fp8serve_request_seconds fp8serve_request_prompt_tokens fp8serve_request_generat
 fp8serve_engine_restarts fp8serve_requests_running fp8serve_requests_waiting fp8serve_kv_cache_usage_ratio
 fp8serve_preemptions fp8serve_jobs fp8serve_engine_up fp8serve_drafts fp8serve_draft_tokens
 fp8serve_accepted_draft_tokens fp8serve_prefix_cache_queried_tokens fp8serve_prefix_cache_hit_tokens
+fp8serve_streams_rejected
 """
 
 
@@ -56,7 +57,7 @@ async def test_loading_is_live_and_not_ready(start: Start) -> None:
 async def test_metric_names_are_stable_and_parse(start: Start) -> None:
     async with start() as server:
         await server.client.post("/generate", json={"inputs": "abc"})
-        text = await metrics(server, "fp8serve_kv_cache_usage_ratio 0.25")
+        text = await metrics(server, 'fp8serve_kv_cache_usage_ratio{model="tiny"} 0.25')
         families = {f.name: f for f in text_string_to_metric_families(text)}
         assert set(NAMES.split()) <= set(families)
         assert all(name.startswith("fp8serve_") for name in families)
@@ -74,16 +75,16 @@ async def test_metric_names_are_stable_and_parse(start: Start) -> None:
 async def test_vllm_names_on_request(start: Start) -> None:
     async with start(vllm_metrics=True) as server:
         await server.client.post("/generate", json={"inputs": "abc"})
-        text = await metrics(server, 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25')
+        text = await metrics(server, 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25')
         for name in (
-            'vllm:num_requests_waiting{model_name="tiny"} 0',
-            'vllm:generation_tokens_total{model_name="tiny"} 16',
-            'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1',
-            'vllm:spec_decode_num_drafts_total{model_name="tiny"} 3',
-            'vllm:spec_decode_num_draft_tokens_total{model_name="tiny"} 12',
-            'vllm:spec_decode_num_accepted_tokens_total{model_name="tiny"} 7',
-            'vllm:prefix_cache_queries_total{model_name="tiny"} 40',
-            'vllm:prefix_cache_hits_total{model_name="tiny"} 32',
+            'vllm:num_requests_waiting{engine="0",model_name="tiny"} 0',
+            'vllm:generation_tokens_total{engine="0",model_name="tiny"} 16',
+            'vllm:e2e_request_latency_seconds_count{engine="0",model_name="tiny"} 1',
+            'vllm:spec_decode_num_drafts_total{engine="0",model_name="tiny"} 3',
+            'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="tiny"} 12',
+            'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="tiny"} 7',
+            'vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 40',
+            'vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 32',
         ):
             assert name in text
 
@@ -139,11 +140,11 @@ async def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(
 
 async def test_metrics_do_not_show_the_numbers_of_a_dead_engine(start: Start) -> None:
     async with start() as server:
-        text = await metrics(server, "fp8serve_kv_cache_usage_ratio 0.25")
-        assert "fp8serve_engine_up 1.0" in text
+        text = await metrics(server, 'fp8serve_kv_cache_usage_ratio{model="tiny"} 0.25')
+        assert 'fp8serve_engine_up{model="tiny"} 1.0' in text
         server.launcher.problem = "The weights are gone."
         server.launcher.engine.alive = False
         text = (await server.client.get("/metrics")).text
-        assert "fp8serve_kv_cache_usage_ratio 0" not in text
-        assert "fp8serve_requests_running 0" not in text
-        assert "fp8serve_engine_up 0.0" in text
+        assert "fp8serve_kv_cache_usage_ratio{" not in text
+        assert "fp8serve_requests_running{" not in text
+        assert 'fp8serve_engine_up{model="tiny"} 0.0' in text

@@ -9,8 +9,15 @@ from fp8serve.server.answers.choice import AnswerFormat, choose
 from tests.server.api.talking import CALL, echo
 from tests.server.api.talking import WEATHER as SCHEMA
 from tests.server.conftest import Server, Start
+from tests.server.fakes import byte_tokenizer
 
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """The `tool_choice` of a client that allows these tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 async def ask(server: Server, text: str, **further: Any) -> Any:
@@ -119,6 +126,9 @@ async def test_a_history_of_calls_reaches_the_template(start: Start) -> None:
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "weather", "other")}, "tool_choice"),
+        ({"tool_choice": allowed("none", "weather")}, "tool_choice"),
+        ({"tool_choice": allowed("auto")}, "tool_choice"),
         ({"messages": [{"role": "user", "content": None}]}, "content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": CALLED}]}, "tool_calls"),
@@ -169,6 +179,19 @@ async def test_calls_are_held_to_a_grammar(talking: Any, further: Any, said: tup
         assert params.form.keys() == {"grammar"}
         assert all(text in params.grammar for text in said)
         assert unsaid not in params.grammar
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_of_the_tools_those_that_are_allowed(talking: Any, mode: str) -> None:
+    tools = [{"type": "function", "function": WEATHER["function"] | {"name": name}} for name in ("time", "weather")]
+    async with talking() as server:
+        said = await choice(server, CALL, tools=tools, tool_choice=allowed(mode, "weather"))
+        assert said["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        request = server.launcher.engine.requests[-1]
+        prompt = byte_tokenizer().decode(list(request.prompt_token_ids), skip_special_tokens=False)
+        assert '"weather"' in prompt
+        assert '"time"' not in prompt
+        assert request.params.form.keys() == ({"grammar"} if mode == "required" else set())
 
 
 async def test_a_grammar_without_need_is_none(talking: Any) -> None:

@@ -104,11 +104,11 @@ async def test_a_choice_that_cannot_be_recorded_is_not_served(start: Start, monk
 
     async with start() as server:
         done = await wait_for(server, (await submit(server, "fine"))["id"], "succeeded")
-        served = server.state.models.current
+        served = server.state.models.default.current
         monkeypatch.setattr(server.state.jobs, "set_activated", full)
         answer = await server.client.post(f"/finetune/{done['id']}/activate")
         assert (answer.status_code, answer.json()["code"]) == (507, "disk_full")
-        assert server.state.models.current is served
+        assert server.state.models.default.current is served
         assert server.launcher.engine.closed
         assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
         monkeypatch.undo()

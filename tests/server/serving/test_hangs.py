@@ -13,8 +13,8 @@ from fp8serve.engine.worker import Heartbeat, Worker
 from fp8serve.errors import RequestError
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
-from fp8serve.server.serving.models import MAX_FAILED_RESTARTS
 from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_model import MAX_FAILED_RESTARTS
 from fp8serve.server.settings import Settings
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
@@ -38,17 +38,17 @@ class Hanging(Launcher):
 
 
 async def activate(server: Server) -> Any:
-    return await server.client.post(f"/models/{server.state.models.name}/activate", json={"source": "base"})
+    return await server.client.post(f"/models/{server.state.models.default.name}/activate", json={"source": "base"})
 
 
 async def test_a_silent_engine_is_replaced_and_readiness_follows(start: Start) -> None:
     async with start(heartbeat_seconds=0.5) as server:
-        hung, served = server.launcher.engine, server.state.models.current
+        hung, served = server.launcher.engine, server.state.models.default.current
         hung.heartbeat_age = 1e9
         await eventually(lambda: hung.killed)
         assert "no sign of life" in str(hung.killed)
-        await eventually(lambda: server.state.models.ready)
-        assert server.state.models.current is not served
+        await eventually(lambda: server.state.models.default.ready)
+        assert server.state.models.default.current is not served
         assert len(server.launcher.engines) == 2
 
 
@@ -68,7 +68,7 @@ async def test_a_silent_engine_is_not_ready_until_it_is_replaced(start: Start) -
     async with start(launcher, heartbeat_seconds=0.5) as server:
         launcher.hang = True
         launcher.engine.heartbeat_age = 1e9
-        await eventually(lambda: not server.state.models.ready)
+        await eventually(lambda: not server.state.models.default.ready)
         assert (await server.client.get("/health/ready")).status_code == 503
         assert (await server.client.get("/health/live")).status_code == 200  # it is being loaded
         answer = await server.client.post("/generate", json={"inputs": "a"})
@@ -78,7 +78,7 @@ async def test_a_silent_engine_is_not_ready_until_it_is_replaced(start: Start) -
 async def test_a_load_that_hangs_is_given_up(start: Start) -> None:
     launcher = Hanging()
     async with start(launcher) as server:
-        server.state.models.deadlines = replace(server.state.models.deadlines, load=0.5)
+        server.state.models.default.deadlines = replace(server.state.models.default.deadlines, load=0.5)
         launcher.hang = True
         answer = await activate(server)
         assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
@@ -86,7 +86,7 @@ async def test_a_load_that_hangs_is_given_up(start: Start) -> None:
         assert launcher.given_up == 1
         assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
         launcher.hang = False
-        server.state.models.deadlines = server.state.settings.deadlines
+        server.state.models.default.deadlines = server.state.settings.deadlines
         assert (await activate(server)).status_code == 200
 
 
@@ -95,11 +95,11 @@ async def test_an_engine_is_replaced_while_other_weights_are_being_loaded(start:
     async with start(launcher) as server:
         launcher.hang = True
         swap = asyncio.create_task(activate(server))
-        await eventually(server.state.models.swapping)
+        await eventually(server.state.models.default.swapping)
         launcher.hang = False
         dead = launcher.engine
         dead.alive = False
-        await eventually(lambda: launcher.engine is not dead and server.state.models.ready)
+        await eventually(lambda: launcher.engine is not dead and server.state.models.default.ready)
         assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
         assert not swap.done()
         assert (await activate(server)).json()["code"] == "alias_busy"
@@ -112,17 +112,17 @@ async def test_a_swap_wins_over_a_restart(start: Start) -> None:
     async with start(launcher) as server:
         launcher.hang = True
         launcher.engine.alive = False
-        await eventually(lambda: server.state.models.state == "restarting")
+        await eventually(lambda: server.state.models.default.state == "restarting")
         launcher.hang = False
         assert (await activate(server)).status_code == 200
-        assert server.state.models.ready
+        assert server.state.models.default.ready
         assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
 
 
 async def test_a_canary_that_gives_no_token_is_a_failed_load(start: Start) -> None:
     launcher = Launcher()
     async with start(launcher) as server:
-        server.state.models.deadlines = replace(server.state.models.deadlines, load=0.5)
+        server.state.models.default.deadlines = replace(server.state.models.default.deadlines, load=0.5)
         launcher.make = lambda: FakeEngine(delay=1e6)
         answer = await activate(server)
         assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
@@ -133,12 +133,12 @@ async def test_liveness_ends_when_an_engine_cannot_be_started_again(start: Start
     async with start() as server:
         server.launcher.problem = "The disk is gone."
         server.launcher.engine.alive = False
-        await eventually(lambda: server.state.models.failed_restarts == 1)
+        await eventually(lambda: server.state.models.default.failed_restarts == 1)
         assert (await server.client.get("/health/live")).status_code == 200
-        await eventually(lambda: server.state.models.failed_restarts == MAX_FAILED_RESTARTS)
+        await eventually(lambda: server.state.models.default.failed_restarts == MAX_FAILED_RESTARTS)
         assert (await server.client.get("/health/live")).status_code == 503
         server.launcher.problem = None
-        await eventually(lambda: server.state.models.ready)
+        await eventually(lambda: server.state.models.default.ready)
         assert (await server.client.get("/health/live")).status_code == 200
 
 
@@ -148,7 +148,7 @@ async def test_an_answer_has_a_deadline_where_one_is_set(start: Start) -> None:
         answer = await server.client.post("/generate", json=endless)
         assert (answer.status_code, answer.json()["code"]) == (408, "request_timeout")
         await eventually(lambda: not server.launcher.engine.running)
-        assert server.state.admission.in_flight == 0
+        assert server.state.models.default.admission.in_flight == 0
         streamed = await server.client.post("/generate_stream", json=endless)
         assert '"code":"request_timeout"' in streamed.text
 

@@ -2,7 +2,8 @@
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import JsonObject
-from fp8serve.server.schemas.item_bodies import NamedFunction, ResponsesBody
+from fp8serve.server.schemas.bodies import Strict
+from fp8serve.server.schemas.item_bodies import ResponsesBody
 
 
 def asked_for(body: ResponsesBody, params: SamplingParams, model: str) -> JsonObject:
@@ -29,7 +30,7 @@ def asked_for(body: ResponsesBody, params: SamplingParams, model: str) -> JsonOb
 
 def _choice(body: ResponsesBody) -> str | JsonObject:
     choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto"
+    return choice.model_dump() if isinstance(choice, Strict) else choice or "auto"
 
 
 def _form(body: ResponsesBody) -> JsonObject:

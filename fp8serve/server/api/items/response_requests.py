@@ -4,13 +4,13 @@ Reasoning, a message and calls of the assistant that follow each other are one m
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from fp8serve.server.schemas import item_bodies as b
 from fp8serve.server.schemas.answer_form import JsonSchema, JsonSchemaFormat, ResponseFormat
 from fp8serve.server.schemas.messages import CalledFunction, Message, ToolCall
 from fp8serve.server.schemas.openai_bodies import ChatBody
-from fp8serve.server.schemas.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
+from fp8serve.server.schemas.tools import Allowed, AllowedTools, Function, FunctionName, NamedTool, Tool, ToolChoice
 
 
 def chat_of(body: b.ResponsesBody) -> ChatBody:
@@ -114,7 +114,14 @@ def _tool(tool: b.FunctionTool) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _choice(choice: Literal["none", "auto", "required"] | b.NamedFunction | None) -> ToolChoice | None:
+def _choice(choice: b.FunctionChoice | None) -> ToolChoice | None:
     if isinstance(choice, b.NamedFunction):
-        return NamedTool(type="function", function=FunctionName(name=choice.name))
+        return _named(choice)
+    if isinstance(choice, b.AllowedFunctions):
+        allowed = Allowed(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
+        return AllowedTools(type="allowed_tools", allowed_tools=allowed)
     return choice
+
+
+def _named(tool: b.NamedFunction) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=tool.name))

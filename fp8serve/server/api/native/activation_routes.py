@@ -1,56 +1,29 @@
-"""Which weights are served, which could be, and the swap from one to another."""
+"""The swap of a model's weights to a job's result, and back."""
 
-import asyncio
-import time
 from typing import Any
 
 from fastapi import APIRouter
 
 from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import StateDep
-from fp8serve.server.faults import Code, Fault
 from fp8serve.server.schemas.finetune_bodies import ActivateBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Served
+from fp8serve.server.serving.served_model import ServedModel
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
 
 
-@router.get("/models", summary="What is served, and what could be")
-async def models(state: StateDep) -> dict[str, Any]:
-    succeeded = await asyncio.to_thread(state.jobs.jobs, 1000, None, "succeeded")
-    available = [{"source": "base", "model": state.models.name}]
-    available += [{"source": job.id, "model": job.model_id(state.models.name)} for job in succeeded]
-    return {
-        "alias": state.models.name,
-        "state": state.models.state,
-        "served": served_view(state.models.current),
-        "activating": _activating(state.models.activating),
-        "available": available,
-    }
-
-
-def _activating(under_way: tuple[str, float] | None) -> dict[str, Any] | None:
-    return under_way and {"model": under_way[0], "seconds": time.monotonic() - under_way[1]}
-
-
-@router.post("/models/{name}/activate", summary="Serve a job's result, or go back to the base model")
+@router.post("/models/{name:path}/activate", summary="Serve a job's result, or go back to the base model")
 async def activate_model(name: str, body: ActivateBody, state: StateDep) -> dict[str, Any]:
-    if name != state.models.name:
-        raise Fault(
-            Code.MODEL_NOT_FOUND,
-            "There is no model of that name here.",
-            param="name",
-            hint=f"The name is {state.models.name}.",
-        )
-    return await swap(state, body.source)
+    return await swap(state, state.models.find(name), body.source)
 
 
-async def swap(state: ServerState, key: str) -> dict[str, Any]:
+async def swap(state: ServerState, model: ServedModel, key: str) -> dict[str, Any]:
     """The swap goes on to its end even if the client that asked for it goes away."""
-    before = served_view(state.models.current)
-    served = await asyncio.shield(asyncio.ensure_future(state.activate(key)))
-    return {"model": state.models.name, "served": served_view(served), "previous": before}
+    before = served_view(model.current)
+    served = await state.loader.to_the_end(state.activate(model, key))
+    return {"model": model.name, "served": served_view(served), "previous": before}
 
 
 def served_view(served: Served | None) -> dict[str, Any] | None:

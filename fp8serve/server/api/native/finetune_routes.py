@@ -75,10 +75,8 @@ async def events(
     )
     start = min(start, 2**62)
     if "text/event-stream" in request.headers.get("accept", ""):
-        state.admission.open_stream()
-        return EventStream(
-            follow(state, job.id, start), state.settings.limits.keep_alive_seconds, state.admission.close_stream
-        )
+        state.streams.enter()
+        return EventStream(follow(state, job.id, start), state.settings.limits.keep_alive_seconds, state.streams.leave)
     found = await asyncio.to_thread(state.jobs.events, job_id, start, limit + 1)
     return {"events": [event_view(e) for e in found[:limit]], "has_more": len(found) > limit}
 
@@ -143,7 +141,7 @@ async def activate(job_id: str, state: StateDep, body: ActivateJobBody | None = 
     job = await asyncio.to_thread(state.jobs.get, job_id)
     if body is not None and body.step is not None:
         await asyncio.to_thread(require_result_step, state, job, body.step)
-    return await swap(state, job_id)
+    return await swap(state, await asyncio.to_thread(state.sources.owner, job), job_id)
 
 
 def require_result_step(state: ServerState, job: Job, step: int) -> None:
@@ -161,13 +159,12 @@ def require_result_step(state: ServerState, job: Job, step: int) -> None:
 
 def job_view(state: ServerState, job: Job) -> dict[str, Any]:
     """A job as these routes show it."""
-    current = state.models.current
     return {
         "id": job.id,
         "status": job.status,
         "base_model": job.base,
-        "fine_tuned_model": job.model_id(state.models.name) if job.status == "succeeded" else None,
-        "active": current is not None and current.source.key == job.id,
+        "fine_tuned_model": job.model_id if job.status == "succeeded" else None,
+        "active": state.models.serving(job.id),
         "created_at": job.created_at,
         "started_at": job.started_at,
         "finished_at": job.finished_at,

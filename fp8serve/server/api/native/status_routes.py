@@ -5,9 +5,10 @@ or is being loaded; a busy engine is live. Ready: weights are loaded, the server
 the queue is not nearly full.
 """
 
-from typing import Any
+import asyncio
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
 
 import fp8serve
@@ -17,14 +18,16 @@ from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.activation_routes import served_view
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import CONTENT_TYPE
+from fp8serve.server.schemas.finetune_bodies import SaveScalesBody
 
 router = APIRouter(tags=["server"])
+ModelName = Annotated[str | None, Query(max_length=512, description="A name of /v1/models; the default's if left out.")]
 NO_STORE = {"Cache-Control": "no-store"}
 
 
 @router.get("/health/live", summary="Whether the process should be left alone (200) or restarted (503)")
 async def live(state: StateDep) -> Response:
-    return _health(state.models.live, state.status)
+    return _health(state.models.default.live, state.status)
 
 
 @router.get("/health/ready", summary="Whether to send requests here")
@@ -49,16 +52,16 @@ def _health(good: bool, state: str) -> Response:
     )
 
 
-@router.get("/info", summary="The model, its numbers, and the limits in force")
-async def info(state: StateDep) -> dict[str, Any]:
+@router.get("/info", summary="A model, its numbers, and the limits in force")
+async def info(state: StateDep, model: ModelName = None) -> dict[str, Any]:
     settings, limits = state.settings, state.settings.limits
-    served = state.models.resolve(None)
+    served = state.models.resolve(model)
     longest = served.engine.limits.max_model_len
     return {
-        "model_id": state.models.name,
+        "model_id": state.models.default.name if model is None else state.models.find(model, "model").name,
         "model_sha": served.weight_version,
         "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": state.admission.capacity,
+        "max_concurrent_requests": served.admission.capacity,
         "max_best_of": limits.n,
         "max_stop_sequences": MAX_STOP_STRINGS,
         "max_input_tokens": longest - 1,
@@ -88,12 +91,20 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/scales", summary="Live amax, scale, headroom and saturation of every FP8 layer")
-async def scales(state: StateDep) -> dict[str, Any]:
-    served = state.models.resolve(None)
+async def scales(state: StateDep, model: ModelName = None) -> dict[str, Any]:
+    served = state.models.resolve(model)
     try:
         return {"weight_version": served.weight_version, "layers": await served.engine.scales()}
     except (Fp8ServeError, OSError) as error:
         raise Fault(Code.ENGINE_DOWN, f"The engine did not answer: {error}") from None
+
+
+@router.post("/scales/save", summary="Write what is served, with its scales as they are now, beside the model")
+async def save(state: StateDep, body: SaveScalesBody | None = None, model: ModelName = None) -> dict[str, Any]:
+    """With --roll-history. It goes on to its end even if the client that asked for it goes away."""
+    name = None if body is None else body.name
+    saved, count = await asyncio.shield(asyncio.ensure_future(state.save_scales(model, name)))
+    return {"name": saved, "scales": count}
 
 
 @router.get("/metrics", summary="Prometheus metrics")

@@ -22,7 +22,7 @@ router = APIRouter(tags=["OpenAI"], route_class=BoundedRoute)
 @router.post("/classify", summary="The likeliest label of each text", response_model=None)
 async def classify(body: ClassifyBody, request: Request, state: StateDep) -> dict[str, Any]:
     """Of a classifier, with the score of every label. vLLM's route."""
-    served = state.served(body.model)
+    served = state.served(body.model, "classify")
     labels = _labels(served)
     most = most_tokens(body, served, is_pair=False)
     rows, tokens = await _scores(body, [Asked(text, None, most) for text in body.texts], served, request, state)
@@ -31,14 +31,17 @@ async def classify(body: ClassifyBody, request: Request, state: StateDep) -> dic
         for i, row in enumerate(rows)
     ]
     named = {"id": request.scope["request_id"], "object": "list", "created": int(time.time())}
-    return named | {"model": body.model or state.models.name, "data": data, "usage": usage(tokens)}
+    return named | {"model": body.model or served.source.model_id, "data": data, "usage": usage(tokens)}
 
 
 async def relevance(
-    body: RerankBody | ScoreBody, pairs: Sequence[tuple[str, str]], request: Request, state: ServerState
+    body: RerankBody | ScoreBody,
+    pairs: Sequence[tuple[str, str]],
+    request: Request,
+    served: Served,
+    state: ServerState,
 ) -> tuple[list[float], int]:
     """One score for each pair, and how many tokens were read. Fault: the model has more labels than one."""
-    served = state.served(body.model)
     if (labels := len(_labels(served))) != 1:
         message = f"This model scores {labels} labels and no relevance; ask /classify for them."
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
@@ -52,7 +55,7 @@ async def relevance(
 def _labels(served: Served) -> list[str]:
     """Fault: the model has none."""
     if served.engine.limits.task != "classify":
-        message = "This model has no labels; serve a classifier or a cross-encoder for this route."
+        message = "This model has no labels; name a classifier or a cross-encoder for this route."
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
     labels: list[str] = served.engine.info["labels"]
     return labels
@@ -67,7 +70,7 @@ async def _scores(
 ) -> tuple[list[list[float]], int]:
     """Of each text, or pair of texts, the score of every label, and how many tokens were read."""
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
-    with served.lease(), state.admission.reserve(1) as places:
+    with served.lease(), served.admission.reserve(1) as places:
         read = await until_disconnect(request, state.parser.texts(served, asked))
         ids, segments = [r[0] for r in read], [r[1] for r in read]
         tokens = [len(i) for i in ids]

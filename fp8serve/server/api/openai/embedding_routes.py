@@ -30,27 +30,29 @@ JsonObject = dict[str, Any]
 @router.post("/embeddings", summary="One vector for each text", response_model=None)
 async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> JsonObject:
     """Of an embedding model; the prompt that is named, or its default one, if it has any, is put before texts."""
-    vectors, tokens = await _vectors(body, body.texts, _How(body.dimensions, body.prompt_name), request, state)
+    served, how = state.served(body.model, "embed"), _How(body.dimensions, body.prompt_name)
+    vectors, tokens = await _vectors(body, body.texts, how, request, served, state)
     as_text = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": base64.b64encode(v).decode() if as_text else _numbers(v)}
         for i, v in enumerate(vectors)
     ]
-    return {"object": "list", "model": body.model or state.models.name, "data": data, "usage": usage(tokens)}
+    return {"object": "list", "model": body.model or served.source.model_id, "data": data, "usage": usage(tokens)}
 
 
 @router.post("/rerank", summary="Documents by their relevance to a query", response_model=None)
 async def rerank(body: RerankBody, request: Request, state: StateDep) -> JsonObject:
     """By a cross-encoder's own score, or the cosine of vectors; documents of equal relevance in their order."""
     pairs = [(body.query, document) for document in body.documents]
-    scores, tokens = await _relevance(body, pairs, request, state)
+    served = state.served(body.model, "classify", "embed")
+    scores, tokens = await _relevance(body, pairs, request, served, state)
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     results = [
         {"index": i, "relevance_score": scores[i]}
         | ({"document": {"text": body.documents[i]}} if body.return_documents else {})
         for i in best
     ]
-    name = body.model or state.models.name
+    name = body.model or served.source.model_id
     return {"id": request.scope["request_id"], "model": name, "results": results, "usage": usage(tokens)}
 
 
@@ -63,10 +65,11 @@ async def score(body: ScoreBody, request: Request, state: StateDep) -> JsonObjec
         message = f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many."
         raise Fault(Code.INVALID_PARAMETER, message, param="text_1")
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-    scores, tokens = await _relevance(body, pairs, request, state)
+    served = state.served(body.model, "classify", "embed")
+    scores, tokens = await _relevance(body, pairs, request, served, state)
     data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
     named = {"id": request.scope["request_id"], "object": "list", "created": int(time.time())}
-    return named | {"model": body.model or state.models.name, "data": data, "usage": usage(tokens)}
+    return named | {"model": body.model or served.source.model_id, "data": data, "usage": usage(tokens)}
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,21 @@ class _How:
 
 
 async def _relevance(
-    body: RerankBody | ScoreBody, pairs: Sequence[tuple[str, str]], request: Request, state: ServerState
+    body: RerankBody | ScoreBody,
+    pairs: Sequence[tuple[str, str]],
+    request: Request,
+    served: Served,
+    state: ServerState,
 ) -> tuple[list[float], int]:
     """The score of each pair, and how many tokens were read: by vectors each different text once."""
-    if state.served(body.model).engine.limits.task == "classify":
-        return await relevance(body, pairs, request, state)
+    if served.engine.limits.task == "classify":
+        return await relevance(body, pairs, request, served, state)
     first, second = (list(dict.fromkeys(texts)) for texts in zip(*pairs, strict=True))
     document = body.max_tokens_per_doc if isinstance(body, RerankBody) else None
     if document is None:  # a text is read alike wherever it stands
         second = [text for text in second if text not in set(first)]
     how = _How(document=document, documents=range(len(first), len(first) + len(second)))
-    vectors, tokens = await _vectors(body, [*first, *second], how, request, state)
+    vectors, tokens = await _vectors(body, [*first, *second], how, request, served, state)
     one = dict(zip(first, vectors, strict=False))
     other = (one if document is None else {}) | dict(zip(second, vectors[len(first) :], strict=True))
     return [_cosine(one[a], other[b]) for a, b in pairs], tokens
@@ -117,17 +124,17 @@ async def _vectors(
     texts: Sequence[Prompt],
     how: "_How",
     request: Request,
+    served: Served,
     state: ServerState,
 ) -> tuple[list[bytes], int]:
     """The vectors as FP32, and how many tokens were read. What can be refused is refused before work is done."""
-    served = state.served(body.model)
     if (task := served.engine.limits.task) != "embed":
         does = "writes text" if task == "generate" else "scores labels"
-        message = f"This model {does} and makes no vectors; serve an embedding model for this route."
+        message = f"This model {does} and makes no vectors; name an embedding model for this route."
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
     before, most = how.prompt(served, texts), most_tokens(body, served, is_pair=False)
-    with served.lease(), state.admission.reserve(1) as places:
+    with served.lease(), served.admission.reserve(1) as places:
         read = await _read(texts, before, most, how, served, request, state)
         tokens = [len(ids) for ids in read]
         found = await until_disconnect(

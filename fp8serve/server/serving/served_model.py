@@ -1,81 +1,80 @@
-"""Which weights answer: one alias, the engine process behind it, and the swap to another.
+"""Which weights answer to a name: the engine process behind it, and the swap to another.
 
-`ServedModels.current` is the only place that says what is served; replacing it is one assignment on the event loop, so
+`ServedModel.current` is the only place that says what is served; replacing it is one assignment on the event loop, so
 every request sees either the old weights or the new, whole. A request holds a lease on the weights it started with;
 an engine that was replaced is closed when its last lease ends. A new engine must be ready and produce a token before
 it is put in place; when it cannot, or not before a deadline, the old one keeps serving.
-
-Names come from a table here; nothing a client sends is ever joined to a path.
 """
 
 import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
 
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
-from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.server.answers.choice import AnswerFormat, choose
+from fp8serve.server.answers.choice import choose
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.metrics import Metrics
+from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.served import EngineHandle, Launch, Served, Source, weight_version
 from fp8serve.server.settings import Deadlines
 
 log = logging.getLogger("fp8serve.server")
 
 BASE = "base"
-PLACEHOLDERS = frozenset({"dummy", "tgi"})
-"""Names by which official clients say "the model you serve": huggingface_hub's InferenceClient, given an address, and
-what text-generation-inference tells users of OpenAI's client to send."""
+State = Literal["loading", "ready", "restarting", "failed", "unloading", "closed"]
 MAX_FAILED_RESTARTS = 3
 """Restarts in a row that failed, after which somebody else should try."""
 
 
-class ServedModels:
-    """The alias `name` and what it points at."""
+class ServedModel:
+    """The name and what it points at, at first and as "base": `home`. Its requests are counted by `admission`."""
 
     def __init__(
-        self, name: str, start_engine: Launch, metrics: Metrics, deadlines: Deadlines, readers: AnswerFormat
+        self, name: str, home: Source, start_engine: Launch, admission: Admission, deadlines: Deadlines
     ) -> None:
-        """`readers`: how answers are read, as far as the operator said."""
         self.name = name
+        self.home = home
+        self.admission = admission
         self.deadlines = deadlines
-        self._readers = readers
         self.failed_restarts = 0
         self.current: Served | None = None
-        self.state = "loading"
+        self.state: State = "loading"
         self.problem: Fp8ServeError | None = None
         self.reported: tuple[Served | None, dict[str, Any]] = (None, {})  # what an engine said last about itself
+        self.asks_layers = False  # whether it is asked about its layers, too
+        self.reported_layers: tuple[Served | None, list[dict[str, Any]]] = (None, [])
         self._launch = start_engine
-        self._metrics = metrics
         # what a swap is loading, and since when on the monotonic clock
         self.activating: tuple[str, float] | None = None
         self._swap = asyncio.Lock()
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[Served, asyncio.Task[None]] = {}
         self._canaries = itertools.count()
 
     # -- what is served ------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Model names that requests may use now: the alias, then the id of the weights behind it."""
+        """Names by which requests may ask for it now: its own, then the id of the weights behind it."""
         return list(dict.fromkeys([self.name, *([self.current.source.model_id] if self.current else [])]))
 
-    def resolve(self, model: str | None) -> Served:
-        """The weights a request for `model` gets. Fault 404 for another name, 503 while there is no engine."""
+    def resolve(self) -> Served:
+        """The weights that a request gets. Fault 503 while there is no engine, 404 when there will be none."""
+        self._refuse_if_leaving()
         served = self.current
-        if served is None or not served.engine.alive:
-            code = Code.STARTING if self.state == "loading" else Code.ENGINE_DOWN
-            raise Fault(
-                code, "The model is loading." if code is Code.STARTING else "The engine is restarting.", retry_after=2
-            )
-        if model is not None and model not in self.names() and model not in PLACEHOLDERS:
-            hint = f"This server answers to {', '.join(self.names())}; a fine-tuned model must be activated first."
-            raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param="model", hint=hint)
-        return served
+        if served is not None and served.engine.alive:
+            return served
+        if self.state == "loading":
+            raise Fault(Code.STARTING, "The model is loading.", retry_after=2)
+        if self.state == "failed":
+            raise Fault(Code.ENGINE_DOWN, f"The model could not be loaded: {self.problem}", retry_after=60)
+        raise Fault(Code.ENGINE_DOWN, "The engine is restarting.", retry_after=2)
+
+    def _refuse_if_leaving(self) -> None:
+        if self.state in ("unloading", "closed"):
+            raise Fault(Code.MODEL_NOT_FOUND, "The model is being unloaded.", param="model")
 
     @property
     def ready(self) -> bool:
@@ -87,6 +86,12 @@ class ServedModels:
         """What the present engine said last about itself; empty when it is dead, or has said nothing yet."""
         of, stats = self.reported
         return stats if of is self.current and self.ready else {}
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """What it said last about its FP8 layers, where it is asked; likewise."""
+        of, layers = self.reported_layers
+        return layers if of is self.current and self.ready else []
 
     @property
     def live(self) -> bool:
@@ -106,18 +111,30 @@ class ServedModels:
 
     # -- changing it ---------------------------------------------------------------------------------------------------
 
-    async def start(self, source: Source) -> Served:
-        """The first load. Raises what the engine says when it cannot."""
+    async def start(self, sources: Sequence[Source], fit: Callable[[Source], Source] = lambda source: source) -> Served:
+        """The first load, of the first of `sources` that can be served; `fit` gives each its share of the machine.
+
+        Raises what the engine, or `fit`, says of the last of them.
+        """
         async with self._swap:
-            self.current = await self.ready_engine(source)
-            self.state = "ready"
-            return self.current
+            *better, last = sources
+            for source in better:
+                try:
+                    return self._began(await self.ready_engine(await asyncio.to_thread(fit, source)))
+                except Fp8ServeError as error:
+                    log.error("%s cannot be served (%s); serving %s", source.model_id, error, last.model_id)
+            return self._began(await self.ready_engine(await asyncio.to_thread(fit, last)))
+
+    def _began(self, served: Served) -> Served:
+        self.current, self.state = served, "ready"
+        return served
 
     async def activate(self, source: Source, record: Callable[[], Awaitable[None]]) -> Served:
         """Loads `source` beside what is served, has it `record`ed, then swaps, which cannot fail.
 
         On any failure, of `record` too, raises and changes nothing: what serves is always what a restart would serve.
         """
+        self._refuse_if_leaving()
         if self._swap.locked():
             raise Fault(
                 Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint="Try again when it is done."
@@ -130,7 +147,7 @@ class ServedModels:
                 self.activating = None
             old, self.current = self.current, new
             self.state = "ready"
-            self._metrics.swaps.labels("ok").inc()
+            self.admission.metrics.swaps("ok").inc()
             log.info("now serving %s (%s)", new.source.model_id, new.weight_version)
             if old is not None:
                 self._retire(old)
@@ -141,7 +158,7 @@ class ServedModels:
         try:
             new = await self.ready_engine(source)
         except Fp8ServeError as error:
-            self._metrics.swaps.labels("failed").inc()
+            self.admission.metrics.swaps("failed").inc()
             raise Fault(
                 Code.ACTIVATION_FAILED, f"The new weights cannot be served, and the old ones keep serving: {error}"
             ) from None
@@ -171,10 +188,8 @@ class ServedModels:
             raise MachineError(f"The weights were not ready within {self.deadlines.load:g} seconds.") from None
         except OSError as error:
             raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
-        return Served(source, engine, tokenizer, f"{source.key}-{version}", self._answers(tokenizer))
-
-    def _answers(self, tokenizer: Tokenizer) -> AnswerFormat:
-        return choose(tokenizer.template_text, tokenizer.takes_tools, self._readers)
+        answers = choose(tokenizer.template_text, tokenizer.takes_tools, source.readers)
+        return Served(source, engine, tokenizer, self.admission, f"{source.key}-{version}", answers)
 
     async def _canary(self, engine: EngineHandle) -> None:
         """One greedy token, one vector or one score: an engine that loads but cannot compute is not put in place."""
@@ -194,9 +209,8 @@ class ServedModels:
                 await old.free.wait()
             await old.engine.close()
 
-        task = asyncio.create_task(close_when_free())
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        task = self._retiring[old] = asyncio.create_task(close_when_free())
+        task.add_done_callback(lambda _: self._retiring.pop(old, None))
 
     def put_back(self, dead: Served, new: Served) -> bool:
         """Serves `new` in place of `dead`; False, and nothing, when other weights were put in its place meanwhile."""
@@ -205,9 +219,26 @@ class ServedModels:
         self.current, self.state = new, "ready"
         return True
 
+    def engines(self) -> list[EngineHandle]:
+        """That run for this name, those included that were replaced and still answer."""
+        return [served.engine for served in (*self._retiring, *([self.current] if self.current else []))]
+
+    async def leave(self, seconds: float) -> None:
+        """Takes nothing new and closes. Answers under way have so many seconds, and are ended after them."""
+        self.state = "unloading"
+        if self.current is not None:
+            self._retire(self.current)
+        if self._retiring:
+            await asyncio.wait(self._retiring.values(), timeout=seconds)
+        for served in list(self._retiring):
+            await served.engine.kill(f"The model was unloaded, and its answers had {seconds:g} seconds to end.")
+        if self._retiring:
+            await asyncio.wait(self._retiring.values())
+        self.current, self.state = None, "closed"
+
     async def close(self) -> None:
         """Ends every engine process."""
-        for task in list(self._retiring):
+        for task in list(self._retiring.values()):
             task.cancel()
         self.state = "closed"
         if self.current is not None:

@@ -1,0 +1,141 @@
+// The products of experts as one grouped GEMM of the CUTLASS collective builders: the same tiles, schedules
+// and epilogue as for one product, with an array of problems for its problem.
+//
+// A launch before it writes that array, on the device, from where each expert ends: nothing waits for the
+// host. An expert without rows has no tiles; in grouped_wgrad its gradient is filled with zeros by a launch
+// of its own.
+#pragma once
+
+#include "cuda/gemm_cutlass.h"
+#include "cuda/gemm_grouped.h"
+
+namespace fp8serve::cutlass_gemm {
+
+// What a grouped kernel reads of each expert, array after array in one piece of memory.
+template <class Types>
+struct Problems {
+  using Kernel = typename Types::GemmKernel;
+  typename Types::Problem::UnderlyingProblemShape* shape;
+  const uint8_t **a, **b;
+  void** out;
+  const float **a_scale, **b_scale;
+  const void** bias;
+  typename Kernel::InternalStrideA* a_stride;
+  typename Kernel::InternalStrideB* b_stride;
+  typename Kernel::InternalStrideD* out_stride;
+  typename Types::ScaleLayoutA* a_scale_layout;
+  typename Types::ScaleLayoutB* b_scale_layout;
+
+  // The arrays in `memory`; returns the bytes they take, also of no memory.
+  int64_t lay_at(unsigned char* memory, int64_t count) {
+    int64_t at = 0;
+    const auto place = [&](auto*& array) {
+      array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(memory + at);
+      at += ceil_over(count * static_cast<int64_t>(sizeof(*array)), 128) * 128;
+    };
+    place(shape), place(a), place(b), place(out), place(a_scale), place(b_scale), place(bias),
+        place(a_stride);
+    place(b_stride), place(out_stride), place(a_scale_layout), place(b_scale_layout);
+    return at;
+  }
+};
+
+constexpr int kDescribing = 128;  // threads
+
+template <class Types>
+__global__ void __launch_bounds__(kDescribing)
+    describe(const __grid_constant__ Grouped all, const __grid_constant__ Problems<Types> to) {
+  const int expert = static_cast<int>(blockIdx.x * kDescribing + threadIdx.x);
+  if (expert >= all.experts) return;
+  const Gemm g = all.of(expert);
+  to.shape[expert] = make_shape(g.k == 0 ? 0 : g.m, g.n, g.k);
+  to.a[expert] = g.a;
+  to.b[expert] = g.b;
+  to.out[expert] = g.out;
+  to.a_scale[expert] = g.a_scale.data;
+  to.b_scale[expert] = g.b_scale.data;
+  to.bias[expert] = g.bias;
+  get<0>(to.a_stride[expert]) = all.stride;
+  get<0>(to.b_stride[expert]) = all.stride;
+  get<0>(to.out_stride[expert]) = g.n;
+  if constexpr (Types::kBlocked) {
+    using Scales = typename Types::Scales;
+    const int a_k = all.all.a_scale.blocks * kScaleBlock, b_k = all.all.b_scale.blocks * kScaleBlock;
+    to.a_scale_layout[expert] = Scales::tile_atom_to_shape_SFA(make_shape(g.m, g.n, a_k, 1));
+    to.b_scale_layout[expert] = Scales::tile_atom_to_shape_SFB(make_shape(g.m, g.n, b_k, 1));
+  }
+}
+
+// Zeros for experts without columns: 16 bytes a thread.
+template <int kBytes>  // of an element
+__global__ void __launch_bounds__(256) fill_idle(const __grid_constant__ Grouped all) {
+  const Gemm g = all.of(static_cast<int>(blockIdx.y));
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (g.k == 0 && at < static_cast<int64_t>(g.m) * g.n * kBytes / 16)
+    static_cast<uint4*>(g.out)[at] = {0, 0, 0, 0};
+}
+
+template <class Config, class A, class B, class Out, int kScaleRowsB>
+struct GroupedKernel : Types<Config, A, B, Out, kScaleRowsB, true> {
+  using Types = Types<Config, A, B, Out, kScaleRowsB, true>;
+  using typename Types::Adapter, typename Types::Fusion, typename Types::GemmKernel;
+  using Arrays = Problems<Types>;
+
+  static typename GemmKernel::MainloopArguments mainloop(const Gemm& g, const Arrays& arrays) {
+    typename GemmKernel::MainloopArguments args{};
+    args.ptr_A = reinterpret_cast<decltype(args.ptr_A)>(arrays.a);
+    args.ptr_B = reinterpret_cast<decltype(args.ptr_B)>(arrays.b);
+    args.dA = arrays.a_stride;
+    args.dB = arrays.b_stride;
+    name_formats<A>(g, args);
+    if constexpr (Types::kBlocked) {
+      args.ptr_SFA = arrays.a_scale;
+      args.ptr_SFB = arrays.b_scale;
+      args.layout_SFA = arrays.a_scale_layout;
+      args.layout_SFB = arrays.b_scale_layout;
+    }
+    return args;
+  }
+
+  // See launch_unless_refused.
+  static bool run(const Grouped& g, const OnDevice& device, const Tensor& allocator) {
+    Arrays arrays{};
+    const Tensor memory = empty(allocator, {arrays.lay_at(nullptr, g.experts)}, ScalarType::Byte);
+    arrays.lay_at(data<unsigned char>(memory), g.experts);
+    typename GemmKernel::EpilogueArguments epilogue{};
+    using Bias = typename Fusion::BiasType;
+    epilogue.thread =
+        Fusion::arguments(g.all, arrays.a_scale, arrays.b_scale,
+                          g.all.bias == nullptr ? nullptr : reinterpret_cast<const Bias**>(arrays.bias));
+    epilogue.ptr_D = reinterpret_cast<Out**>(arrays.out);
+    epilogue.dD = arrays.out_stride;
+    typename Adapter::Arguments args{cutlass::gemm::GemmUniversalMode::kGrouped,
+                                     {g.experts, arrays.shape, nullptr},
+                                     mainloop(g.all, arrays),
+                                     epilogue,
+                                     {},
+                                     {}};
+    args.hw_info.sm_count = device.multiprocessors();
+    launch(describe<Types>, static_cast<unsigned>(ceil_over(g.experts, kDescribing)), kDescribing, 0,
+           device.stream(), g, arrays);
+    if (g.along_k) fill_zeros(g, device);
+    return launch_unless_refused<Adapter>(args, device, allocator);
+  }
+
+  static void fill_zeros(const Grouped& g, const OnDevice& device) {
+    const int64_t pieces = static_cast<int64_t>(g.all.m) * g.all.n * sizeof(Out) / 16;
+    const dim3 grid(static_cast<unsigned>(ceil_over(pieces, 256)), static_cast<unsigned>(g.experts));
+    launch(fill_idle<sizeof(Out)>, grid, 256, 0, device.stream(), g);
+  }
+};
+
+// Runs a tile of those compiled for these types: `Few` where experts have at most 64 rows on average.
+template <class A, class B, class Out, int kScaleRowsB, class Few, class Many = Few>
+bool answer_grouped(const Grouped& g, const OnDevice& device, const Tensor& allocator) {
+  if (!fits<A, B, Out>(g.all)) return false;
+  const bool few = (g.along_k ? g.all.m : g.total / g.experts) <= 64;
+  return few ? GroupedKernel<Few, A, B, Out, kScaleRowsB>::run(g, device, allocator)
+             : GroupedKernel<Many, A, B, Out, kScaleRowsB>::run(g, device, allocator);
+}
+
+}  // namespace fp8serve::cutlass_gemm

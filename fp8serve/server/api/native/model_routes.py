@@ -1,0 +1,123 @@
+"""The models of this server: which there are, loading and unloading them, other names for them."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+
+from fp8serve.errors import RequestError
+from fp8serve.server.api.bounded_route import BoundedRoute
+from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.api.native.activation_routes import served_view
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.named_models import NamedModel, check_name
+from fp8serve.server.schemas.model_bodies import AliasBody, LoadBody, UnloadBody
+from fp8serve.server.server_state import ServerState
+from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_model import BASE, ServedModel
+
+router = APIRouter(tags=["models"], route_class=BoundedRoute)
+
+
+@router.get("/models", summary="What is served, and what could be")
+async def models(state: StateDep) -> dict[str, Any]:
+    """`alias`, `state`, `served` and `activating` are the default model's."""
+    default = state.models.default
+    results = await asyncio.to_thread(state.sources.results)
+    available = [{"source": BASE, "model": default.name, "base": default.name}]
+    available += [{"source": job.id, "model": job.model_id, "base": job.base} for job in results]
+    return {
+        "alias": default.name,
+        "state": default.state,
+        "served": served_view(default.current),
+        "activating": _activating(default.activating),
+        "available": available,
+        "models": [model_view(state, model) for model in state.models.models.values()],
+        "aliases": dict(state.models.aliases),
+        "loadable": sorted(await asyncio.to_thread(state.loadable)),
+    }
+
+
+@router.post("/models/{name:path}/load", summary="Serve a further model")
+async def load(name: str, state: StateDep, body: LoadBody | None = None) -> dict[str, Any]:
+    """Answers when the model serves; one that serves already is answered as it is. No other model is touched."""
+    home = None if body is None or body.source is None else await asyncio.to_thread(_home, state, name, body)
+    if home is None and body is not None and body.options:
+        message = "Options are for a source; say which, or leave them out."
+        raise Fault(Code.INVALID_PARAMETER, message, param="options")
+    return model_view(state, await state.load(name, home))
+
+
+@router.post("/models/{name:path}/unload", summary="Stop serving a further model")
+async def unload(name: str, state: StateDep, body: UnloadBody | None = None) -> dict[str, Any]:
+    """Takes nothing new for it at once; answers under way have `seconds` to end."""
+    seconds = body.seconds if body is not None else None
+    await state.loader.unload(name, state.settings.drain_seconds if seconds is None else seconds)
+    return {"name": name, "state": "unloaded"}
+
+
+@router.post("/models/{name:path}/alias", summary="Give a model another name, or take it away")
+async def alias(name: str, body: AliasBody, state: StateDep) -> dict[str, Any]:
+    model = state.models.find(name)
+    if body.remove:
+        state.models.aliases.pop(body.alias, None)
+    else:
+        _give(state, model, body.alias)
+    return model_view(state, model)
+
+
+def _give(state: ServerState, model: ServedModel, alias: str) -> None:
+    try:
+        check_name(alias)
+    except RequestError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error), param="alias") from None
+    if alias in state.loader.known or alias in state.models.models:
+        raise Fault(Code.NAME_TAKEN, f"{alias} is a model's own name.", param="alias", hint="Choose another.")
+    state.models.aliases[alias] = model.name
+
+
+def _home(state: ServerState, name: str, body: LoadBody) -> Source:
+    """What the name is to stand for. Fault: there is no such source, or the name or an option is none."""
+    source = str(body.source)
+    job = state.sources.result(source)
+    directory = state.loadable().get(source)
+    if job is None and directory is None:
+        hint = "Sources are ids of fine-tune jobs that succeeded, and the directories of --models-dir."
+        raise Fault(Code.MODEL_NOT_FOUND, "There is no such source.", param="source", hint=hint)
+    if "scales" in body.options:
+        message = "scales is a place on the server's disk, which only its command line can name."
+        raise Fault(Code.INVALID_PARAMETER, message, param="options")
+    try:
+        named = NamedModel(name, directory or Path(), body.options)
+        home = Source(BASE, name, named.directory, named.engine(state.settings.device), named.answers)
+    except RequestError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error), param="options" if body.options else "name") from None
+    return home if job is None else state.sources.of_job(job, home)
+
+
+def model_view(state: ServerState, model: ServedModel) -> dict[str, Any]:
+    """A model as these routes show it."""
+    served = model.current
+    info = {} if served is None else served.engine.info
+    return {
+        "name": model.name,
+        "default": model is state.models.default,
+        "state": model.state,
+        "problem": None if model.problem is None else Fault(Code.LOAD_FAILED, str(model.problem)).message,
+        "served": served_view(served),
+        "activating": _activating(model.activating),
+        "aliases": sorted(alias for alias, name in state.models.aliases.items() if name == model.name),
+        "task": None if served is None else served.engine.limits.task,
+        "max_model_len": None if served is None else served.engine.limits.max_model_len,
+        "in_flight": model.admission.in_flight,
+        "memory_bytes": {kind: info[key] for kind, key in MEMORY.items() if key in info},
+    }
+
+
+MEMORY = {"weights": "weight_bytes", "cache": "kv_cache_bytes"}
+
+
+def _activating(under_way: tuple[str, float] | None) -> dict[str, Any] | None:
+    return under_way and {"model": under_way[0], "seconds": time.monotonic() - under_way[1]}

@@ -1,0 +1,58 @@
+"""`/v1/models`: the names that requests may use, with the state of each; behind them what could be loaded.
+
+A name in the state "available" is none yet: it is the result of a fine-tune, or a directory of --models-dir.
+"""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+
+from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.server_state import ServerState
+from fp8serve.server.serving.served_model import ServedModel
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+
+@router.get("/models", summary="Names that requests may use now, and those of what could be loaded")
+async def list_models(state: StateDep) -> dict[str, Any]:
+    return {"object": "list", "data": list((await _all(state)).values())}
+
+
+@router.get("/models/{model:path}", summary="One model")
+async def get_model(model: str, state: StateDep) -> dict[str, Any]:
+    if (found := (await _all(state)).get(model)) is None:
+        raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param="model")
+    return found
+
+
+async def _all(state: ServerState) -> dict[str, dict[str, Any]]:
+    """By their names, those that answer first."""
+    usable = [(name, state.models.named(name)) for name in state.models.names()]
+    shown = {name: _served(state, name, model) for name, model in usable if model is not None}
+    for job in await asyncio.to_thread(state.sources.results):
+        shown.setdefault(job.model_id, _available(job.model_id, job.finished_at or job.created_at, job.base))
+    for name in sorted(await asyncio.to_thread(state.loadable)):
+        shown.setdefault(name, _available(name, state.started_at, None))
+    return shown
+
+
+def _served(state: ServerState, name: str, model: ServedModel) -> dict[str, Any]:
+    served = model.current
+    facts = {"object": "model", "created": state.started_at, "owned_by": "fp8serve", "root": model.name, "parent": None}
+    return (
+        {"id": name}
+        | facts
+        | {
+            "state": model.state,
+            "max_model_len": served.engine.limits.max_model_len if served is not None else None,
+            "task": None if served is None else served.engine.limits.task,
+        }
+    )
+
+
+def _available(name: str, created: int, parent: str | None) -> dict[str, Any]:
+    facts = {"id": name, "object": "model", "created": created, "owned_by": "fp8serve", "root": name, "parent": parent}
+    return facts | {"state": "available", "max_model_len": None, "task": None}

@@ -1,0 +1,83 @@
+"""What a name can be made to serve: the directory that it was given, or the result of a fine-tune job."""
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.job_records import Job
+from fp8serve.server.finetuning.job_runner import JobRunner
+from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.serving.registry import Registry
+from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_model import BASE, ServedModel
+
+log = logging.getLogger("fp8serve.server")
+MANY = 100_000
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Reads the job table: every call blocks."""
+
+    jobs: JobStore
+    runner: JobRunner
+    models: Registry
+
+    def find(self, key: str, home: Source) -> Source:
+        """The weights behind "base", which are `home`, or behind a job. Fault 404 or 409 when there are none."""
+        return home if key == BASE else self.of_job(self.jobs.get(key), home)
+
+    def of_job(self, job: Job, home: Source) -> Source:
+        """Its result, to be served as `home` is. Fault 409 when there is none."""
+        directory = self.runner.result_dir(job)
+        if job.status != "succeeded" or not directory.is_dir():
+            raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
+        options = replace(home.options, recipe="stored", scales=None)
+        return replace(home, key=job.id, model_id=job.model_id, directory=directory, options=options)
+
+    def first(self, home: Source, mark: str) -> list[Source]:
+        """What a model is to serve when it starts, the best first: what was activated under `mark`, and its own."""
+        key = self.jobs.activated(mark)
+        try:
+            return [home] if key in (None, BASE) else [self.find(str(key), home), home]
+        except Fault as fault:
+            log.error("%s, activated earlier, cannot be served (%s); serving %s", key, fault, home.model_id)
+            return [home]
+
+    def results(self, most: int = 1000) -> list[Job]:
+        """Jobs that succeeded, newest first."""
+        return self.jobs.jobs(limit=most, status="succeeded")
+
+    def result(self, name: str) -> Job | None:
+        """The job that succeeded whose id, or whose result's, is `name`."""
+        return next((job for job in self.results(MANY) if name in (job.id, job.model_id)), None)
+
+    def owner(self, job: Job) -> ServedModel:
+        """The model whose weights the job's line began with. Fault 409 when none of those that are loaded is it."""
+        trained = self._first_directory(job)
+        found = [m for m in self.models.models.values() if str(m.home.directory.resolve()) == trained]
+        if found:  # several names may stand for one directory
+            return next((model for model in found if model.name == job.root), found[0])
+        hint = "Load it first, or say in place of which model to serve the result: POST /models/{name}/activate."
+        raise Fault(Code.JOB_STATE, f"The job was trained from {job.root}, which is not loaded here.", hint=hint)
+
+    def _first_directory(self, job: Job) -> str | None:
+        while (before := self._job_or_none(job.source)) is not None:
+            job = before
+        return _trained_model(self.runner.dir_of(job.id))
+
+    def _job_or_none(self, key: str) -> Job | None:
+        try:
+            return None if key == BASE else self.jobs.get(key)
+        except Fault:
+            return None
+
+
+def _trained_model(directory: Path) -> str | None:
+    """The model that the job of this directory starts from."""
+    try:
+        return str(json.loads((directory / "job.json").read_text(encoding="utf-8"))["model"])
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,98 @@
+"""Models by name, as the command line and the route that loads one say them.
+
+NAME=DIR[,OPTION=VALUE...]        small=./minilm        coder=./coder-fp8,max_model_len=4096,tool_parser=hermes
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from fp8serve.engine.options import EngineOptions
+from fp8serve.errors import RequestError, shown
+from fp8serve.fp8.recipe import RecipeChoice
+from fp8serve.options import check
+from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}"
+_OPTION = re.compile(r",(?=[a-z_-]+=)")
+
+
+@dataclass(frozen=True)
+class Readers:
+    """How answers are read, as far as it is said of one model."""
+
+    tool_parser: ToolFormat = "auto"
+    reasoning_parser: ReasoningFormat = "auto"
+
+    def __post_init__(self) -> None:
+        check(self, RequestError)
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A name, a directory, and what is to be different from the defaults of `EngineOptions` and `Readers`."""
+
+    name: str
+    directory: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        known = [f.name for kind in (EngineOptions, Readers) for f in fields(kind)]
+        if unknown := sorted(set(self.options) - set(known)):
+            raise RequestError(f"{self.name}: there is no option {shown(unknown[0])}; there are {', '.join(known)}.")
+        recipe = self.options.get("recipe", "stored")
+        if recipe not in get_args(RecipeChoice) and not str(recipe).lstrip().startswith("{"):
+            recipes = ", ".join(get_args(RecipeChoice))
+            raise RequestError(f"{self.name}: there is no recipe {shown(recipe)}; there are {recipes}.")
+        try:
+            self.engine("cpu"), self.answers
+        except RequestError as error:
+            raise RequestError(f"{self.name}: {error}") from None
+
+    @classmethod
+    def parse(cls, text: str) -> "NamedModel":
+        """Raises RequestError for what is no NAME=DIR, and for options that are none."""
+        place, *options = _OPTION.split(text)
+        name, equals, directory = place.partition("=")
+        if not (equals and name and directory):
+            raise RequestError(f"--model wants NAME=DIR, such as small=./minilm, not {shown(text)}.")
+        pairs = (option.partition("=") for option in options)
+        return cls(name, Path(directory), {key.replace("-", "_"): _json_or_text(value) for key, _, value in pairs})
+
+    def engine(self, device: str) -> EngineOptions:
+        """What its engine is told; on `device` unless it names its own."""
+        return EngineOptions(**{"device": device, **_of(EngineOptions, self.options)})
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """How its answers are read, as far as it is told."""
+        said = Readers(**_of(Readers, self.options))
+        return AnswerFormat(said.tool_parser, said.reasoning_parser)
+
+
+def check_name(name: str) -> None:
+    """Raises RequestError for a name that no model can have."""
+    if not re.fullmatch(NAME, name):
+        raise RequestError(
+            f"A model's name has 1 to 128 letters, digits and . _ : / @ + -, and begins with one of the first two, "
+            f"unlike {shown(name)}."
+        )
+    if name == "base" or name.startswith(("ft:", "ftjob-")):
+        raise RequestError(f"{shown(name)} is a name of fine-tunes; choose another for the model.")
+
+
+def _of(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in fields(kind)}
+    return {name: value for name, value in options.items() if name in names}
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return value
+    return value if isinstance(found, dict) else found  # a recipe in JSON is given as text

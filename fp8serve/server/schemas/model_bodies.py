@@ -1,0 +1,38 @@
+"""The bodies that load a model, unload it, and give it another name."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from fp8serve.server.schemas.bodies import Body
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LoadBody(Body):
+    """`POST /models/{name}/load`: nothing, for a name that was served before, or what the name is to stand for."""
+
+    source: Annotated[
+        Name | None,
+        Field(
+            description="The id of a fine-tune job that succeeded, or of its result, or a directory of --models-dir. "
+            "GET /models lists them."
+        ),
+    ] = None
+    options: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Any],
+        Field(max_length=32, description="Fields of EngineOptions, tool_parser and reasoning_parser."),
+    ] = Field(default_factory=dict)
+
+
+class UnloadBody(Body):
+    """`POST /models/{name}/unload`: how long answers under way may take; the server's `drain_seconds` if left out."""
+
+    seconds: Annotated[float, Field(ge=0, le=86_400)] | None = None
+
+
+class AliasBody(Body):
+    """`POST /models/{name}/alias`: the other name, and whether it is to be taken away."""
+
+    alias: Name
+    remove: bool = False

@@ -1,0 +1,158 @@
+"""Loads further models while the server runs, and unloads them: the default is not its business.
+
+A change of one name waits for the change of the same name that is under way, and loads are made one after the other, so
+that each is measured against what the others hold (memory.py). Nothing here touches a model that serves. What is under
+way goes on when the client that asked for it goes away, and ends with the server.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from fp8serve.errors import Fp8ServeError
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.serving.memory import fitted
+from fp8serve.server.serving.registry import Registry
+from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_model import ServedModel
+from fp8serve.server.serving.supervisor import EngineSupervisor
+from fp8serve.server.tasks import cancel
+
+log = logging.getLogger("fp8serve.server")
+T = TypeVar("T")
+
+
+class Loader:
+    """Puts models into `models` and takes them out. `make`: a model of a name that is not loaded yet; `forget`: what
+    ends its metrics. `known`: what each name stood for that was served, so that it can be loaded again.
+    """
+
+    def __init__(
+        self, models: Registry, make: Callable[[str, Source], ServedModel], forget: Callable[[str], None]
+    ) -> None:
+        self.models = models
+        self.known: dict[str, Source] = {}
+        self._make, self._forget = make, forget
+        self._loading = asyncio.Lock()
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._supervised: dict[str, asyncio.Task[None]] = {}
+        self._under_way: set[asyncio.Task[Any]] = set()
+
+    async def load(self, name: str, home: Source, sources: Sequence[Source], keep: bool = False) -> ServedModel:
+        """The model `name`, serving the first of `sources` that can be, if it does not serve `home` already.
+
+        Fault 409: the name stands for something else, or the weights cannot be served. `keep`: it stays among the
+        models nevertheless, which then say why.
+        """
+        return await self.to_the_end(self._load(name, home, sources, keep))
+
+    async def unload(self, name: str, seconds: float) -> None:
+        """Answers under way have so many seconds. Does nothing where a name that was served is not any more.
+
+        Fault 404 for another name; 409 for the default, and while other weights are loaded for it.
+        """
+        if name not in self.known:
+            self._refuse(name)
+        await self.to_the_end(self._unload(name, seconds))
+
+    async def close(self) -> None:
+        """Ends what is under way, and every engine."""
+        for task in (*self._under_way, *self._supervised.values()):
+            await cancel(task)
+        for model in self.models.models.values():
+            await model.close()
+
+    def give_up(self) -> None:
+        """Ends what is under way: the server takes nothing new."""
+        for task in self._under_way:
+            task.cancel()
+
+    async def to_the_end(self, change: Coroutine[Any, Any, T]) -> T:
+        """What `change` gives, which goes on if whoever asked for it goes away. Fault 503 when it was given up."""
+        task = asyncio.create_task(change)
+        self._under_way.add(task)
+        task.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5) from None
+            raise
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # the client may be gone
+            log.warning("a change of the models failed: %s", error)
+
+    async def _load(self, name: str, home: Source, sources: Sequence[Source], keep: bool) -> ServedModel:
+        async with self._changing[name]:
+            if (there := self._already(name, home)) is not None:
+                return there
+            before, self.known[name] = self.known.get(name), home
+            model = self.models.models[name] = self._make(name, home)
+            try:
+                await self._start(model, sources)
+            except BaseException as error:
+                if keep and isinstance(error, Fp8ServeError):
+                    model.state, model.problem = "failed", error
+                else:
+                    self._remove(name)
+                    self._forget_home(name, before)
+                if isinstance(error, Fp8ServeError):
+                    raise Fault(Code.LOAD_FAILED, f"The model cannot be served: {error}") from None
+                raise
+            self._supervised[name] = asyncio.create_task(EngineSupervisor(model).watch())
+            return model
+
+    async def _start(self, model: ServedModel, sources: Sequence[Source]) -> None:
+        async with self._loading:
+            others = [engine for other in self.models.models.values() for engine in other.engines()]
+            served = await model.start(sources, lambda source: fitted(source, others))
+        log.info("also serving %s (%s) as %s", served.source.model_id, served.weight_version, model.name)
+
+    def _already(self, name: str, home: Source) -> ServedModel | None:
+        """The model, where it is loaded. Fault 409: the name stands for something else."""
+        there = self.models.models.get(name)
+        if there is not None and there.state == "failed" and there is not self.models.default:
+            self._remove(name)
+            return None
+        if there is not None and there.home == home:
+            return there
+        if there is not None or self.models.named(name) is not None:
+            hint = "Unload it first, or choose another name."
+            raise Fault(Code.NAME_TAKEN, f"{name} stands for something else already.", param="name", hint=hint)
+        return None
+
+    async def _unload(self, name: str, seconds: float) -> None:
+        async with self._changing[name]:
+            model = self.models.models.get(name)
+            if model is None:
+                return
+            if model.swapping():
+                hint = "Try again when it is done."
+                raise Fault(Code.ALIAS_BUSY, "Other weights are being loaded for this model.", hint=hint)
+            if (task := self._supervised.pop(name, None)) is not None:
+                await cancel(task)
+            await model.leave(seconds)
+            self._remove(name)
+            log.info("unloaded %s", name)
+
+    def _refuse(self, name: str) -> None:
+        if name == self.models.default.name:
+            message = f"{name} is the default model, which is there as long as the server is."
+            raise Fault(Code.NAME_TAKEN, message, param="name", hint="Activate other weights for it instead.")
+        self.models.find(name)  # which is an alias at best
+        raise Fault(Code.MODEL_NOT_FOUND, "Say the model's own name.", param="name")
+
+    def _forget_home(self, name: str, before: Source | None) -> None:
+        """What the name was to stand for; it stands for what it did `before`."""
+        if before is None:
+            del self.known[name]
+        else:
+            self.known[name] = before
+
+    def _remove(self, name: str) -> None:
+        del self.models.models[name]
+        self._forget(name)

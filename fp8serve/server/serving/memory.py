@@ -1,0 +1,48 @@
+"""Whether a further model fits in memory beside those that are served, and how much of it its cache may take.
+
+An engine that is alone plans for itself. The next one is measured against what is free less what the others have not
+taken yet but will: pages of a cache are taken when they are first written, and weights are mapped until they are packed
+(engine/packing.py). On a GPU the engine measures by itself, and `gpu_memory` divides it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from fp8serve.errors import MachineError
+from fp8serve.model.network.memory import free_memory
+from fp8serve.server.serving.served import EngineHandle, Source
+
+PROCESS = 256 << 20  # bytes that an engine takes besides weights and cache
+CACHE_SHARE = 4  # as engine/memory.py: a quarter of what is left
+
+
+def fitted(source: Source, others: Iterable[EngineHandle]) -> Source:
+    """`source` with a bound for its cache. Blocks. MachineError when it does not fit beside the `others`."""
+    others, options = list(others), source.options
+    if not others or not options.device.startswith("cpu"):
+        return source
+    free, weights = free_memory() - sum(map(_still_to_take, others)), _weight_bytes(source.directory)
+    left = free - weights - PROCESS
+    cache = options.kv_cache_bytes or left // CACHE_SHARE
+    if cache <= 0 or cache > left:
+        wanted = f" and its cache {_said(options.kv_cache_bytes)}" if options.kv_cache_bytes else ""
+        raise MachineError(
+            f"The model does not fit: its weights take {_said(weights)}, its process {_said(PROCESS)}{wanted}, and "
+            f"{_said(max(free, 0))} are free beside what the loaded models may take; unload one, or load a smaller one."
+        )
+    return replace(source, options=replace(options, kv_cache_bytes=cache))
+
+
+def _still_to_take(engine: EngineHandle) -> int:
+    planned = engine.info.get("weight_bytes", 0) + engine.info.get("kv_cache_bytes", 0)
+    return max(0, int(planned) - engine.resident_bytes) if engine.alive else 0
+
+
+def _weight_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors") if path.name != "scales.safetensors")
+
+
+def _said(size: int) -> str:
+    """As people read it."""
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

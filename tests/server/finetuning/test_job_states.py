@@ -1,0 +1,117 @@
+"""The job table against a model of it: any order of calls, with restarts between them."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from fp8serve.server.faults import Fault
+from fp8serve.server.finetuning.job_records import NewJob, new_job_id
+from fp8serve.server.finetuning.job_store import JobStore
+
+LEADS_TO = {
+    "queued": {"running", "failed", "cancelled"},
+    "running": {"queued", "succeeded", "failed", "cancelled"},
+    "failed": {"queued"},
+    "succeeded": set(),
+    "cancelled": set(),
+}
+"""What a job may become, as the documentation of the routes draws it."""
+FINAL = {"succeeded", "failed", "cancelled"}
+WAITING = 3
+STATES = st.sampled_from(sorted(LEADS_TO))
+
+
+@dataclass
+class Expected:
+    status: str = "queued"
+    cancel_requested: bool = False
+
+
+class JobTable(RuleBasedStateMachine):
+    jobs = Bundle("jobs")
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.store = JobStore(Path(self.folder.name) / "jobs.db")
+        self.expected: dict[str, Expected] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            self.folder.cleanup()
+
+    @rule(target=jobs)
+    def create(self) -> str:
+        job_id = new_job_id()
+        waiting = sum(job.status == "queued" for job in self.expected.values())
+        new = NewJob(base="base", source="source", config={})
+        if waiting >= WAITING:
+            with pytest.raises(Fault):
+                self.store.create(new, job_id, WAITING)
+        else:
+            self.store.create(new, job_id, WAITING)
+            self.expected[job_id] = Expected()
+        return job_id
+
+    @rule(job_id=jobs, to=STATES)
+    def move(self, job_id: str, to: str) -> None:
+        job = self.expected.get(job_id)
+        allowed = job is not None and to in LEADS_TO[job.status]
+        assert self.store.move(job_id, to, "moved", error="why" if to == "failed" else None) is allowed  # type: ignore[arg-type]
+        if job is not None and allowed:
+            job.status, job.cancel_requested = to, job.cancel_requested and to != "failed"
+
+    @rule(job_id=jobs)
+    def cancel(self, job_id: str) -> None:
+        job = self.expected.get(job_id)
+        if job is None or job.status in FINAL:
+            with pytest.raises(Fault):
+                self.store.request_cancel(job_id)
+            return
+        self.store.request_cancel(job_id)
+        job.cancel_requested = True
+        if job.status == "queued":
+            job.status = "cancelled"
+
+    @rule(job_id=jobs)
+    def resume(self, job_id: str) -> None:
+        job = self.expected.get(job_id)
+        if job is None or job.status != "failed":
+            with pytest.raises(Fault):
+                self.store.resume(job_id)
+            return
+        self.store.resume(job_id)
+        job.status = "queued"
+
+    @rule()
+    def restart(self) -> None:
+        self.store.close()
+        self.store = JobStore(Path(self.folder.name) / "jobs.db")
+
+    @invariant()
+    def the_table_is_as_expected(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        counts = dict.fromkeys(LEADS_TO, 0)
+        for job_id, expected in self.expected.items():
+            job = self.store.get(job_id)
+            counts[expected.status] += 1
+            assert job.status == expected.status
+            assert job.cancel_requested == expected.cancel_requested
+            assert (job.finished_at is not None) == (job.status in FINAL)
+            assert (job.error is not None) == (job.status == "failed")
+        assert self.store.counts() == counts
+        unfinished = [name for name, job in self.expected.items() if job.status in ("queued", "running")]
+        assert sorted(job.id for job in self.store.unfinished()) == sorted(unfinished)
+
+
+TestJobTable = JobTable.TestCase
+TestJobTable.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,305 @@
+"""Spans of requests, in the memory of the SDK's own exporter, and by OTLP to a collector, good or bad."""
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from fp8serve.engine.output import RequestOutput, Timing
+from fp8serve.errors import MachineError, RequestError
+from fp8serve.server import server_state, tracing
+from fp8serve.server.settings import Settings
+from fp8serve.server.tracing import ENDPOINTS, NoTracing, OpenTelemetry, traces_url, tracing_of
+from tests.engine.tiny import write_model
+from tests.patience import until
+from tests.server.collector import Collector, attributes, collector
+from tests.server.conftest import Start
+from tests.server.fakes import FakeEngine, Launcher, model_dir
+from tests.server.process import serving
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TIMED = Timing(arrived=1000.0, queue=0.5, prefill=1.0, decode=2.0)
+
+
+class TimedEngine(FakeEngine):
+    """Its first output says how long the first phases took, its last one how long each did."""
+
+    async def generate(self, request: Any) -> Any:
+        async with contextlib.aclosing(super().generate(request)) as outputs:
+            async for output in outputs:
+                first = output.num_generated == 1 and output.finish_reason is None
+                timing = Timing(1000.0, 0.5, 1.0, 0.0) if first else TIMED if output.finish_reason else None
+                values = {name: getattr(output, name) for name in RequestOutput.__slots__}
+                yield RequestOutput(**values | {"timing": timing})
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OpenTelemetry]]:
+    """The tracing of servers that are started in this test; `spans` empties it."""
+    made: list[OpenTelemetry] = []
+
+    def in_memory(endpoint: str | None) -> OpenTelemetry:
+        made.append(OpenTelemetry(InMemorySpanExporter()))
+        return made[-1]
+
+    monkeypatch.setattr(server_state, "tracing_of", in_memory)
+    yield made
+    for each in made:
+        each.provider.shutdown()
+
+
+def spans(memory: list[OpenTelemetry]) -> dict[str, list[ReadableSpan]]:
+    """By their names."""
+    provider = memory[-1].provider
+    provider.force_flush()
+    exporter: Any = provider._active_span_processor._span_processors[0].span_exporter  # type: ignore[attr-defined]
+    found: dict[str, list[ReadableSpan]] = {}
+    for span in exporter.get_finished_spans():
+        found.setdefault(span.name, []).append(span)
+    return found
+
+
+async def test_a_request_is_a_span_with_its_phases(start: Start, memory: list[OpenTelemetry]) -> None:
+    headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1", "x-request-id": "mine"}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "temperature": 0.5}
+    async with start(Launcher(TimedEngine)) as server:
+        await server.client.post("/v1/chat/completions", json=body, headers=headers)
+        found = spans(memory)
+    (request,) = found["POST /v1/chat/completions"]
+    assert request.parent is not None
+    assert (f"{request.parent.trace_id:032x}", f"{request.parent.span_id:016x}") == (TRACE, SPAN)
+    assert request.context is not None
+    assert request.context.trace_state.get("vendor") == "1"
+    seen = dict(request.attributes or {})
+    expected = {
+        "http.request.method": "POST", "http.route": "/v1/chat/completions", "http.response.status_code": 200,
+        "fp8serve.request_id": "mine", "fp8serve.tenant": "anonymous", "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "tiny", "gen_ai.request.max_tokens": 5, "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.n": 1, "gen_ai.usage.completion_tokens": 5, "gen_ai.usage.output_tokens": 5,
+        "gen_ai.latency.time_in_queue": 0.5, "gen_ai.latency.time_to_first_token": 1.5,
+        "gen_ai.latency.time_in_model_prefill": 1.0, "gen_ai.latency.time_in_model_decode": 2.0,
+        "gen_ai.latency.time_in_model_inference": 3.0, "gen_ai.latency.e2e": 3.5,
+        "gen_ai.response.finish_reasons": ("length",),
+    }  # fmt: skip
+    assert {name: seen.get(name) for name in expected} == expected
+    assert seen["gen_ai.usage.prompt_tokens"] == seen["gen_ai.usage.input_tokens"] > 0
+    times = {name: (found[name][0].start_time, found[name][0].end_time) for name in ("queue", "prefill", "decode")}
+    at = 10**9
+    assert times["queue"] == (1000 * at, 1000 * at + at // 2)
+    assert times["prefill"] == (1000 * at + at // 2, 1001 * at + at // 2)
+    assert times["decode"] == (1001 * at + at // 2, 1003 * at + at // 2)
+    for name in times:
+        (child,) = found[name]
+        assert child.parent == request.context
+
+
+async def test_each_sequence_has_its_phases(start: Start, memory: list[OpenTelemetry]) -> None:
+    async with start(Launcher(TimedEngine)) as server:
+        await server.client.post("/v1/completions", json={"model": "tiny", "prompt": ["a", "b"], "n": 2})
+        found = spans(memory)
+    assert [len(found[name]) for name in ("queue", "prefill", "decode")] == [4, 4, 4]
+    numbers = [dict(span.attributes or {})["fp8serve.sequence"] for span in found["queue"]]
+    assert sorted(map(str, numbers)) == ["0", "1", "2", "3"]
+    seen = dict(found["POST /v1/completions"][0].attributes or {})
+    assert seen["gen_ai.request.n"] == 4
+    assert "gen_ai.latency.e2e" not in seen
+
+
+async def test_failures_and_odd_paths(start: Start, memory: list[OpenTelemetry]) -> None:
+    async with start(Launcher(lambda: FakeEngine(fail="It broke."))) as server:
+        await server.client.post("/generate", json={"inputs": "abc"})
+        await server.client.post("/generate_stream", json={"inputs": "abc"})
+        await server.client.post("/generate", json={"inputs": 1})
+        await server.client.get("/a/secret/path?secret=1")
+        for quiet in ("/health", "/health/live", "/health/ready", "/ping", "/metrics"):
+            await server.client.get(quiet)
+        found = spans(memory)
+    assert set(found) == {"POST /generate", "POST /generate_stream", "GET unmatched"}
+    failed, invalid = found["POST /generate"]
+    (stream,), (nowhere,) = found["POST /generate_stream"], found["GET unmatched"]
+    kinds = [dict(span.attributes or {}).get("error.type") for span in (failed, stream, invalid, nowhere)]
+    assert kinds == ["generation_failed", "generation_failed", "invalid_parameter", "route_not_found"]
+    assert [span.status.is_ok for span in (failed, stream, invalid, nowhere)] == [False, False, True, True]
+    assert "secret" not in str([dict(span.attributes or {}) for group in found.values() for span in group])
+
+
+async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memory: list[OpenTelemetry]) -> None:
+    async with start(Launcher(lambda: TimedEngine(delay=0.01))) as server:
+        body = {"inputs": "abc", "parameters": {"max_new_tokens": 400}}
+        sent: list[Any] = []
+        left = asyncio.Event()
+
+        async def receive() -> Any:
+            if not sent:
+                sent.append(1)
+                import json
+
+                return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if b"data:" in message.get("body", b""):
+                left.set()
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope = {
+            "type": "http", "method": "POST", "path": "/generate_stream", "raw_path": b"/generate_stream",
+            "headers": headers, "query_string": b"", "http_version": "1.1", "scheme": "http",
+            "client": ("127.0.0.1", 1), "server": ("localhost", 80), "root_path": "",
+        }  # fmt: skip
+        await server.app(scope, receive, send)
+        found = spans(memory)
+    assert set(found) == {"POST /generate_stream", "queue", "prefill"}
+    seen = dict(found["POST /generate_stream"][0].attributes or {})
+    assert seen["gen_ai.response.finish_reasons"] == ("cancelled",)
+
+
+# -- where spans go ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("http://c:4318", "http://c:4318/v1/traces"),
+        ("http://c:4318/", "http://c:4318/v1/traces"),
+        ("https://c/otlp", "https://c/otlp/v1/traces"),
+        ("http://c:4318/v1/traces", "http://c:4318/v1/traces"),
+    ],
+)
+def test_the_address_is_the_collectors(given: str, url: str) -> None:
+    assert traces_url(given) == url
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "localhost:4318", "grpc://c:4317", "http://", "http://c:port", "http://c:99999"]
+)
+def test_an_address_that_is_none_is_refused_and_not_shown(endpoint: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="--otlp-endpoint must be an address such as"):
+        Settings(model=tmp_path, otlp_endpoint=endpoint)
+
+
+def test_settings_do_not_show_the_address(tmp_path: Path) -> None:
+    settings = Settings(model=tmp_path, otlp_endpoint="http://user:password@c:4318")
+    assert "password" not in repr(settings)
+    assert "otlp_endpoint" not in settings.public
+
+
+def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
+    with pytest.raises(MachineError, match=r"needs the OpenTelemetry packages; install them: pip install"):
+        tracing_of("http://c:4318")
+    monkeypatch.setenv(ENDPOINTS[1], "http://c:4318")
+    assert isinstance(tracing_of(None), NoTracing)
+    assert "the packages are missing" in caplog.text
+
+
+def test_nothing_of_it_is_imported_without_a_collector() -> None:
+    """The API is, by FastAPI."""
+    code = (
+        "import sys; from fp8serve.server import tracing; tracing.tracing_of(None); import fp8serve.server.app\n"
+        "print([m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+async def test_the_environment_names_a_collector_and_can_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENDPOINTS[1], "http://127.0.0.1:9")
+    found = tracing_of(None)
+    assert isinstance(found, OpenTelemetry)
+    await found.close()
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert isinstance(tracing_of("http://127.0.0.1:9"), NoTracing)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("traced") / "tiny")
+
+
+def test_a_real_engine_and_a_real_collector(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "my-service")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")
+    with collector() as taken:
+        options = {"model": str(real), "data_dir": str(tmp_path / "data"), "recipe": "bf16"}
+        with serving(tmp_path / "log", **options, otlp_endpoint=taken.url) as server:
+            answer = server.client.post(
+                "/generate",
+                json={"inputs": "Hello there", "parameters": {"max_new_tokens": 8, "ignore_eos": True}},
+                headers={"traceparent": f"00-{TRACE}-{SPAN}-01"},
+            )
+            assert answer.status_code == 200
+            assert server.stop() == 0  # which sends what is left
+        assert "Traceback" not in server.log.read_text()
+        check_spans(taken)
+
+
+def check_spans(taken: Collector) -> None:
+    until(lambda: taken.named("POST /generate"), "the span of the request")
+    (request,) = taken.named("POST /generate")
+    assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, SPAN)
+    assert taken.resource["service.name"] == "my-service"
+    path, headers = taken.requests[0]
+    assert path == "/v1/traces"
+    assert headers["x-token"] == "abc"
+    phases = [taken.named(name)[0] for name in ("queue", "prefill", "decode")]
+    assert all(span.parent_span_id == request.span_id for span in phases)
+    assert phases[0].end_time_unix_nano == phases[1].start_time_unix_nano
+    assert phases[1].end_time_unix_nano == phases[2].start_time_unix_nano
+    assert all(span.end_time_unix_nano > span.start_time_unix_nano for span in phases)
+    slack = 50_000_000  # two processes ask the time of day, and a step of the clock lies between
+    assert request.start_time_unix_nano - slack <= phases[0].start_time_unix_nano
+    assert phases[2].end_time_unix_nano <= request.end_time_unix_nano + slack
+    assert attributes(request)["gen_ai.usage.completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("way", ["nobody listens", "it refuses", "it is silent"])
+def test_a_bad_collector_costs_no_request_and_one_warning(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    options = {"model": str(model_dir(tmp_path / "tiny")), "data_dir": str(tmp_path / "data"), "fake": True}
+    log = tmp_path / "log"
+    with collector() as taken:
+        taken.status, taken.silent = 403 if way == "it refuses" else 200, way == "it is silent"
+        endpoint = "http://127.0.0.1:9" if way == "nobody listens" else taken.url
+        with serving(log, **options, otlp_endpoint=endpoint) as server:
+            for _ in range(200):
+                assert server.client.post("/generate", json={"inputs": "abc"}).status_code == 200
+            until(lambda: "the collector takes no spans" in log.read_text(), "the warning")
+            assert server.stop() == 0
+    text = log.read_text()
+    assert text.count("the collector takes no spans") == 1
+    assert "Traceback" not in text
+    assert "opentelemetry" not in text.lower()
+
+
+def test_it_says_when_spans_are_taken_again(caplog: pytest.LogCaptureFixture) -> None:
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Moody(SpanExporter):
+        results = iter([SpanExportResult.FAILURE, SpanExportResult.FAILURE, SpanExportResult.SUCCESS])
+
+        def export(self, spans: Any) -> SpanExportResult:
+            return next(self.results)
+
+    caplog.set_level(logging.INFO)
+    exporter = tracing.quiet(Moody())
+    for _ in range(3):
+        exporter.export([object()] * 3)  # type: ignore[list-item]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the collector takes no spans; 3 are lost so far, and requests go on",
+        "the collector takes spans again; 6 were lost",
+    ]
