@@ -1,8 +1,7 @@
 """A dry run: what a job would do and what it would cost, without loading a weight (or torch).
 
 Everything wrong with the data is listed, by file and line, instead of only the first: that is the difference from a
-run, which stops at the first bad line. The memory figure is an estimate from sizes (`memory_estimate` says what it
-counts).
+run, which stops at the first bad line. The memory figure is an estimate from sizes (memory.py says what it counts).
 """
 
 import dataclasses
@@ -12,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8serve.errors import DataError
-from fp8serve.model.config.decoder import ModelConfig, read_config
+from fp8serve.model.config.decoder import read_config
 from fp8serve.model.text.data_files import read_lines
 from fp8serve.model.text.examples import Example, example_of_line, read_examples
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row, RowCounts, check_length, rows_of
+from fp8serve.train.memory import memory_estimate
 from fp8serve.train.order import epoch_steps, total_steps
 
 MAX_LISTED = 100  # bad lines described one by one
@@ -131,34 +131,3 @@ def _marked(row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
             pieces.append(([], learnt))
         pieces[-1][0].append(token)
     return [(tokenizer.decode(ids, skip_special_tokens=False), learnt) for ids, learnt in pieces]
-
-
-def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
-    """Bytes by part for microbatches of `tokens` tokens of which `fraction` carry loss; "total" is their sum.
-
-    weights: masters, gradients and moments; casts: FP8 weights and BF16 casts of the rest while a step runs;
-    activations: what a layer keeps for the backward pass (about 30 bytes per hidden and 14 per MLP element);
-    logits: FP32 logits, their gradient and the BF16 product, for tokens that carry loss.
-    """
-    linears, others = parameter_counts(model)
-    every = linears + others
-    per_layer = 30 * model.hidden_size + 14 * model.intermediate_size
-    recipe = config.fp8_recipe
-    once = recipe is not None and recipe.specs.linear["weight"].serves_both_directions
-    parts = {
-        "weights": every * (16 if config.master_weights == "model" else 20),
-        "casts": 2 * others + linears * (1 if once else 2),
-        "activations": tokens * model.num_layers * per_layer,
-        "logits": int(tokens * fraction) * model.vocab_size * 12,
-    }
-    return {**parts, "total": sum(parts.values())}
-
-
-def parameter_counts(model: ModelConfig) -> tuple[int, int]:
-    """(weights of the projections that FP8 may run, all other parameters but biases)."""
-    width = model.num_heads * model.head_dim
-    attention = model.hidden_size * (2 * width + 2 * model.num_kv_heads * model.head_dim)
-    linears = model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
-    heads = 1 if model.tie_word_embeddings else 2
-    norms = (2 * model.num_layers + 1) * model.hidden_size
-    return linears, heads * model.vocab_size * model.hidden_size + norms

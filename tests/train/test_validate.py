@@ -9,8 +9,9 @@ from safetensors import safe_open
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import load_rows
+from fp8serve.train.memory import memory_estimate, parameter_counts
 from fp8serve.train.order import total_steps
-from fp8serve.train.validate import memory_estimate, parameter_counts, validate
+from fp8serve.train.validate import validate
 
 from .conftest import Configure
 
@@ -57,7 +58,12 @@ def test_memory_grows_with_what_it_should(configure: Configure, model_dir: Path)
     small = memory_estimate(model, configure(), 100, 0.5)
     assert memory_estimate(model, configure(), 200, 0.5)["activations"] == 2 * small["activations"]
     assert memory_estimate(model, configure(master_weights="optimizer"), 100, 0.5)["weights"] > small["weights"]
-    assert small["total"] == sum(v for k, v in small.items() if k != "total")
+    one = memory_estimate(model, configure(), 1, 0.5)  # token: its activations take less than the gradients
+    assert one["total"] == one["weights"] + one["casts"] + one["gradients"]
+    large = memory_estimate(model, configure(), 10_000, 0.5)
+    assert large["total"] == large["weights"] + large["casts"] + large["activations"] + large["logits"]
+    accumulated = memory_estimate(model, configure(accumulate=2), 10_000, 0.5)
+    assert accumulated["total"] == large["total"] + large["gradients"]
 
 
 def test_it_loads_no_torch() -> None:

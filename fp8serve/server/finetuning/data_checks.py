@@ -18,7 +18,8 @@ from fp8serve.server.parsing.parser_pool import SHORT
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.validate import look_at_data, memory_estimate
+from fp8serve.train.memory import memory_estimate
+from fp8serve.train.validate import look_at_data
 
 
 async def check_data(parser: RequestParser, body: FinetuneBody, config: TrainConfig, check_files: bool) -> None:

@@ -1,0 +1,96 @@
+"""What a fine-tune takes of memory, from the sizes in config.json alone: no weight is loaded, and no torch.
+
+Counted are the matrices of every family here: attention that is latent or not, dense MLPs and experts. Biases are not,
+nor are the masks and buffers of a model that transformers computes.
+"""
+
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.mixture import Experts
+from fp8serve.train.config import TrainConfig
+
+HIDDEN_BYTES, MIDDLE_BYTES = (
+    30,
+    14,
+)  # that a layer keeps for the backward pass, per hidden and per MLP element of a token
+SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it is sent to
+
+
+def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
+    """Bytes by part for microbatches of `tokens` tokens of which `fraction` carry loss, and "total", the peak.
+
+    weights: masters and moments, of every expert, and with masters in the optimizer the BF16 model; gradients: with
+    masters in the optimizer in BF16 and in FP32; casts: FP8 weights and BF16 casts of the rest while a step runs;
+    activations: what layers keep for the backward pass, of experts for those that a token goes through; logits: FP32
+    logits, their gradient and the BF16 product, for tokens that carry loss.
+
+    In the backward pass activations go as gradients come, so the peak has the larger of the two; where gradients are
+    accumulated those of the microbatch before are there from the start, and it has both.
+    """
+    linears, others = parameter_counts(model)
+    every, in_model = linears + others, config.master_weights == "model"
+    recipe = config.fp8_recipe
+    once = recipe is not None and recipe.specs.linear["weight"].serves_both_directions
+    parts = {
+        "weights": every * (12 if in_model else 14),
+        "gradients": every * (4 if in_model else 6),
+        "casts": 2 * others + linears * (1 if once else 2),
+        "activations": tokens * _activations(model),
+        "logits": int(tokens * fraction) * model.vocab_size * 12,
+    }
+    passing = parts["activations"] + parts["logits"]
+    both = max(parts["gradients"], passing) if config.accumulate == 1 else parts["gradients"] + passing
+    return {**parts, "total": parts["weights"] + parts["casts"] + both}
+
+
+def parameter_counts(model: ModelConfig) -> tuple[int, int]:
+    """(weights of the projections that FP8 may run, all other parameters but biases)."""
+    sparse, experts = _sparse_layers(model), model.experts
+    attention, absorbed = _attention(model)
+    linears = model.num_layers * attention + (model.num_layers - sparse) * _gated(model, model.intermediate_size)
+    others = model.num_layers * absorbed
+    if experts is not None:
+        shared = experts.shared_size or 0
+        linears += sparse * (experts.count * _gated(model, experts.size) + _gated(model, shared))
+        gates = experts.count + (1 if experts.names.shared_gate is not None else 0)
+        others += sparse * gates * model.hidden_size
+    heads = 1 if model.tie_word_embeddings else 2
+    return linears, others + heads * model.vocab_size * model.hidden_size + _norms(model)
+
+
+def _attention(model: ModelConfig) -> tuple[int, int]:
+    """Of one layer: weights of linears, and the one that latent attention multiplies by head, which is none."""
+    width, latent = model.hidden_size, model.latent
+    if latent is None:
+        return width * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads), 0
+    query = model.num_heads * (latent.still + latent.turned)
+    queries = width * query if latent.q_rank is None else latent.q_rank * (width + query)
+    around = width * (latent.rank + latent.turned) + model.num_heads * latent.value * width
+    return queries + around, model.num_heads * (latent.still + latent.value) * latent.rank
+
+
+def _gated(model: ModelConfig, size: int) -> int:
+    return 3 * model.hidden_size * size
+
+
+def _norms(model: ModelConfig) -> int:
+    """Two of each layer and a last one; some families have more, which are as small."""
+    latent = 0 if model.latent is None else model.latent.rank + (model.latent.q_rank or 0)
+    return (2 * model.num_layers + 1) * model.hidden_size + model.num_layers * latent
+
+
+def _sparse_layers(model: ModelConfig) -> int:
+    return 0 if model.experts is None else len(model.experts.layers)
+
+
+def _activations(model: ModelConfig) -> int:
+    """Bytes of a token in all layers."""
+    sparse = _sparse_layers(model)
+    of_experts = 0 if model.experts is None else sparse * _in_experts(model, model.experts)
+    dense = (model.num_layers - sparse) * MIDDLE_BYTES * model.intermediate_size
+    return model.num_layers * HIDDEN_BYTES * model.hidden_size + dense + of_experts
+
+
+def _in_experts(model: ModelConfig, experts: Experts) -> int:
+    """Of one layer."""
+    middle = experts.per_token * experts.size + (experts.shared_size or 0)
+    return MIDDLE_BYTES * middle + SENT_BYTES * experts.per_token * model.hidden_size

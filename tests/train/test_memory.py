@@ -1,0 +1,54 @@
+"""The plan of a job counts the parameters of every family, and foresees what training takes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.network.decoder import Decoder
+from fp8serve.train.memory import memory_estimate, parameter_counts
+from fp8serve.train.optimizer import Optimizer
+from tests.compatibility.cases import KINDS
+from tests.model.oracle import make_model
+
+from .conftest import Configure
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_parameters_are_those_of_the_network(family: str, tmp_path: Path) -> None:
+    make_model(KINDS[family], tmp_path)
+    config = read_config(tmp_path)
+    with torch.device("meta"):
+        model = Decoder(config)
+    names = {f"{name}.weight" for name in model.linear_names()}
+    sizes = {name: p.numel() for name, p in model.named_parameters() if not name.endswith("bias")}
+    linears, others = parameter_counts(config)
+    assert linears == sum(sizes[name] for name in names)
+    rest = sum(size for name, size in sizes.items() if name not in names)
+    assert others == pytest.approx(rest, rel=0.06)  # of a tiny model; norms of heads and others are left out
+
+
+@pytest.mark.parametrize("masters", ["model", "optimizer"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_weights_gradients_and_moments_are_foreseen(
+    family: str, masters: str, tmp_path: Path, configure: Configure
+) -> None:
+    make_model(KINDS[family], tmp_path)
+    config: Any = configure(master_weights=masters)
+    model = Decoder(read_config(tmp_path), dtype=torch.float32)
+    parameters = dict(model.named_parameters())
+    optimizer = Optimizer(parameters, config)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.collect()
+    held = {id(p): p.nbytes for p in (*optimizer.masters.values(), *parameters.values())}
+    grads = sum(p.grad.nbytes for p in optimizer.masters.values() if p.grad is not None)
+    if masters == "optimizer":  # while a microbatch's BF16 gradients move over, they are there, too
+        grads += sum(p.nbytes for p in parameters.values())
+    optimizer.step(1e-3)
+    moments = sum(t.nbytes for t in optimizer.state().values() if t.dim())
+    plan = memory_estimate(read_config(tmp_path), config, 0, 0.0)
+    assert plan["weights"] == pytest.approx(sum(held.values()) + moments, rel=0.03)
+    assert plan["gradients"] == pytest.approx(grads, rel=0.03)
