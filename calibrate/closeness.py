@@ -14,6 +14,7 @@ class Closeness:
 
     texts: int
     median: float
+    fifth: float  # percentile
     least: float
     mean: float
 
@@ -21,7 +22,13 @@ class Closeness:
     def of(cls, one: Tensor, other: Tensor) -> "Closeness":
         """Both [texts, dimensions]."""
         cosines = cosine_similarity(one.double(), other.double()).clamp(-1, 1)
-        return cls(len(cosines), float(cosines.median()), float(cosines.min()), float(cosines.mean()))
+        return cls(
+            len(cosines),
+            float(cosines.median()),
+            float(cosines.quantile(0.05)),
+            float(cosines.min()),
+            float(cosines.mean()),
+        )
 
     def text(self) -> str:
         return f"Cosine to BF16 {self.median:.5f} in the median of {self.texts} texts, {self.least:.5f} at least."

@@ -29,8 +29,10 @@ from .closeness import Closeness
 from .data import Batches, calibration_batches
 from .embedding_report import EmbeddingReport, report_of
 from .encoder_job import EncoderJob
+from .made import call, made
 from .observe import Observer, check, settle
 from .options import CalibrationOptions
+from .page.encoder_pages import html_encoder_report
 from .precision import kept_reports, left_out
 from .progress import Progress, Stages
 from .refused import check_settings
@@ -49,16 +51,19 @@ def calibrate_encoder(
     out: Path | str,
     recipe: Recipe = DELAYED,
     progress: Progress | None = None,
+    command: str | None = None,
     **options: Any,
 ) -> EmbeddingReport:
     """Calibrate the encoder, or the decoder that embeds, in `model_dir` and write the FP8 directory `out`.
 
-    options: fields of CalibrationOptions; RecipeError for one that is of language models only. Otherwise raises as
-    `calibrate` does.
+    options: fields of CalibrationOptions; RecipeError for one that is of language models only. command: how a reader of
+    the report repeats it; None: this call. Otherwise raises as `calibrate` does.
     """
     out = Path(out)
     asked = _checked(out, recipe, options)
     job = _load(Path(model_dir), recipe, asked, Stages(progress))
+    told = {"out": out, "recipe": recipe} | options
+    job.made = made(command or call("calibration.embedding.calibrate_encoder", job.source, **told))
     _observe(job)
     job.states = settle(job.observer)
     if asked.rounding == "gptq":
@@ -86,7 +91,7 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
         model = load_reader(source, "bf16", device=asked.device).requires_grad_(False)
         convert(model, skip=() if isinstance(model, Encoder) else (model.head_name,))
         linears = {name: cast(Linear, model.get_submodule(name)) for name in model.linear_names()}
-        pooling = _pooling(source, model.config)
+        pooling = pooling_of(source, model.config)
         batches = _batches(asked, source, model.config)
         observer = Observer(linears, delayed(recipe) or DelayedScaling())
     job = EncoderJob(source, recipe, asked, stages, model, linears, batches, pooling, observer)
@@ -94,7 +99,7 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
     return job
 
 
-def _pooling(source: Path, config: AnyConfig) -> Pooling:
+def pooling_of(source: Path, config: AnyConfig) -> Pooling:
     """As the directory says; without a word a head's is what it reads, and another's the mean."""
     if has_pooling(source):
         return read_pooling(source)
@@ -126,7 +131,7 @@ def _write(job: EncoderJob, out: Path, quality: Closeness, layers: tuple[LayerRe
 
     def extra(folder: Path) -> dict[str, str | bytes]:
         found.append(report_of(job, out, folder, quality, layers))
-        return {"calibration.json": found[0].to_json() + "\n"}
+        return {"calibration.json": found[0].to_json() + "\n", "report.html": html_encoder_report(found[0])}
 
     rounded = {name: layer for name, layer in (job.rounded or {}).items() if name in job.linears}
     write_calibrated(

@@ -13,7 +13,7 @@ from fp8serve.fp8.recipe import to_json
 from .closeness import GOAL, Closeness
 from .data import source_names
 from .encoder_job import EncoderJob
-from .result import KeptReport, LayerReport, worst_first
+from .result import KeptReport, LayerReport, Made, worst_first
 from .words import decibels, size
 from .written import versions, weight_bytes
 
@@ -40,6 +40,7 @@ class EmbeddingReport:
     rounding: str
     kept: tuple[KeptReport, ...] = ()  # what stays in high precision
     notes: tuple[str, ...] = ()
+    made: Made | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
@@ -68,6 +69,7 @@ def report_of(
         rounding=job.asked.rounding,
         kept=tuple(job.kept),
         notes=(quality.text(), *_advice(job, quality)),
+        made=job.made,
     )
 
 

@@ -26,7 +26,7 @@ from .options import CalibrationOptions
 from .passes import in_fp8, in_place
 from .precision import choices, fewest, restore, saved
 from .progress import Stages
-from .result import KeptReport, LayerReport
+from .result import KeptReport, LayerReport, Made
 
 
 @dataclass
@@ -45,6 +45,7 @@ class EncoderJob:
     states: dict[str, ScalingState] = field(default_factory=dict)
     rounded: dict[str, FrozenLinear] | None = None
     kept: list[KeptReport] = field(default_factory=list)  # what stays in high precision
+    made: Made | None = None
 
     @cached_property
     def exact(self) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, RecipeChoice, from_name, name_of
-from fp8serve.model.building import Model
+from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.text.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def evaluate(
     check_device(asked.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
-        model = load_servable(source, _named(recipe), scales=scales, device=asked.device)
+        model = load_servable(source, named(recipe), scales=scales, device=asked.device)
         reference = None if against is None else _reference(model, source, Path(against), asked.device)
         limit, notes = fitting(asked.seq_len, *(m.config for m in (model, reference) if m is not None))
         found = load_samples(
@@ -83,7 +83,7 @@ def evaluate(
     )
 
 
-def _named(recipe: RecipeChoice | Recipe) -> Literal["stored", "bf16"] | Recipe:
+def named(recipe: RecipeChoice | Recipe) -> Literal["stored", "bf16"] | Recipe:
     """The recipe of a name; "stored" and "bf16" name none. RecipeError: there is no such name."""
     if recipe == "stored" or not isinstance(recipe, str):
         return recipe
@@ -92,7 +92,7 @@ def _named(recipe: RecipeChoice | Recipe) -> Literal["stored", "bf16"] | Recipe:
 
 def _reference(model: Model, source: Path, against: Path, device: str) -> Model:
     reference = load_servable(against, "bf16", device=device)
-    _check_comparable(model, reference, source, against)
+    check_comparable(model, reference, source, against)
     return reference
 
 
@@ -123,7 +123,7 @@ def _shares(
     return kl_shares(reference, exact, batches, lambda name, linear, x: linears[name](x), stages=stages)
 
 
-def _check_comparable(model: Model, reference: Model, source: Path, against: Path) -> None:
+def check_comparable(model: AnyModel, reference: AnyModel, source: Path, against: Path) -> None:
     """ModelError unless both predict the same vocabulary with the same layers: anything else is not a comparison."""
     for what in ("vocab_size", "num_layers", "hidden_size"):
         mine, other = getattr(model.config, what), getattr(reference.config, what)

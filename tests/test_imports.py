@@ -20,7 +20,9 @@ ALLOWED = {
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "logs"},
 }
-FOUNDATION = {"faults", "named_models", "settings", "metrics", "tasks", "tracing", "usage"}
+FOUNDATION = {
+    "faults", "named_models", "settings", "metrics", "live_metrics", "vllm_metrics", "tasks", "tracing", "usage",
+}  # fmt: skip
 ALLOWED_IN_SERVER = {
     "answers": {"answers"},
     **dict.fromkeys(FOUNDATION, {"answers"} | FOUNDATION),

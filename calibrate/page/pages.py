@@ -16,7 +16,7 @@ FACTS = ("model", "out", "against", "format", "recipe", "rounding", "device", "d
 
 def html_report(report: CalibrationReport) -> str:
     """Of a calibration: some hundreds of kilobytes."""
-    title = f"Calibration of {_last(report.model)}"
+    title = f"Calibration of {last_of(report.model)}"
     facts = {key: value for key, value in asdict(report).items() if key in FACTS}
     content = [
         texts.heading(title, verdict(report), report.notes),
@@ -40,7 +40,7 @@ def html_report(report: CalibrationReport) -> str:
 
 def html_evaluation(report: EvalReport) -> str:
     """Of an evaluation; what it says of layers, it knows against a reference only."""
-    title = f"Evaluation of {_last(report.model)}"
+    title = f"Evaluation of {last_of(report.model)}"
     facts = {key: value for key, value in asdict(report).items() if key in FACTS}
     content = [
         texts.heading(title, _measured(report), report.notes),
@@ -55,7 +55,7 @@ def html_evaluation(report: EvalReport) -> str:
     return document(title, content)
 
 
-def _last(model: str) -> str:
+def last_of(model: str) -> str:
     """The last part of a path."""
     return model.rstrip("/").rpartition("/")[2] or model
 

@@ -170,7 +170,7 @@ def _complaint(response: "Response") -> tuple[str, str | None]:
     except ValueError:
         return "", None
     message, code = told.get("message") or told.get("detail"), told.get("code")
-    hint = f"; {told['hint']}" if isinstance(told.get("hint"), str) else ""
+    hint = f". {told['hint'].rstrip('.')}" if isinstance(told.get("hint"), str) else ""
     return one_line(f"{str(message).rstrip('.')}{hint}") if message else "", code if isinstance(code, str) else None
 
 

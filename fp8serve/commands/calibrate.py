@@ -23,7 +23,6 @@ import typer
 
 from fp8serve.calibration.options import CalibrationOptions, ScalingOptions
 from fp8serve.commands.from_options import Chosen, with_options
-from fp8serve.errors import RecipeError
 from fp8serve.terminal import (
     AsJson,
     Model,
@@ -59,7 +58,7 @@ def command(
     check_report(report_file)
     directory, recipe = find_model(model), scaling().recipe
     if task_of(directory) != "generate":
-        return _encoder(directory, out, recipe, options.values, report_file, json)
+        return _encoder(directory, out, recipe, {**options.values, "command": typed(context)}, report_file, json)
     with torchrun() as ranks, stages("Calibrating") if ranks.first else nullcontext() as progress:
         report = calibrate(
             directory,
@@ -86,9 +85,9 @@ def _encoder(
 ) -> None:
     from fp8serve.calibration.embedding import calibrate_encoder
     from fp8serve.calibration.embedding_report import embedding_table
+    from fp8serve.calibration.page.encoder_pages import html_encoder_report
 
-    if report_file is not None:
-        raise RecipeError("There is no page for an encoder yet; leave out --report, and read calibration.json.")
     with stages("Calibrating") as progress:
         report = calibrate_encoder(directory, out=out, recipe=recipe, progress=progress, **options)
+    write_report(report_file, lambda: html_encoder_report(report))
     print_report(report, embedding_table, json)

@@ -1,6 +1,7 @@
 """Measure what FP8 costs in quality.
 
-Perplexity; with --against also KL divergence, top-1 agreement and the noise of each layer.
+Perplexity; with --against also KL divergence, top-1 agreement and the noise of each layer. Of a model that embeds or
+scores: how far its vectors and scores moved, and whether the same texts are found.
 
 \b
 Examples:
@@ -8,8 +9,10 @@ Examples:
   fp8serve eval ./llama-fp8 --data held-out.jsonl --against ./llama --report eval.html
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -36,6 +39,7 @@ def command(
     report_file: ReportFile = None,
     json: AsJson = False,
 ) -> None:
+    from fp8serve.engine.task import task_of
     from fp8serve.hub import find_model
 
     check_report(report_file)
@@ -44,8 +48,31 @@ def command(
     from fp8serve.calibration.page.pages import html_evaluation
     from fp8serve.calibration.report import eval_table
 
+    if task_of(directory) != "generate":
+        return _encoder(context, directory, reference, options.values, (model, against), report_file, json)
     with stages("Evaluating") as progress:
         report = evaluate(directory, against=reference, progress=progress, command=typed(context), **options.values)
     report = replace(report, model=model, against=against)  # as they were named: a directory may lie in a cache
     write_report(report_file, lambda: html_evaluation(report))
     print_report(report, eval_table, json)
+    return None
+
+
+def _encoder(
+    context: typer.Context,
+    directory: Path,
+    reference: Path | None,
+    options: Mapping[str, Any],
+    names: tuple[str, str | None],
+    report_file: Path | None,
+    json: bool,
+) -> None:
+    from fp8serve.calibration.encoder_evaluate import evaluate_encoder
+    from fp8serve.calibration.encoder_result import encoder_eval_table
+    from fp8serve.calibration.page.encoder_pages import html_encoder_evaluation
+
+    with stages("Evaluating") as progress:
+        report = evaluate_encoder(directory, against=reference, progress=progress, command=typed(context), **options)
+    report = replace(report, model=names[0], against=names[1])
+    write_report(report_file, lambda: html_encoder_evaluation(report))
+    print_report(report, encoder_eval_table, json)

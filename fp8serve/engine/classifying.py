@@ -12,7 +12,8 @@ from fp8serve.engine.labels import labelled
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
-from fp8serve.model.config.encoder import Head, ScoreActivation
+from fp8serve.model.config.encoder import Head
+from fp8serve.model.network.scores import scored
 
 Pair = tuple[str, str]
 
@@ -61,10 +62,3 @@ class Classifier:
             self.encoder.check(ids)
             if len(ids) != len(parts) or not all(0 <= part < kinds for part in parts):
                 raise RequestError(f"Segments must be one for each token, of 0 to {kinds - 1}.")
-
-
-def scored(logits: Tensor, activation: ScoreActivation) -> Tensor:
-    """[texts, labels]."""
-    if activation == "none":
-        return logits
-    return logits.softmax(1) if activation == "softmax" else logits.sigmoid()

@@ -134,6 +134,10 @@ class EngineClient:
         """`Engine.scales`, between two steps."""
         return list(await self._ask("scales"))
 
+    async def save_scales(self, path: Path) -> int:
+        """`Engine.save_scales`, between two steps."""
+        return int(await self._ask("save_scales", path=str(path)))
+
     async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]:
         """For each list of token ids the vector's numbers, FP32, little-endian. RequestError: see `Embedder.embed`;
         the model writes text."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.engine.classifying import Classifier, scored
+from fp8serve.engine.classifying import Classifier
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.encoding_queue import Call, EncodingQueue, Place
 from fp8serve.engine.loading import weight_bytes
@@ -22,6 +22,7 @@ from fp8serve.engine.request import EngineLimits, Request, Task
 from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
 from fp8serve.fp8 import ops
+from fp8serve.model.network.scores import scored
 
 
 class EncoderEngine:

@@ -10,6 +10,7 @@ and the attention keep it, too, but matrix products choose their kernel by the n
 
 import math
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as Items
 from itertools import count, islice
@@ -31,8 +32,12 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, Work
 from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.text import TextStream
-from fp8serve.errors import RequestError
+from fp8serve.errors import MachineError, RequestError
+from fp8serve.model.formats.scales import save_scales
 from fp8serve.options import known_fields
+
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens of a step: bounds of the histogram in `Engine.stats`."""
 
 
 class Engine:
@@ -55,6 +60,8 @@ class Engine:
         self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
+        self._accepted = [0] * self.options.speculative_tokens  # drafted tokens, by their place in the draft
+        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._ids = count()
         self._step_seconds = 0.0  # that the last step took
         self._load_seconds = time.monotonic() - started
@@ -160,6 +167,8 @@ class Engine:
             "drafts_total": self._totals["drafts"],
             "draft_tokens_total": self._totals["drafted"],
             "accepted_draft_tokens_total": self._totals["accepted"],  # that were part of the answer
+            "accepted_by_position": self._accepted,
+            "step_tokens": {"bounds": STEP_SIZES, "counts": self._step_sizes, "total": self._totals["computed"]},
             "preemptions_total": scheduler.num_preemptions,
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
             "prefix_hit_tokens_total": scheduler.num_prefix_hits,
@@ -178,6 +187,18 @@ class Engine:
         and no others (model/network/decoder.py): their records are of these, not of whole prompts.
         """
         return self.loaded.traffic.records(self._rows())
+
+    def save_scales(self, path: str | Path) -> int:
+        """Writes the scales that follow the traffic, and their histories, to the file `path`; how many there are.
+
+        RequestError: none does (roll_history). ScalesError: one of them cannot be served. MachineError: no room.
+        """
+        checkpoint = self.loaded.traffic.rolled()
+        try:
+            save_scales(Path(path), checkpoint)
+        except OSError as error:
+            raise MachineError(f"{path} cannot be written: {error.strerror}.") from None
+        return len(checkpoint.tensors)
 
     def _rows(self) -> dict[str, int]:
         return self.loaded.rows(self._totals["computed"], self._totals["sampled"])
@@ -203,6 +224,7 @@ class Engine:
     def _postprocess(self, work: list[Work], drawn: list[Sampled]) -> list[RequestOutput]:
         sampling = [item for item in work if item.samples]
         self._totals["steps"] += 1
+        self._step_sizes[bisect_left(STEP_SIZES, sum(item.count for item in work))] += 1
         self._totals["computed"] += sum(item.count for item in work)
         self._totals["sampled"] += len(drawn)
         self._totals["prompt"] += sum(item.seq.num_prompt for item in sampling if item.seq.num_generated == 0)
@@ -231,6 +253,8 @@ class Engine:
         self._totals["drafts"] += 1
         self._totals["drafted"] += drafted
         self._totals["accepted"] += accepted
+        for place in range(accepted):
+            self._accepted[place] += 1
 
     def _accept(self, seq: Sequence, sampled: Sampled) -> RequestOutput:
         """Appends a token, and ends the request where that token, its text or its number ends it."""

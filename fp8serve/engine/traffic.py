@@ -26,6 +26,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.fp8.scaling import Entry, ScalingState, update
+from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale
 
 log = logging.getLogger("fp8serve.engine")
 E4M3_MAX = FP8_MAX[torch.float8_e4m3fn]
@@ -125,7 +126,22 @@ class Traffic:
         """Numbers of the last window over all layers; without one there is nothing to say but that."""
         drifts = [drift for watched in self._watched.values() if (drift := watched.drift) is not None]
         numbers: dict[str, Any] = {"scale_windows_total": self.num_windows, "layers_drifting": len(self._alarming)}
+        cut = [share for watched in self._watched.values() if (share := watched.window_saturation) is not None]
+        numbers |= {"input_saturation_max": max(cut)} if cut else {}
         return numbers | ({"input_drift_max": max(drifts)} if drifts else {})
+
+    def rolled(self) -> ScalingCheckpoint:
+        """The scales that follow the traffic, with their histories; a window that is open is not in them yet.
+
+        RequestError: none does.
+        """
+        if not self._states:
+            raise RequestError("The scales of this server do not follow the traffic; start it with --roll-history.")
+        states = {id(layer.input_scale): state for layer, state in self._states}
+        found = {name: states[id(watched.layer.input_scale)] for name, watched in self._watched.items()}
+        return ScalingCheckpoint(
+            self._rules, {f"{name}.input": TensorScale(s.scale, s.amax_history) for name, s in found.items()}
+        )
 
     def _record(self, name: str, layer: FrozenLinear, rows: int) -> dict[str, Any]:
         watched = self._watched.get(name)

@@ -3,6 +3,7 @@
 It connects to the AF_UNIX socket that its owner listens on (`client.py`) and speaks newline-delimited JSON.
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
+          save_scales {id, path}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
@@ -84,6 +85,7 @@ class Worker:
             "abort": self._abort,
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
+            "save_scales": self._save_scales,
             "embed": self._encode,
             "classify": self._encode,
             "forget": self._forget,
@@ -135,6 +137,14 @@ class Worker:
             self._engine.add_request(Request.from_json(message["request"]), message["arrived"])
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
+
+    def _save_scales(self, message: Message) -> None:
+        try:
+            if isinstance(self._engine, EncoderEngine):
+                raise RequestError("Scales follow the traffic of models that write text, and of no other.")
+            self._reply(message, self._engine.save_scales(message["path"]))
+        except Fp8ServeError as problem:
+            self._connection.send("reply", id=message["id"], **_described(problem))
 
     def _encode(self, message: Message) -> None:
         try:

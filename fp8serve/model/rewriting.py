@@ -45,12 +45,17 @@ def rewrite(source: Path | str, out: Path | str, format: str) -> None:
         raise ModelError(
             f"{source} holds no FP8 weights to be written as {format}; calibrate it with --format {format}."
         )
-    stored = {name: _stored(checkpoint, name) for name in checkpoint.fp8_linears}
-    recipe = _recipe(checkpoint, stored, format)
-    state = _kept_state(checkpoint, recipe) or _state(checkpoint, stored, recipe)
+    stored = stored_linears(checkpoint)
+    recipe = recipe_of(checkpoint, stored, format)
+    state = _kept_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
     weight = recipe.specs.linear["weight"]
-    quantized = {name: (linear.weight_q, _fitted(linear, weight)) for name, linear in stored.items()}
+    quantized = {name: (linear.weight_q, fitted(linear, weight)) for name, linear in stored.items()}
     write_calibrated(out, source, state, quantized=quantized, kept=checkpoint.kept_linears, format=format)
+
+
+def stored_linears(checkpoint: Checkpoint) -> _Stored:
+    """All linears that lie there in FP8, by name."""
+    return {name: _stored(checkpoint, name) for name in checkpoint.fp8_linears}
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> StoredLinear:
@@ -60,7 +65,7 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredLinear:
     return linear
 
 
-def _recipe(checkpoint: Checkpoint, stored: _Stored, format: str) -> Recipe:
+def recipe_of(checkpoint: Checkpoint, stored: _Stored, format: str) -> Recipe:
     """The recipe that has the source's layout and that the format can say."""
     inputs = {linear.input_spec for linear in stored.values()}
     if len(inputs) > 1:
@@ -99,7 +104,7 @@ def _fits(stored: _Stored, recipe: Recipe) -> bool:
     return all(scale.numel() == 1 or tuple(scale.shape) == shape for scale, shape in shapes)
 
 
-def _fitted(linear: StoredLinear, spec: QuantSpec) -> Tensor:
+def fitted(linear: StoredLinear, spec: QuantSpec) -> Tensor:
     """The scale in the shape that weights of this spec have."""
     scale, shape = linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)
     return scale.reshape(()).repeat(shape) if scale.numel() == 1 else scale
@@ -112,15 +117,16 @@ def _kept_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | N
         return None
     state = load_scales(path, checkpoint.path)
     check_agreement(checkpoint, state, str(path))
-    same = state.recipe is not None and _layout(state.recipe) == _layout(recipe)
+    same = state.recipe is not None and layout(state.recipe) == layout(recipe)
     return state if same else None
 
 
-def _layout(recipe: Recipe) -> tuple[QuantSpec, ...]:
+def layout(recipe: Recipe) -> tuple[QuantSpec, ...]:
+    """How inputs and weights are scaled."""
     return recipe.specs.linear["input"], recipe.specs.linear["weight"]
 
 
-def _state(checkpoint: Checkpoint, stored: _Stored, recipe: Recipe) -> ScalingCheckpoint:
+def state_of(checkpoint: Checkpoint, stored: _Stored, recipe: Recipe) -> ScalingCheckpoint:
     """The scales of the file as a state without histories."""
     tensors = {f"{n}.input": TensorScale(s.input_scale) for n, s in stored.items() if s.input_scale is not None}
     if recipe.specs.linear["weight"].source == "delayed":

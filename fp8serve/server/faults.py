@@ -36,6 +36,7 @@ class Code(Enum):
     ALIAS_BUSY = "alias_busy"
     TRAINING_REFUSED = "training_refused"
     ACTIVATION_FAILED = "activation_failed"
+    NOT_ROLLING = "scales_not_rolling"
     LOAD_FAILED = "load_failed"
     NAME_TAKEN = "name_taken"
     BODY_TOO_LARGE = "body_too_large"
@@ -86,6 +87,7 @@ KINDS: dict[Code, Kind] = {
     Code.ALIAS_BUSY: _CONFLICT,
     Code.TRAINING_REFUSED: _CONFLICT,
     Code.ACTIVATION_FAILED: _CONFLICT,
+    Code.NOT_ROLLING: _CONFLICT,
     Code.LOAD_FAILED: _CONFLICT,
     Code.NAME_TAKEN: _CONFLICT,
     Code.BODY_TOO_LARGE: Kind(413, 413, "invalid_request_error", "validation"),

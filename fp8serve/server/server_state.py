@@ -7,13 +7,16 @@ ends the processes. Handlers get it by the `StateDep` dependency (api/dependenci
 import asyncio
 import logging
 import math
+import platform
 import shutil
 import time
 import weakref
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 
+import fp8serve
 from fp8serve.engine.request import Task
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError
@@ -31,6 +34,7 @@ from fp8serve.server.serving.admission import Admission, Places, Streams
 from fp8serve.server.serving.generation import Generation, build_requests
 from fp8serve.server.serving.loader import Loader
 from fp8serve.server.serving.registry import Registry
+from fp8serve.server.serving.rolled_scales import RolledScales
 from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
@@ -61,10 +65,12 @@ class ServerState:
         self.loader.known |= {named.name: self._home(named) for named in settings.models}
         self.supervisor = EngineSupervisor(self.models.default)
         self.streams = Streams(limits.streams, self.metrics)
+        self.rolled = RolledScales(self.data_dir)
         self.parser = RequestParser(limits, settings.log_format)
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.sources = Sources(self.jobs, self.runner, self.models)
+        self.started = False  # whether every model of the command line was loaded, or could not be
         self.started_at = int(time.time())
         self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
@@ -84,11 +90,18 @@ class ServerState:
         """A model that is not loaded yet."""
         limits = self.settings.limits
         admission = Admission(home.options.max_num_seqs + limits.queue, limits.queue_tokens, self.metrics.of(name))
-        return ServedModel(name, home, self._start_engine, admission, self.settings.deadlines)
+        model = ServedModel(name, home, self._start_engine, admission, self.settings.deadlines)
+        model.asks_layers = self.settings.metrics_per_layer
+        return model
 
     def _connect_metrics(self) -> None:
-        self.metrics.engine_stats = self.models.stats
-        self.metrics.job_counts = self.jobs.counts
+        sources = self.metrics.sources
+        sources.stats = self.models.stats
+        sources.layers = lambda: {name: model.layers for name, model in self.models.models.items()}
+        sources.jobs = self.jobs.counts
+        sources.ready = lambda: self.ready
+        sources.build = build_facts
+        sources.served = lambda: {name: served_facts(model.current) for name, model in self.models.models.items()}
         self.metrics.reading.set_function(lambda: self.parser.pool.bytes)
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -115,6 +128,7 @@ class ServerState:
             log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
         self.runner.start()
         await self._load_further()
+        self.started = True
 
     async def _load_further(self) -> None:
         """One after the other. One that cannot be served says so where models are listed, and the others serve."""
@@ -177,7 +191,8 @@ class ServerState:
     @property
     def ready(self) -> bool:
         default = self.models.default
-        return default.ready and not self.draining.is_set() and not self.paused and not default.admission.nearly_full
+        takes_requests = self.started and not self.draining.is_set() and not self.paused
+        return takes_requests and default.ready and not default.admission.nearly_full
 
     @property
     def status(self) -> str:
@@ -187,6 +202,8 @@ class ServerState:
         if self.paused:
             return "paused"
         default = self.models.default
+        if default.ready and not self.started:
+            return "loading"
         return "busy" if default.ready and default.admission.nearly_full else default.state
 
     # -- what can be served --------------------------------------------------------------------------------------------
@@ -227,6 +244,17 @@ class ServerState:
 
         return await model.activate(await asyncio.to_thread(self.sources.find, key, model.home), record)
 
+    async def save_scales(self, model: str | None, name: str | None) -> tuple[str, int]:
+        """Writes what `model` serves, the default where that is None, with its scales as they are now, beside the
+        directory that it was first made of; the new one's name, and how many scales follow the traffic. Fault.
+        """
+        found = self.models.default if model is None else self.models.find(model, "model")
+        home = found.home.directory.resolve()
+        out = home.parent / (name or f"{home.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+        count = await self.rolled.save(found.resolve(), out)
+        log.info("saved %d scales as they are now, with their weights, to %s", count, out)
+        return out.name, count
+
     # -- generating ----------------------------------------------------------------------------------------------------
 
     @property
@@ -265,6 +293,21 @@ class ServerState:
         if self.paused:
             for model in list(self.models.models.values()):
                 await model.admission.idle.wait()
+
+
+@cache
+def build_facts() -> dict[str, str]:
+    """Versions, for `fp8serve_build_info`; torch is asked of its package, and not imported."""
+    return {"version": fp8serve.__version__, "python": platform.python_version(), "torch": version("torch")}
+
+
+def served_facts(served: Served | None) -> dict[str, str]:
+    """What answers, for `fp8serve_model_info`; nothing while nothing does."""
+    if served is None:
+        return {}
+    names = ("recipe", "device", "kv_cache_dtype", "block_size", "num_blocks")
+    numbers = {name: str(served.engine.info.get(name, "")) for name in names}
+    return {"weights": served.source.model_id, "weight_version": served.weight_version} | numbers
 
 
 def answers_line(served: Served) -> str:

@@ -163,6 +163,9 @@ class Settings(EngineOptions):
         ),
     ] = field(default=None, repr=False)
     vllm_metrics: Annotated[bool, About("Also publish metrics under vllm:* names.")] = False
+    metrics_per_layer: Annotated[
+        bool, About("Also publish amax, headroom, cut-off share and drift of every FP8 layer in /metrics.")
+    ] = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:

@@ -157,13 +157,15 @@ def test_the_command_tells_the_cosine(tiny: Path, tmp_path: Path, capsys: pytest
     said = json.loads(capsys.readouterr().out)
     assert 0.98 < said["quality"]["median"] < 1
     assert said["notes"][0] == Closeness(**said["quality"]).text()
-    assert main([*asked, str(tmp_path / "again"), "--report", str(tmp_path / "page.html")]) == 1
-    assert "no page for an encoder" in capsys.readouterr().err
+    assert main([*asked, str(tmp_path / "again"), "--report", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert page == (tmp_path / "again" / "report.html").read_text()
+    assert f"{said['quality']['median']:.5f}" in page
+    assert f"--out {tmp_path / 'again'}" in page
+    assert all(layer["name"] in page for layer in said["layers"])
 
 
 def test_commands_of_language_models_say_what_it_is(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(tiny)]) == 1
-    assert "an encoder: it embeds, and writes no text" in capfd.readouterr().err
     assert main(["generate", str(tiny), "abc"]) == 1
     said = capfd.readouterr().err.strip()
     assert said.count("\n") == 0

@@ -62,7 +62,7 @@ def test_no_proxy_stands_before_this_machine(fake: FakeServer, monkeypatch: pyte
     ("said", "sentence"),
     [
         (says({"error": {"message": "Too long.", "code": "context"}}, 400), "The server answered 400: Too long."),
-        (says({"error": "No job.", "hint": "List them."}, 404), "The server answered 404: No job; List them."),
+        (says({"error": "No job.", "hint": "List them."}, 404), "The server answered 404: No job. List them."),
         (says({"object": "error", "message": "vLLM says so"}, 422), "The server answered 422: vLLM says so."),
         (says({"detail": "Not Found"}, 404), "The server answered 404: Not Found."),
         (says({"detail": [{"loc": ["body"]}]}, 422), "The server answered 422: [{'loc': ['body']}]."),

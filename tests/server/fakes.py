@@ -65,6 +65,7 @@ class FakeEngine:
         self.finished: list[str] = []
         self.aborted: list[str] = []
         self.closed = False
+        self.rolls = False
         self.requests: list[Request] = []
         self._tokenizer = byte_tokenizer()
 
@@ -155,6 +156,11 @@ class FakeEngine:
         window = {"calibrated_amax": 4.0, "window_amax": 3.0, "window_saturation": 0.0, "drift": 0.75, "drifts": False}
         return [{"name": "model.layers.0.mlp.up_proj", "input": "stored", **numbers, **window}]
 
+    async def save_scales(self, path: Path) -> int:
+        if not self.rolls:
+            raise RequestError("The scales of this server do not follow the traffic; start it with --roll-history.")
+        return 1
+
     async def drain(self, deadline: float) -> None:
         await self.close()
 
@@ -174,6 +180,13 @@ def embedding_engine() -> FakeEngine:
     return engine
 
 
+def rolling_engine() -> FakeEngine:
+    """One whose scales follow the traffic."""
+    engine = FakeEngine()
+    engine.rolls = True
+    return engine
+
+
 def classifying_engine() -> FakeEngine:
     """One that scores two labels and writes no text."""
     engine = FakeEngine()
@@ -183,7 +196,9 @@ def classifying_engine() -> FakeEngine:
 
 
 class Launcher:
-    """Stands in for the start of an engine process; remembers the engines it made. Loads wait while it is `held`."""
+    """Stands in for the start of an engine process; remembers the engines it made. Loads wait while it is `held`, or
+    while their directory has that name.
+    """
 
     def __init__(self, make: Callable[[], FakeEngine] = FakeEngine, load_seconds: float = 0.0) -> None:
         self.make = make
@@ -193,11 +208,11 @@ class Launcher:
         self.load_seconds = load_seconds
         self.engines: list[FakeEngine] = []
         self.problem: str | None = None
-        self.held = False
+        self.held: bool | str = False
 
     async def __call__(self, source: Source) -> tuple[FakeEngine, Tokenizer]:
         await asyncio.sleep(self.load_seconds)
-        while self.held:
+        while self.held is True or self.held == source.directory.name:
             await asyncio.sleep(0.005)
         if (problem := self.problem or self.problems.get(source.directory.name)) is not None:
             raise ModelError(problem)

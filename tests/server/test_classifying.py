@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from fp8serve.engine.classifying import Classifier
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.parsing.parser_process import JOBS
+from fp8serve.server.parsing.texts import Asked, read_text
 from tests.engine.test_classifying import headed
 from tests.model.encoders import BERT
 from tests.server.process import Process, serving
@@ -80,6 +82,52 @@ def test_half_of_a_surrogate_pair_is_refused(served: tuple[Process, Path]) -> No
 def test_a_parser_process_reads_pairs_as_the_front_does(served: tuple[Process, Path]) -> None:
     pairs = [("some text", "a b"), ("some text", None), ("", "ä")]
     pieces = [(text or "").encode() for pair in pairs for text in pair]
-    head = {"directory": str(served[1]), "lengths": [*map(len, pieces)], "single": [pair[1] is None for pair in pairs]}
     tokenizer = Tokenizer.from_dir(served[1])
-    assert JOBS["pairs"](head, b"".join(pieces))[0]["pairs"] == [tokenizer.encode_pair(*pair) for pair in pairs]
+    for most, document in ((None, None), (6, None), (None, 2), (7, 3)):
+        forms = [(second is None, most, document) for _, second in pairs]
+        head = {"directory": str(served[1]), "lengths": [*map(len, pieces)], "forms": forms, "around": None}
+        expected = [read_text(tokenizer, Asked(*pair, most, document)) for pair in pairs]
+        assert JOBS["pairs"](head, b"".join(pieces))[0]["pairs"] == expected
+
+
+def test_a_pair_that_is_too_long_is_cut_where_that_is_asked_for(served: tuple[Process, Path]) -> None:
+    """As tokenizers cuts it, which is what sentence-transformers asks for."""
+    server, folder = served
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    classifier = Classifier(folder, recipe="rowwise")
+    long = ["a b " * 30, "some", "c d e " * 2000]
+
+    def scores(most: int, *pairs: tuple[str, ...]) -> list[list[float]]:
+        backend.enable_truncation(most)
+        found = [backend.encode(*pair) for pair in pairs]
+        rows: list[list[float]] = classifier.classify_ids(
+            [e.ids for e in found], [e.type_ids for e in found]
+        ).scores.tolist()
+        return rows
+
+    for most, asked in ((40, {"truncate": True}), (40, {"truncation": True}), (9, {"truncate_prompt_tokens": 9})):
+        answer = server.client.post("/classify", json={"input": long, **asked}).json()
+        assert [row["probs"] for row in answer["data"]] == scores(most, *((text,) for text in long))
+        if len(classifier.head.labels) == 1:
+            body = {"text_1": "q r s t u v", "text_2": long}
+            got = server.client.post("/v1/score", json=body | asked).json()["data"]
+            assert [[s["score"]] for s in got] == scores(most, *(("q r s t u v", text) for text in long))
+            got = server.client.post("/v1/rerank", json={"query": "q r s t u v", "documents": long} | asked).json()
+            assert len(got["results"]) == 3
+    for most, words in ((41, "reads 40 tokens"), (2, "stand around the text")):
+        refused = server.client.post("/classify", json={"input": "a", "truncate_prompt_tokens": most})
+        assert refused.status_code == 400
+        assert words in refused.json()["error"]["message"]
+
+
+def test_documents_are_cut_to_so_many_tokens(served: tuple[Process, Path]) -> None:
+    server, folder = served
+    classifier = Classifier(folder, recipe="rowwise")
+    body = {"query": "a b", "documents": ["some text", "x" * 9000], "max_tokens_per_doc": 4}
+    answer = server.client.post("/v1/rerank", json=body)
+    if len(classifier.head.labels) == 1:
+        expected = classifier.classify([("a b", "some"), ("a b", "xxxx")]).scores[:, 0].tolist()
+        found = {r["index"]: r["relevance_score"] for r in answer.json()["results"]}
+        assert [found[0], found[1]] == expected
+    else:
+        assert answer.status_code == 400

@@ -51,6 +51,26 @@ def test_openais_client_gets_the_embedders_vectors(client: openai.OpenAI, folder
         assert got.usage.prompt_tokens == got.usage.total_tokens == sum(expected.tokens)
 
 
+def test_documents_that_are_too_long_are_cut_where_that_is_asked_for(server: Process, folder: Path) -> None:
+    embedder = Embedder(folder, recipe="rowwise")
+    documents = ["some text", "z" * 9000, "ab"]
+
+    def ranked(query: str, cut: list[str], **asked: object) -> None:
+        body = {"query": query, "documents": documents} | asked
+        answer = server.client.post("/v1/rerank", json=body).json()
+        found = [r["relevance_score"] for r in sorted(answer["results"], key=lambda r: int(r["index"]))]
+        of_query, *others = embedder.embed([query, *cut]).vectors
+        assert found == pytest.approx([float(of_query @ other) for other in others], abs=1e-6)
+
+    ranked("ab", ["some text", "z" * 20, "ab"], truncate=True)  # of 24, prompt and special tokens take four
+    ranked("zzzzz", ["some", "zzzz", "ab"], max_tokens_per_doc=4)
+    refused = server.client.post("/v1/rerank", json={"query": "ab", "documents": documents, "truncate": False})
+    assert refused.status_code == 400
+    for long in ([[5] * 90, [5]], ["z" * 9000]):
+        answer = server.client.post("/v1/embeddings", json={"input": long, "truncate": True})
+        assert answer.json()["usage"]["prompt_tokens"] == 24 + (len(long) - 1)
+
+
 def test_one_text_token_ids_and_dimensions(client: openai.OpenAI, folder: Path) -> None:
     embedder = Embedder(folder, recipe="rowwise")
     ids = embedder.tokenizer.encode("x some text")

@@ -90,7 +90,7 @@ def _sizes(config: ModelConfig, arch: str) -> dict[str, Any]:
         found |= {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
         found["moe_intermediate_size"] = config.experts.size
     others = dict.fromkeys(("attention.value_length", "rope.dimension_count"), config.head_dim)
-    names = KEYS | LAYOUTS[arch].keys
+    names = {**KEYS, **LAYOUTS[arch].keys}
     named = {theirs: found[ours] for theirs, ours in names.items()} | others | {"vocab_size": config.vocab_size}
     return {f"{arch}.{key}": value for key, value in named.items()}
 

@@ -10,7 +10,7 @@ The pieces then concatenate to exactly what `decode` gives for the whole, on any
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,31 @@ class Tokenizer:
         """Token ids, with the model's own BOS (or whatever its post-processor adds) unless told otherwise."""
         return self.encode_with_offsets(text, add_special_tokens)[0]
 
-    def encode_pair(self, text: str, second: str | None = None) -> tuple[list[int], list[int]]:
-        """Ids of a text, or of two as the model reads a pair; and which of the two each is of, 0 or 1."""
+    def encode_pair(self, text: str, second: str | None = None, most: int | None = None) -> tuple[list[int], list[int]]:
+        """Ids of a text, or of two as the model reads a pair; and which of the two each is of, 0 or 1.
+
+        most: tokens in all, of which the special ones around a text are never cut.
+        """
         for part in (text, second or ""):
             _check_unicode(part)
-        encoding = self._backend.encode(text, second)
+        if most is None:
+            encoding = self._backend.encode(text, second)
+            return encoding.ids, encoding.type_ids
+        parts = [self._beginning(part, most, False) for part in (text, second) if part is not None]
+        room = max(0, most - self.special_count(is_pair=second is not None))
+        for found, kept in zip(parts, shares([len(found.ids) for found in parts], room), strict=True):
+            found.truncate(kept)
+        encoding = self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
         return encoding.ids, encoding.type_ids
+
+    def special_count(self, *, is_pair: bool) -> int:
+        """How many tokens stand around a text, or around a pair of texts and between them."""
+        return self._backend.num_special_tokens_to_add(is_pair)
+
+    def beginning(self, text: str, most: int) -> str:
+        """So much of `text` as its first `most` tokens stand for."""
+        ids, offsets = self.encode_beginning(text, most, add_special_tokens=False)
+        return text if len(ids) <= most else text[: offsets[most - 1][1]]
 
     def first_of(self, ids: list[int], most: int) -> list[int]:
         """The first `most`; what is cut off is the end, but for the special token with which a text ends."""
@@ -142,13 +161,22 @@ class Tokenizer:
         A tokenizer needs some 200 bytes for a character, so a book is not tokenized for its first page. What is
         returned may end after the first `tokens` and before the text.
         """
-        chars = len(text) if tokens is None else (tokens + _MARGIN) * _CHARS_PER_TOKEN
+        if tokens is None:
+            return self.encode_with_offsets(text, add_special_tokens)
+        _check_unicode(text)
+        found = self._beginning(text, tokens, add_special_tokens)
+        whole = len(found.ids) < tokens + _MARGIN
+        return (found.ids, found.offsets) if whole else (found.ids[: tokens + 1], found.offsets[: tokens + 1])
+
+    def _beginning(self, text: str, tokens: int, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Of the whole text, or of so much of it as gives more than `tokens`."""
+        chars = (tokens + _MARGIN) * _CHARS_PER_TOKEN
         while chars < len(text):
-            ids, offsets = self.encode_with_offsets(text[:chars], add_special_tokens)
-            if tokens is not None and len(ids) >= tokens + _MARGIN:
-                return ids[: tokens + 1], offsets[: tokens + 1]
+            found = self._backend.encode(text[:chars], add_special_tokens=add_special_tokens)
+            if len(found.ids) >= tokens + _MARGIN:
+                return found
             chars *= 2
-        return self.encode_with_offsets(text, add_special_tokens)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary have none."""
@@ -207,6 +235,16 @@ class Tokenizer:
         if self._template is None:
             raise ModelError("The model has no chat template; send a plain prompt, or add a chat_template.jinja to it.")
         return self._template
+
+
+def shares(lengths: Sequence[int], room: int) -> list[int]:
+    """How many tokens of one text, or of each of two, are kept in `room`: the longer one of two loses its end first, as
+    tokenizers has it ("longest_first")."""
+    if len(lengths) == 1 or sum(lengths) <= room:
+        return [min(length, room) for length in lengths]
+    short = min(lengths)
+    kept = [short, room - short] if 2 * short <= room else [room // 2, room - room // 2]
+    return kept if lengths[0] <= lengths[1] else kept[::-1]
 
 
 def _check_unicode(text: str) -> None:

@@ -39,7 +39,7 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
     ),
     "admin": (
         "POST /finetune/{job_id}/activate", "POST /models/{name:path}/activate", "POST /models/{name:path}/load",
-        "POST /models/{name:path}/unload", "POST /models/{name:path}/alias",
+        "POST /models/{name:path}/unload", "POST /models/{name:path}/alias", "POST /scales/save",
     ),
 }  # fmt: skip
 

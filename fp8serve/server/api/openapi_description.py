@@ -48,6 +48,7 @@ SUBMISSION = (
     Code.MODEL_NOT_FOUND, Code.FILE_NOT_FOUND, Code.TRAINING_REFUSED, Code.QUEUE_FULL, Code.DRAINING, Code.DISK_FULL,
 )  # fmt: skip
 SWAP = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.ALIAS_BUSY, Code.ACTIVATION_FAILED, Code.ENGINE_DOWN, Code.DISK_FULL)
+SAVING = (*DOWN, Code.NOT_ROLLING, Code.NAME_TAKEN, Code.ALIAS_BUSY, Code.DISK_FULL)
 LOAD = (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.LOAD_FAILED, Code.JOB_STATE)
 RESUMPTION = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
 JOBS = "/v1/fine_tuning/jobs"
@@ -65,6 +66,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", "/info"): Route(a.Info, DOWN),
     ("get", "/version"): Route(a.Version),
     ("get", "/scales"): Route(a.Scales, DOWN),
+    ("post", "/scales/save"): Route(a.SavedScales, SAVING),
     ("get", "/metrics"): Route(None, media=(CONTENT_TYPE.partition(";")[0],)),
     ("post", "/generate"): Route(a.Generated, GENERATION, media=(EVENTS,)),
     ("post", "/generate_stream"): Route(None, GENERATION, media=(EVENTS,)),
@@ -133,6 +135,7 @@ EXAMPLES: dict[str, JsonObject] = {
     "/classify": {"input": ["Once upon", "a time"]},
     "/finetune": {"data": ROWS, "max_steps": 1},
     "/finetune/validate": {"data": ROWS},
+    "/scales/save": {"name": "my-model-as-of-today"},
     "/models/{name}/activate": {"source": "base"},
     "/models/{name}/load": {"source": None},
     "/models/{name}/alias": {"alias": "gpt-4o-mini"},

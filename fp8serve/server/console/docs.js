@@ -1,11 +1,5 @@
 // The reference page: the OpenAPI description as text, grouped by tag.
-"use strict";
-
-function element(tag, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(tag), properties);
-  node.append(...children);
-  return node;
-}
+import { element } from "./dom.js";
 
 function resolved(schema, all, seen = []) {
   if (Array.isArray(schema)) return schema.map((item) => resolved(item, all, seen));
@@ -14,21 +8,30 @@ function resolved(schema, all, seen = []) {
     const name = schema.$ref.split("/").at(-1);
     return seen.includes(name) ? { title: name } : resolved(all[name], all, [...seen, name]);
   }
-  return Object.fromEntries(Object.entries(schema).filter(([key]) => key !== "title").map(([key, value]) => [key, resolved(value, all, seen)]));
+  return Object.fromEntries(
+    Object.entries(schema)
+      .filter(([key]) => key !== "title")
+      .map(([key, value]) => [key, resolved(value, all, seen)]),
+  );
 }
 
 function route(path, method, operation, schemas) {
-  const parts = [element("dt", {}, element("span", { className: "method" }, method.toUpperCase()), path), element("dd", {}, operation.summary ?? "")];
+  const parts = [
+    element("dt", {}, element("span", { className: "method" }, method.toUpperCase()), path),
+    element("dd", {}, operation.summary ?? ""),
+  ];
   if (operation.description) parts.push(element("dd", {}, operation.description));
   for (const [type, { schema }] of Object.entries(operation.requestBody?.content ?? {})) {
     const text = JSON.stringify(resolved(schema, schemas), null, 2);
-    parts.push(element("dd", {}, element("details", {}, element("summary", {}, `Body (${type})`), element("pre", {}, text))));
+    parts.push(
+      element("dd", {}, element("details", {}, element("summary", {}, `Body (${type})`), element("pre", {}, text))),
+    );
   }
   return parts;
 }
 
 (async function show() {
-  const description = await (await fetch("/openapi.json")).json();
+  const description = await (await fetch(new URL("../openapi.json", import.meta.url))).json();
   const groups = new Map();
   for (const [path, methods] of Object.entries(description.paths)) {
     for (const [method, operation] of Object.entries(methods)) {
@@ -37,5 +40,6 @@ function route(path, method, operation, schemas) {
       groups.get(tag).append(...route(path, method, operation, description.components?.schemas ?? {}));
     }
   }
-  for (const [tag, list] of groups) document.getElementById("groups").append(element("section", {}, element("h2", {}, tag), list));
+  for (const [tag, list] of groups)
+    document.getElementById("groups").append(element("section", { className: "card" }, element("h2", {}, tag), list));
 })();

@@ -80,6 +80,8 @@ class AccessLog:
         method = _method(scope)
         self.metrics.responses.labels(route, method, str(status)).inc()
         self.metrics.http_seconds.labels(route).observe(seconds)
+        if (code := logs.bound().get("error")) is not None:
+            self.metrics.errors.labels(code).inc()
         level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO  # probes come every few seconds
         usage: Usage = scope["usage"]
         self._end(scope, method, route, status)

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 from fp8serve import logs
 from fp8serve.errors import Fp8ServeError
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.server.parsing.texts import Asked, read_text
 
 log = logging.getLogger("fp8serve.server.parsing")
 
@@ -70,8 +71,10 @@ def _encode(head: Head, body: bytes) -> Answer:
 
 def _pairs(head: Head, body: bytes) -> Answer:
     tokenizer, texts = _tokenizer(head["directory"]), iter(split(head, body))
-    pairs = zip(texts, texts, head["single"], strict=True)
-    return {"pairs": [tokenizer.encode_pair(one, None if single else two) for one, two, single in pairs]}, b""
+    pairs = zip(texts, texts, head["forms"], strict=True)
+    around = head["around"]
+    asked = (Asked(one, None if single else two, most, cut, around) for one, two, (single, most, cut) in pairs)
+    return {"pairs": [read_text(tokenizer, each) for each in asked]}, b""
 
 
 def _chat(head: Head, body: bytes) -> Answer:
@@ -94,14 +97,11 @@ def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
 
 
 def _ids(tokenizer: Tokenizer, text: str, head: Head) -> Head:
-    """How many there are, and the last `keep` of them, or the `first`; without them when they are more than `most`."""
+    """How many there are, and the last `keep` of them; without them when they are more than `most`."""
     if head["keep"] is None and (least := tokenizer.fewest_tokens(text)) > head["most"]:
         return {"count": least, "exact": False, "ids": []}
     ids = tokenizer.encode(text, head["special"])
-    if head["keep"] and head.get("first"):
-        kept = tokenizer.first_of(ids, head["keep"])
-    else:
-        kept = ids[-head["keep"] :] if head["keep"] else ids
+    kept = ids[-head["keep"] :] if head["keep"] else ids
     return {"count": len(kept), "exact": True, "ids": kept if len(kept) <= head["most"] else []}
 
 

@@ -17,6 +17,7 @@ from fp8serve.logs import LogFormat
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
+from fp8serve.server.parsing.texts import Asked, Read, read_text
 from fp8serve.server.schemas.messages import Message, plain_messages
 from fp8serve.server.serving.served import Served
 from fp8serve.server.settings import ServerLimits
@@ -24,8 +25,6 @@ from fp8serve.server.settings import ServerLimits
 Ids = tuple[int, ...]
 KEPT_FORMS = 64
 Prompt = str | list[int]
-Pair = tuple[str, str | None]
-Read = tuple[list[int], list[int]]  # ids, and 0 or 1 for each: of which text of a pair it is
 
 
 class RequestParser:
@@ -37,45 +36,44 @@ class RequestParser:
         self._good_forms: dict[bytes, None] = {}  # that were read lately, the oldest first
         self.allowance = Allowance(limits.reading_seconds, limits.reading_memory)
 
-    async def prompts(
-        self, served: Served, prompts: Sequence[Prompt], cut: int | None = None, *, first: bool = False
-    ) -> list[Ids]:
-        """Token ids of each prompt; with `cut`, of each the last so many, or the first (`Tokenizer.first_of`).
-
-        Fault for one that is empty or too long.
-        """
+    async def prompts(self, served: Served, prompts: Sequence[Prompt], cut: int | None = None) -> list[Ids]:
+        """Token ids of each prompt; with `cut`, of each the last so many. Fault for one that is empty or too long."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts if cut is None else ():
             check_fit(served, served.tokenizer.fewest_tokens(text), "at least ")
         if sum(map(len, texts)) <= SHORT:
-            read = [_kept(served, ids, cut, first) for ids in await asyncio.to_thread(_encode_all, served, texts)]
+            read = [_kept(ids, cut) for ids in await asyncio.to_thread(_encode_all, served, texts)]
         else:
-            read = await self._read_long(served, texts, cut, first)
+            read = await self._read_long(served, texts, cut)
         found = iter(read)
-        all_ids = [next(found) if isinstance(prompt, str) else _kept(served, prompt, cut, first) for prompt in prompts]
+        all_ids = [next(found) if isinstance(prompt, str) else _kept(prompt, cut) for prompt in prompts]
         for ids in all_ids:
             check_fit(served, len(ids))
         return [tuple(ids) for ids in all_ids]
 
-    async def pairs(self, served: Served, pairs: Sequence[Pair]) -> list[Read]:
-        """Of each text, or pair of texts, the token ids, and for each of which text it is. Fault: one is too long."""
-        texts = [text or "" for pair in pairs for text in pair]
-        for first, second in pairs:
-            least = sum(map(served.tokenizer.fewest_tokens, (first, second or "")))
-            check_fit(served, least, "at least ")
+    async def texts(self, served: Served, asked: Sequence[Asked]) -> list[Read]:
+        """Of each text, or pair of texts, the token ids, and for each of which text it is; `around` is of all the same.
+
+        Fault: one is too long, or has no tokens.
+        """
+        texts = [text or "" for one in asked for text in (one.first, one.second)]
+        for one in asked:
+            least = sum(map(served.tokenizer.fewest_tokens, (one.first, one.second or "")))
+            check_fit(served, 0 if one.is_cut else least, "at least ")
         if sum(map(len, texts)) <= SHORT:
-            read = await asyncio.to_thread(lambda: [served.tokenizer.encode_pair(*pair) for pair in pairs])
+            read = await asyncio.to_thread(lambda: [read_text(served.tokenizer, one) for one in asked])
         else:
             pieces = [text.encode() for text in texts]
-            head = {"op": "pairs", "lengths": [len(p) for p in pieces], "single": [p[1] is None for p in pairs]}
+            forms = [(one.second is None, one.most, one.document) for one in asked]
+            head = {"op": "pairs", "lengths": [len(p) for p in pieces], "forms": forms, "around": asked[0].around}
             read = (await self._ask(served, head, b"".join(pieces)))[0]["pairs"]
         for ids, _ in read:
             check_fit(served, len(ids))
         return [(ids, segments) for ids, segments in read]
 
-    async def _read_long(self, served: Served, texts: list[str], cut: int | None, first: bool) -> list[list[int]]:
+    async def _read_long(self, served: Served, texts: list[str], cut: int | None) -> list[list[int]]:
         pieces = [text.encode() for text in texts]
-        head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": cut, "first": first}
+        head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": cut}
         return await self._ids(served, head, b"".join(pieces))
 
     async def conversation(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> Ids:
@@ -164,7 +162,5 @@ def _encode_all(served: Served, texts: list[str]) -> list[list[int]]:
     return [served.tokenizer.encode(text) for text in texts]
 
 
-def _kept(served: Served, ids: list[int], cut: int | None, first: bool) -> list[int]:
-    if not cut:
-        return ids
-    return served.tokenizer.first_of(ids, cut) if first else ids[-cut:]
+def _kept(ids: list[int], cut: int | None) -> list[int]:
+    return ids[-cut:] if cut else ids

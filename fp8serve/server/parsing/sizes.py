@@ -31,7 +31,7 @@ class Sizes:
         if len(texts) > self.texts:
             raise _too_many(len(texts), "texts", self.texts, body.LISTED)
         cut = getattr(getattr(body, "parameters", None), "truncate", None)
-        cut = getattr(body, "truncate_prompt_tokens", None) or cut
+        cut = body.most(self.context) if hasattr(body, "most") else getattr(body, "truncate_prompt_tokens", None) or cut
         for ids in (*prompts, *texts, getattr(body, "input_ids", None), getattr(body, "tokens", None)):
             if isinstance(ids, list) and min(len(ids), abs(cut or len(ids))) > self.context:
                 raise too_long(len(ids), self.context)

@@ -65,3 +65,9 @@ class ActivateJobBody(Body):
     """`POST /finetune/{id}/activate`: nothing, or the step that the job's result must be of."""
 
     step: Annotated[int, Field(ge=1, le=10**9)] | None = None
+
+
+class SaveScalesBody(Body):
+    """`POST /scales/save`: the directory's name, beside the model; without one, the model's with the date and time."""
+
+    name: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None

@@ -113,6 +113,13 @@ class Scales(ResponseShape):
     layers: list[LayerScale]
 
 
+class SavedScales(ResponseShape):
+    """`name`: of the directory, beside the model. `scales`: how many follow the traffic."""
+
+    name: str
+    scales: int
+
+
 # -- generation --------------------------------------------------------------------------------------------------------
 
 

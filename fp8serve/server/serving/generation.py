@@ -45,11 +45,15 @@ class Generation:
         self.seconds = seconds
         self._usage = usage
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._answers = [Answer(request) for request in requests]
         self._lease = contextlib.ExitStack()
         self._tickets = places.take([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
         usage.prompt += self.prompt_tokens
+        usage.answers += self._answers
         usage.model = served.source.model_id
+        self.metrics = served.admission.metrics
+        self.metrics.request_n.observe(n)
 
     @property
     def id(self) -> str:
@@ -92,6 +96,8 @@ class Generation:
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+        if lengths := [answer.generated for answer in self._answers if answer.finish_reason is not None]:
+            self.metrics.longest.observe(max(lengths))
         self.discard()
 
     def discard(self) -> None:
@@ -102,9 +108,8 @@ class Generation:
 
     async def _pump(self, index: int, request: Request, ticket: Ticket) -> None:
         """One request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
-        answer = Answer(request)
-        self._usage.answers.append(answer)
-        clock = _Clock(self.served.admission.metrics, self._usage, self.started)
+        answer = self._answers[index]
+        clock = _Clock(self.metrics, self._usage, self.started)
         outcome: Outcome = "cancelled"
         try:
             async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:
@@ -131,6 +136,7 @@ class Generation:
             self._queue.put_nowait(Fault(Code.INTERNAL, "The server failed while it was answering."))
             raise
         finally:
+            self.metrics.ended(answer.finish_reason or ("abort" if outcome == "cancelled" else "error")).inc()
             ticket.close(outcome)
 
 
@@ -171,10 +177,16 @@ class _Clock:
         prompt = len(request.prompt_token_ids)
         self._metrics.prompt_tokens.inc(prompt)
         self._metrics.request_prompt.observe(prompt)
+        self._metrics.cached_tokens.inc(output.num_cached_tokens)
+        self._metrics.request_computed.observe(prompt - output.num_cached_tokens)
+        self._metrics.request_max.observe(request.params.max_new_tokens)
         self._metrics.request_generated.observe(output.num_generated)
         self._metrics.request_seconds.observe(now - self._started)
         if self._first is not None and output.num_generated > 1:
             self._metrics.per_token.observe((now - self._first) / (output.num_generated - 1))
+        if (timing := output.timing) is not None:
+            for name, histogram in self._metrics.phases.items():
+                histogram.observe(getattr(timing, name) or 0.0)
 
 
 def build_requests(

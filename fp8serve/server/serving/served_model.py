@@ -45,6 +45,8 @@ class ServedModel:
         self.state: State = "loading"
         self.problem: Fp8ServeError | None = None
         self.reported: tuple[Served | None, dict[str, Any]] = (None, {})  # what an engine said last about itself
+        self.asks_layers = False  # whether it is asked about its layers, too
+        self.reported_layers: tuple[Served | None, list[dict[str, Any]]] = (None, [])
         self._launch = start_engine
         # what a swap is loading, and since when on the monotonic clock
         self.activating: tuple[str, float] | None = None
@@ -84,6 +86,12 @@ class ServedModel:
         """What the present engine said last about itself; empty when it is dead, or has said nothing yet."""
         of, stats = self.reported
         return stats if of is self.current and self.ready else {}
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """What it said last about its FP8 layers, where it is asked; likewise."""
+        of, layers = self.reported_layers
+        return layers if of is self.current and self.ready else []
 
     @property
     def live(self) -> bool:

@@ -6,6 +6,7 @@ through all of it. If that does not help, liveness is false, and who watches thi
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -16,6 +17,7 @@ from fp8serve.server.serving.served_model import ServedModel
 log = logging.getLogger("fp8serve.server")
 
 WATCH_SECONDS = 0.2
+LAYERS_SECONDS = 2.0
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STATS_SECONDS = 5.0
 
@@ -31,6 +33,8 @@ class EngineSupervisor:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_alive())
             tasks.create_task(self._keep_informed())
+            if self.model.asks_layers:
+                tasks.create_task(self._keep_informed_of_layers())
 
     async def _keep_informed(self) -> None:
         while True:
@@ -38,6 +42,15 @@ class EngineSupervisor:
             served = self.model.current
             if served is not None and served.engine.alive:
                 served.proven |= await self._read_stats(served)
+
+    async def _keep_informed_of_layers(self) -> None:
+        while True:
+            served = self.model.current
+            if served is not None and served.engine.alive:
+                with contextlib.suppress(Fp8ServeError, OSError, TimeoutError):
+                    async with asyncio.timeout(STATS_SECONDS):
+                        self.model.reported_layers = served, await served.engine.scales()
+            await asyncio.sleep(LAYERS_SECONDS)
 
     async def _keep_alive(self) -> None:
         last = time.monotonic()

@@ -4,6 +4,7 @@ Schemathesis makes requests from the description, valid ones and broken ones, an
 status, media type and schema, `Allow` with a 405, and never a 5xx.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +21,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from fp8serve.server.api.openapi_description import EXAMPLES, ROUTES
+from fp8serve.server.serving import rolled_scales
 from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
-from tests.server.fakes import Launcher, classifying_engine, embedding_engine, model_dir
+from tests.server.fakes import Launcher, classifying_engine, embedding_engine, model_dir, rolling_engine
 from tests.server.process import Process, serving
 
 CHECKS = [
@@ -106,9 +108,10 @@ async def test_links_lead_somewhere(start: Start) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
-async def test_examples_are_taken_as_they_are(start: Start, path: str) -> None:
+async def test_examples_are_taken_as_they_are(start: Start, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rolled_scales, "COMMAND", (sys.executable, "-c", ""))  # writes nothing
     made = dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), embedding_engine)
-    made["/classify"] = classifying_engine
+    made |= {"/classify": classifying_engine, "/scales/save": rolling_engine}
     async with start(Launcher(made[path]) if path in made else None) as server:
         answer = await server.client.post(path.replace("{name}", "tiny"), json=EXAMPLES[path])
         assert answer.status_code in (200, 202), answer.text

@@ -5,10 +5,12 @@ elsewhere.
 import json
 import re
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fp8serve.server.api.page_routes import PAGES
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import Launcher
@@ -75,16 +77,16 @@ async def test_metric_names_are_stable_and_parse(start: Start) -> None:
 async def test_vllm_names_on_request(start: Start) -> None:
     async with start(vllm_metrics=True) as server:
         await server.client.post("/generate", json={"inputs": "abc"})
-        text = await metrics(server, 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25')
+        text = await metrics(server, 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25')
         for name in (
-            'vllm:num_requests_waiting{model_name="tiny"} 0',
-            'vllm:generation_tokens_total{model_name="tiny"} 16',
-            'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1',
-            'vllm:spec_decode_num_drafts_total{model_name="tiny"} 3',
-            'vllm:spec_decode_num_draft_tokens_total{model_name="tiny"} 12',
-            'vllm:spec_decode_num_accepted_tokens_total{model_name="tiny"} 7',
-            'vllm:prefix_cache_queries_total{model_name="tiny"} 40',
-            'vllm:prefix_cache_hits_total{model_name="tiny"} 32',
+            'vllm:num_requests_waiting{engine="0",model_name="tiny"} 0',
+            'vllm:generation_tokens_total{engine="0",model_name="tiny"} 16',
+            'vllm:e2e_request_latency_seconds_count{engine="0",model_name="tiny"} 1',
+            'vllm:spec_decode_num_drafts_total{engine="0",model_name="tiny"} 3',
+            'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="tiny"} 12',
+            'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="tiny"} 7',
+            'vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 40',
+            'vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 32',
         ):
             assert name in text
 
@@ -98,11 +100,18 @@ async def test_pages_load_nothing_from_elsewhere(start: Start, path: str) -> Non
         assert "unsafe" not in page.headers["content-security-policy"]
         assert "style=" not in page.text
         for link in re.findall(r'(?:src|href)="([^"]+)"', page.text):
-            assert link.startswith("/")
-            answer = await server.client.get(link)
+            assert not re.match(r"//|[a-z]+:", link)
+            answer = await server.client.get(urljoin(path, link))
             assert answer.status_code == 200, link
             assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), link
             assert "https://" not in answer.text, link
+
+
+async def test_parts_of_pages_name_no_other_host(start: Start) -> None:
+    async with start() as server:
+        for path in PAGES:
+            text = (await server.client.get(path)).text.replace("http://www.w3.org/2000/svg", "")
+            assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), path
 
 
 async def test_info_shows_limits_and_no_place_on_our_disk(start: Start) -> None:

@@ -72,6 +72,19 @@ async def test_models_of_the_command_line_answer_by_their_names(start: Start, mo
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
 
 
+async def test_a_server_is_ready_when_all_models_of_the_command_line_were_tried(start: Start, more: Path) -> None:
+    launcher = Launcher()
+    launcher.held, launcher.problems = "a", {"b": "The file is damaged."}
+    async with start(launcher, models=(NamedModel("bad", more / "b"), NamedModel("small", more / "a"))) as server:
+        assert (await complete(server, "tiny")).status_code == 200
+        early = await server.client.get("/health/ready")
+        assert (early.status_code, "loading" in early.text) == (503, True)
+        assert (await server.client.get("/health/live")).status_code == 200
+        launcher.held = False
+        await eventually(lambda: server.state.ready)
+        assert (await server.client.get("/health/ready")).status_code == 200
+
+
 async def test_an_unknown_model_is_openais_404_and_says_which_there_are(start: Start) -> None:
     async with start(aliases=("other=tiny",)) as server:
         answer = await complete(server, "nope")

@@ -5,6 +5,7 @@ or is being loaded; a busy engine is live. Ready: weights are loaded, the server
 the queue is not nearly full.
 """
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -17,6 +18,7 @@ from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.activation_routes import served_view
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import CONTENT_TYPE
+from fp8serve.server.schemas.finetune_bodies import SaveScalesBody
 
 router = APIRouter(tags=["server"])
 ModelName = Annotated[str | None, Query(max_length=512, description="A name of /v1/models; the default's if left out.")]
@@ -95,6 +97,14 @@ async def scales(state: StateDep, model: ModelName = None) -> dict[str, Any]:
         return {"weight_version": served.weight_version, "layers": await served.engine.scales()}
     except (Fp8ServeError, OSError) as error:
         raise Fault(Code.ENGINE_DOWN, f"The engine did not answer: {error}") from None
+
+
+@router.post("/scales/save", summary="Write what is served, with its scales as they are now, beside the model")
+async def save(state: StateDep, body: SaveScalesBody | None = None, model: ModelName = None) -> dict[str, Any]:
+    """With --roll-history. It goes on to its end even if the client that asked for it goes away."""
+    name = None if body is None else body.name
+    saved, count = await asyncio.shield(asyncio.ensure_future(state.save_scales(model, name)))
+    return {"name": saved, "scales": count}
 
 
 @router.get("/metrics", summary="Prometheus metrics")

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request
 
 from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import StateDep
-from fp8serve.server.api.openai.encoding import at_once, usage
+from fp8serve.server.api.openai.encoding import at_once, most_tokens, usage
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
-from fp8serve.server.parsing.request_parser import Pair
+from fp8serve.server.parsing.texts import Asked
 from fp8serve.server.schemas.embedding_bodies import ClassifyBody, RerankBody, ScoreBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Served
@@ -24,7 +24,8 @@ async def classify(body: ClassifyBody, request: Request, state: StateDep) -> dic
     """Of a classifier, with the score of every label. vLLM's route."""
     served = state.served(body.model, "classify")
     labels = _labels(served)
-    rows, tokens = await _scores(body, [(text, None) for text in body.texts], served, request, state)
+    most = most_tokens(body, served, is_pair=False)
+    rows, tokens = await _scores(body, [Asked(text, None, most) for text in body.texts], served, request, state)
     data = [
         {"index": i, "label": labels[max(range(len(row)), key=row.__getitem__)], "probs": row, "num_classes": len(row)}
         for i, row in enumerate(rows)
@@ -34,13 +35,20 @@ async def classify(body: ClassifyBody, request: Request, state: StateDep) -> dic
 
 
 async def relevance(
-    body: RerankBody | ScoreBody, pairs: Sequence[Pair], request: Request, served: Served, state: ServerState
+    body: RerankBody | ScoreBody,
+    pairs: Sequence[tuple[str, str]],
+    request: Request,
+    served: Served,
+    state: ServerState,
 ) -> tuple[list[float], int]:
     """One score for each pair, and how many tokens were read. Fault: the model has more labels than one."""
     if (labels := len(_labels(served))) != 1:
         message = f"This model scores {labels} labels and no relevance; ask /classify for them."
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
-    rows, tokens = await _scores(body, pairs, served, request, state)
+    most, around = most_tokens(body, served, is_pair=True), served.engine.info.get("pair")
+    document = body.max_tokens_per_doc if isinstance(body, RerankBody) else None
+    asked = [Asked(one, two, most, document, around) for one, two in pairs]
+    rows, tokens = await _scores(body, asked, served, request, state)
     return [row[0] for row in rows], tokens
 
 
@@ -55,28 +63,18 @@ def _labels(served: Served) -> list[str]:
 
 async def _scores(
     body: ClassifyBody | RerankBody | ScoreBody,
-    pairs: Sequence[Pair],
+    asked: Sequence[Asked],
     served: Served,
     request: Request,
     state: ServerState,
 ) -> tuple[list[list[float]], int]:
     """Of each text, or pair of texts, the score of every label, and how many tokens were read."""
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
-    pairs = [_asked(pair, served.engine.info.get("pair")) for pair in pairs]
     with served.lease(), served.admission.reserve(1) as places:
-        read = await until_disconnect(request, state.parser.pairs(served, pairs))
+        read = await until_disconnect(request, state.parser.texts(served, asked))
         ids, segments = [r[0] for r in read], [r[1] for r in read]
         tokens = [len(i) for i in ids]
         found = await until_disconnect(
             request, at_once(lambda: served.engine.classify(ids, segments), tokens, places, request.scope["visit"])
         )
     return found, sum(tokens)
-
-
-def _asked(pair: Pair, around: Sequence[str] | None) -> Pair:
-    """As the model is asked: what it wants around a pair makes one text of it."""
-    first, second = pair
-    if second is None or around is None:
-        return pair
-    before, between, behind = around
-    return f"{before}{first}{between}{second}{behind}", None

@@ -13,10 +13,11 @@ from fastapi import APIRouter, Request
 from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.openai.classifying_routes import relevance
-from fp8serve.server.api.openai.encoding import at_once, usage
+from fp8serve.server.api.openai.encoding import at_once, most_tokens, usage
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
-from fp8serve.server.parsing.request_parser import Prompt
+from fp8serve.server.parsing.request_parser import Prompt, check_fit
+from fp8serve.server.parsing.texts import Asked
 from fp8serve.server.schemas.embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Served
@@ -29,8 +30,8 @@ JsonObject = dict[str, Any]
 @router.post("/embeddings", summary="One vector for each text", response_model=None)
 async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> JsonObject:
     """Of an embedding model; the prompt that is named, or its default one, if it has any, is put before texts."""
-    served = state.served(body.model, "embed")
-    vectors, tokens = await _vectors(body, body.texts, _How.of(body), request, served, state)
+    served, how = state.served(body.model, "embed"), _How(body.dimensions, body.prompt_name)
+    vectors, tokens = await _vectors(body, body.texts, how, request, served, state)
     as_text = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": base64.b64encode(v).decode() if as_text else _numbers(v)}
@@ -73,15 +74,12 @@ async def score(body: ScoreBody, request: Request, state: StateDep) -> JsonObjec
 
 @dataclass(frozen=True)
 class _How:
-    """What a body of `/v1/embeddings` asks for besides; of the other routes, nothing."""
+    """What a body asks for besides. documents: of which texts, by their places, at most `document` tokens are read."""
 
     dimensions: int | None = None
     prompt_name: str | None = None
-    tokens: int | None = None  # of a text at most; -1: as many as the model can read
-
-    @classmethod
-    def of(cls, body: EmbeddingBody) -> "_How":
-        return cls(body.dimensions, body.prompt_name, body.truncate_prompt_tokens)
+    document: int | None = None
+    documents: range = range(0)
 
     def prompt(self, served: Served, texts: Sequence[Prompt]) -> str:
         """The text to put before texts. Fault: the model has none of that name, or there is no text."""
@@ -99,14 +97,6 @@ class _How:
             raise Fault(Code.INVALID_PARAMETER, message, param="prompt_name")
         return prompts[self.prompt_name]
 
-    def cut(self, served: Served) -> int | None:
-        """How many tokens of a text are read. Fault: more than the model can."""
-        most = served.engine.limits.max_model_len
-        if self.tokens is not None and self.tokens > most:
-            message = f"truncate_prompt_tokens is {self.tokens}, but this model reads {most} tokens of a text at most."
-            raise Fault(Code.INVALID_PARAMETER, message, param="truncate_prompt_tokens")
-        return most if self.tokens == -1 else self.tokens
-
 
 async def _relevance(
     body: RerankBody | ScoreBody,
@@ -118,10 +108,15 @@ async def _relevance(
     """The score of each pair, and how many tokens were read: by vectors each different text once."""
     if served.engine.limits.task == "classify":
         return await relevance(body, pairs, request, served, state)
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    vectors, tokens = await _vectors(body, texts, _How(), request, served, state)
-    by_text = dict(zip(texts, vectors, strict=True))
-    return [_cosine(by_text[one], by_text[other]) for one, other in pairs], tokens
+    first, second = (list(dict.fromkeys(texts)) for texts in zip(*pairs, strict=True))
+    document = body.max_tokens_per_doc if isinstance(body, RerankBody) else None
+    if document is None:  # a text is read alike wherever it stands
+        second = [text for text in second if text not in set(first)]
+    how = _How(document=document, documents=range(len(first), len(first) + len(second)))
+    vectors, tokens = await _vectors(body, [*first, *second], how, request, served, state)
+    one = dict(zip(first, vectors, strict=False))
+    other = (one if document is None else {}) | dict(zip(second, vectors[len(first) :], strict=True))
+    return [_cosine(one[a], other[b]) for a, b in pairs], tokens
 
 
 async def _vectors(
@@ -138,15 +133,38 @@ async def _vectors(
         message = f"This model {does} and makes no vectors; name an embedding model for this route."
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
-    before, cut = how.prompt(served, texts), how.cut(served)
-    prompts = [before + text if isinstance(text, str) else text for text in texts]
+    before, most = how.prompt(served, texts), most_tokens(body, served, is_pair=False)
     with served.lease(), served.admission.reserve(1) as places:
-        read = await until_disconnect(request, state.parser.prompts(served, prompts, cut, first=True))
+        read = await _read(texts, before, most, how, served, request, state)
         tokens = [len(ids) for ids in read]
         found = await until_disconnect(
             request, at_once(lambda: served.engine.embed(read, how.dimensions), tokens, places, request.scope["visit"])
         )
     return found, sum(tokens)
+
+
+async def _read(
+    texts: Sequence[Prompt],
+    before: str,
+    most: int | None,
+    how: _How,
+    served: Served,
+    request: Request,
+    state: ServerState,
+) -> list[list[int]]:
+    """Token ids of each text, `before` put before it, and of those that came as ids."""
+    document = how.document and how.document + len(served.tokenizer.encode(before, add_special_tokens=False))
+    asked = [
+        Asked(before + text, None, most, document if i in how.documents else None)
+        for i, text in enumerate(texts)
+        if isinstance(text, str)
+    ]
+    found = iter(await until_disconnect(request, state.parser.texts(served, asked)) if asked else [])
+    rows = [next(found)[0] if isinstance(text, str) else text for text in texts]
+    rows = [served.tokenizer.first_of(ids, most) if most else ids for ids in rows]
+    for ids in rows:
+        check_fit(served, len(ids))
+    return rows
 
 
 def _numbers(vector: bytes) -> list[float]:

@@ -6,7 +6,9 @@ from typing import TypeVar
 from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.server.access.limits import Visit
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.schemas.embedding_bodies import Truncating
 from fp8serve.server.serving.admission import Outcome, Places
+from fp8serve.server.serving.served import Served
 
 T = TypeVar("T")
 _OK: Outcome = "ok"
@@ -28,6 +30,21 @@ async def at_once(ask: Callable[[], Awaitable[T]], tokens: Sequence[int], places
         raise Fault(Code.ENGINE_DOWN, f"The engine stopped while it was answering: {error}", retry_after=2) from None
     finally:
         ticket.close(outcome)
+
+
+def most_tokens(body: Truncating, served: Served, *, is_pair: bool) -> int | None:
+    """How many tokens of a text, or a pair, are read; None: all. Fault: more than the model can, or no text is left."""
+    longest, most = served.engine.limits.max_model_len, body.most(served.engine.limits.max_model_len)
+    if most is None or most == longest:
+        return most
+    message, around = "", served.tokenizer.special_count(is_pair=is_pair)
+    if most > longest:
+        message = f"truncate_prompt_tokens is {most}, but this model reads {longest} tokens of a text at most."
+    elif most <= around:
+        message = f"truncate_prompt_tokens is {most}, and {around} tokens stand around the text alone; read more."
+    if message:
+        raise Fault(Code.INVALID_PARAMETER, message, param="truncate_prompt_tokens")
+    return most
 
 
 def usage(tokens: int) -> dict[str, int]:

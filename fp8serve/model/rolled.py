@@ -1,0 +1,101 @@
+"""A served directory with the scales that its inputs have now: `python -m fp8serve.model.rolled SOURCE OUT MOVED`.
+
+The server has it run in a process of its own, so that neither requests nor the engine wait while weights are copied.
+MOVED holds the scales of inputs and their histories as the engine left them; everything else is taken from SOURCE, and
+from the file that --scales names where the server was started with one. The numbers of FP8 weights stay as they are;
+weights in high precision are rounded as serving rounded them. The last line says what went wrong, as JSON.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fp8serve import __version__
+from fp8serve.errors import Fp8ServeError, ModelError
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
+from fp8serve.model.agreement import check_agreement
+from fp8serve.model.export import write_calibrated
+from fp8serve.model.formats.file_formats import FORMATS
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, load_scales, read_scales
+from fp8serve.model.rewriting import fitted, layout, recipe_of, state_of, stored_linears
+from fp8serve.model.storage.files import present, read_json
+from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
+
+
+def write_rolled(source: Path, out: Path, moved: ScalingCheckpoint, scales: Path | None = None) -> None:
+    """Write `source` with the scales of inputs that `moved` holds to `out`, whole or not at all.
+
+    ModelError, ScalesError: `out` is taken; no format says how the weights are scaled. MachineError: the place cannot
+    be written.
+    """
+    checkpoint = open_checkpoint(source)
+    format = _format(source)
+    if not checkpoint.fp8_linears:
+        state = _with(moved, _of_file(checkpoint, scales))
+        kept = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
+        return write_calibrated(out, source, state, kept=kept, format=format)
+    stored = stored_linears(checkpoint)
+    recipe = recipe_of(checkpoint, stored, format)
+    has_file = scales is not None or present(source / FILE_NAME)
+    base = _of_file(checkpoint, scales) if has_file else _of_weights(moved, checkpoint, stored, recipe)
+    state = _with(moved, base)
+    if state.recipe is None or layout(state.recipe) != layout(recipe):
+        raise ModelError(
+            f"The weights of {source} are served with other scales than they are stored with; write them first: "
+            "fp8serve calibrate."
+        )
+    weight = recipe.specs.linear["weight"]
+    quantized = {name: (linear.weight_q, fitted(linear, weight)) for name, linear in stored.items()}
+    return write_calibrated(out, source, state, quantized=quantized, kept=checkpoint.kept_linears, format=format)
+
+
+def _with(moved: ScalingCheckpoint, base: ScalingCheckpoint) -> ScalingCheckpoint:
+    tensors = base.tensors | moved.tensors
+    return replace(base, tensors=tensors, created_by=f"fp8serve {__version__} serve --roll-history")
+
+
+def _of_weights(
+    moved: ScalingCheckpoint, checkpoint: Checkpoint, stored: Mapping[str, StoredLinear], recipe: Recipe
+) -> ScalingCheckpoint:
+    """The scales that lie among the weights; there were no histories, and the engine began some."""
+    rules = delayed(moved.recipe)
+    if rules is not None and isinstance(recipe, DelayedScaling):
+        recipe = replace(recipe, amax_history_len=rules.amax_history_len)
+    return state_of(checkpoint, dict(stored), recipe)
+
+
+def _of_file(checkpoint: Checkpoint, scales: Path | None) -> ScalingCheckpoint:
+    path = scales or checkpoint.path / FILE_NAME
+    state = load_scales(path, checkpoint.path)
+    if scales is None:
+        check_agreement(checkpoint, state, str(path))
+    return state
+
+
+def _format(source: Path) -> str:
+    """How the directory spells its FP8 weights, where we can write that; else the default."""
+    said: Any = read_json(source / "config.json").get("quantization_config")
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    return method if method in FORMATS else FORMATS[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fp8serve.model.rolled", description=__doc__)
+    for name in ("source", "out", "moved"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--scales", type=Path)
+    given = parser.parse_args()
+    try:
+        write_rolled(given.source, given.out, read_scales(given.moved), given.scales)
+    except Fp8ServeError as problem:
+        print(json.dumps({"error": type(problem).__name__, "message": str(problem)}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

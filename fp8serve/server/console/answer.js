@@ -1,0 +1,128 @@
+// One answer as it grows: reasoning and tool calls as folded parts, text as tokens, and a line of facts below.
+
+import { element, say } from "./dom.js";
+import { makeReachable, tellTokens, tokenSpan } from "./hover.js";
+import { count, seconds } from "./numbers.js";
+import { TokenQueue } from "./tokens.js";
+
+const ENDS = { length: "cut off at the limit of new tokens", tool_calls: "waits for the results of its calls" };
+
+export class Answer {
+  constructor() {
+    this.started = performance.now();
+    this.queue = new TokenQueue();
+    this.content = "";
+    this.reasoning = "";
+    this.calls = []; // as /v1/chat/completions has them
+    this.state = "running"; // then done, stopped or failed
+    this.text = element("div", { className: "text" });
+    this.folded = element("div");
+    this.facts = element("p", { className: "quiet facts-line" });
+    this.node = element("div", { className: "answer" }, this.folded, this.text, this.facts);
+    tellTokens(this.text);
+  }
+
+  /** Takes in one chunk of a stream of either route. */
+  take(chunk) {
+    this.model = chunk.model ?? this.model;
+    this.weights = chunk.system_fingerprint ?? this.weights;
+    this.usage = chunk.usage ?? this.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    this.first ??= performance.now() - this.started;
+    if (choice.logprobs?.content) this.queue.addChat(choice.logprobs.content);
+    else if (choice.logprobs?.tokens) this.queue.addText(choice.logprobs);
+    const delta = choice.delta ?? { content: choice.text };
+    if (delta.reasoning_content) this.addReasoning(delta.reasoning_content);
+    if (delta.content) this.addText(delta.content);
+    for (const piece of delta.tool_calls ?? []) this.addCall(piece);
+    this.end = choice.finish_reason ?? this.end;
+  }
+
+  addText(text) {
+    this.content += text;
+    this.text.append(...this.queue.cut(text).map(tokenSpan));
+    makeReachable(this.text);
+  }
+
+  addReasoning(text) {
+    if (!this.reasoning) {
+      this.thought = element("div", { className: "text" });
+      tellTokens(this.thought);
+      this.folded.prepend(element("details", { className: "part" }, element("summary", {}, "Reasoning"), this.thought));
+    }
+    this.reasoning += text;
+    this.thought.append(...this.queue.cut(text).map(tokenSpan));
+    makeReachable(this.thought);
+  }
+
+  addCall({ index, id, function: piece }) {
+    const call = (this.calls[index] ??= this.newCall(id));
+    call.function.name += piece.name ?? "";
+    call.function.arguments += piece.arguments ?? "";
+    call.summary.textContent = `Calls ${call.function.name}`;
+    call.shown.textContent = indented(call.function.arguments);
+  }
+
+  newCall(id) {
+    const [summary, shown] = [element("summary"), element("pre")];
+    this.folded.append(element("details", { className: "part call", open: true }, summary, shown));
+    return { id, type: "function", function: { name: "", arguments: "" }, summary, shown };
+  }
+
+  finish() {
+    this.state = "done";
+    const tokens = this.usage?.completion_tokens;
+    const took = (performance.now() - this.started) / 1000;
+    const speed = tokens > 1 && took > 0 ? `${(tokens / took).toFixed(1)} tokens/s` : null;
+    const parts = [
+      tokens !== undefined && `${count(tokens)} tokens`,
+      this.first !== undefined && `first after ${seconds(this.first / 1000)}`,
+      speed,
+      ENDS[this.end],
+      this.weights && `weights ${this.weights}`,
+    ];
+    say(this.facts, parts.filter(Boolean).join(" · "));
+    if (!this.content && !this.calls.length)
+      this.text.append(element("span", { className: "quiet" }, "(an empty answer)"));
+  }
+
+  stop() {
+    this.state = "stopped";
+    say(this.facts, "Stopped. What came so far is a part of the conversation.");
+  }
+
+  fail(sentence) {
+    this.state = "failed";
+    say(this.facts, `${sentence} This turn is not a part of the conversation.`, true);
+  }
+
+  /** Whether a conversation can go on from it. */
+  get counts() {
+    return this.state === "done" || (this.state === "stopped" && this.content !== "");
+  }
+
+  /** As a message of the request that follows. */
+  get message() {
+    const calls = this.calls.map(({ id, type, function: { name, arguments: text } }) => ({
+      id,
+      type,
+      function: { name, arguments: text },
+    }));
+    const whole = this.state === "done" && calls.length > 0;
+    return {
+      role: "assistant",
+      content: this.content,
+      ...(this.reasoning && { reasoning_content: this.reasoning }),
+      ...(whole && { tool_calls: calls }),
+    };
+  }
+}
+
+function indented(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}

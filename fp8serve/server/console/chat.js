@@ -1,0 +1,160 @@
+// The chat: one text box, one or two columns, and what can be done with a conversation.
+
+import { ChatSettings } from "./chat_settings.js";
+import { Column } from "./column.js";
+import { button, element, say } from "./dom.js";
+import { addRow } from "./rows.js";
+import { announce } from "./state.js";
+
+const HINT =
+  "Point at a word of an answer, or reach it by Tab and the arrow keys, to see how probable it was and what else could have " +
+  "stood there. Words that were less probable than 50 % are underlined.";
+
+export function chatView(section) {
+  const chat = new Chat();
+  section.append(chat.node);
+  return { open: (_, query) => chat.open(query) };
+}
+
+class Chat {
+  constructor() {
+    this.made = []; // columns, of which the first ones are shown
+    this.columns = [];
+    this.area = element("div", { className: "columns" });
+    this.note = element("p", { className: "quiet", role: "status" });
+    this.prompt = element("textarea", {
+      id: "prompt",
+      rows: 3,
+      required: true,
+      "aria-label": "Your message",
+      placeholder: "Your message. Enter sends it, Shift and Enter begin a new line.",
+    });
+    this.composer();
+    this.hint = element("p", { className: "quiet hint" }, HINT);
+    this.settings = new ChatSettings(() => this.arrange());
+    this.node = element("div", {}, this.settings.node, this.hint, this.area, this.form);
+    this.settings.begin();
+  }
+
+  composer() {
+    const report = (text, isError) => say(this.note, text, isError);
+    this.go = element("button", { id: "go" }, "Send");
+    this.halt = element("button", { id: "stop", type: "button", hidden: true, onclick: () => this.stop() }, "Stop");
+    this.redo = button("Regenerate", () => this.again(), { id: "again", report });
+    this.anew = button("New conversation", () => this.restart(), { id: "new", report });
+    this.keep = button("Use as training data", () => this.train(), { id: "train-on-this", report });
+    this.save = button("Download", () => this.download(), { id: "download", report });
+    this.tools = element(
+      "div",
+      { className: "row tools" },
+      this.go,
+      this.halt,
+      this.redo,
+      this.anew,
+      this.keep,
+      this.save,
+    );
+    this.form = element("form", { className: "composer" }, this.prompt, this.tools, this.note);
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.submit();
+    });
+    this.prompt.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      if (!this.busy) this.form.requestSubmit();
+    });
+  }
+
+  open(query) {
+    if (query.has("model")) this.settings.compareWith(query.get("model"));
+  }
+
+  /** A column for each model that is chosen; a conversation stays in its column when the model changes. */
+  arrange() {
+    const names = this.settings.chosen;
+    const wanted = Math.max(1, names.length);
+    while (this.made.length < wanted) this.made.push(new Column(this.settings, () => this.update()));
+    for (const column of this.made.slice(wanted)) column.stop(); // and keeps what was said, for when it is shown again
+    this.columns = this.made.slice(0, wanted);
+    this.columns.forEach((column, i) => column.name(names[i] ?? "", wanted === 1));
+    this.area.replaceChildren(...this.columns.map((column) => column.node));
+    this.area.classList.toggle("two", wanted > 1);
+    this.update();
+  }
+
+  /** Where both names lead to one model, two equal columns would mislead. */
+  warn() {
+    const weights = this.columns.map((column) => column.turns.at(-1)?.answer?.weights);
+    const isOne = weights.length === 2 && weights[0] !== undefined && weights[0] === weights[1];
+    say(this.note, isOne && !this.busy ? `Both columns were answered by the same weights, ${weights[0]}.` : "");
+  }
+
+  get busy() {
+    return this.columns.some((column) => column.running !== null);
+  }
+
+  update() {
+    const begun = this.columns.some((column) => column.turns.length > 0);
+    this.go.disabled = this.busy;
+    this.halt.hidden = !this.busy;
+    this.hint.hidden = begun;
+    if (begun) this.warn();
+    for (const one of [this.redo, this.anew, this.keep, this.save]) one.hidden = !begun;
+    for (const one of [this.redo, this.keep, this.save]) one.disabled = this.busy;
+  }
+
+  submit() {
+    const text = this.prompt.value;
+    if (this.busy || !text.trim()) return;
+    if (!this.settings.chosen.length) return say(this.note, "There is no model that writes text here yet.", true);
+    try {
+      this.settings.parameters(0);
+    } catch (error) {
+      return say(this.note, error.message, true);
+    }
+    say(this.note, "");
+    this.prompt.value = "";
+    for (const column of this.columns) column.ask(text);
+  }
+
+  stop() {
+    for (const column of this.columns) column.stop();
+    this.prompt.focus(); // the button is about to go
+  }
+
+  async again() {
+    await Promise.all(this.columns.filter((column) => column.turns.length).map((column) => column.again()));
+  }
+
+  restart() {
+    for (const column of this.made) column.clear();
+    say(this.note, "");
+    this.update();
+    this.prompt.focus();
+  }
+
+  /** The first column's conversation as a row for training. Throws an Error where it cannot be one. */
+  row() {
+    const messages = this.columns[0].messages;
+    if (!messages.some((message) => message.role === "assistant"))
+      throw new Error("There is no answer yet that could be learnt.");
+    if (messages.some((message) => message.role === "tool" || message.tool_calls))
+      throw new Error("A conversation with tool calls cannot be training data yet.");
+    if (this.settings.isText) return { prompt: messages.at(-2).content, completion: messages.at(-1).content };
+    return { messages: messages.map(({ role, content }) => ({ role, content })) };
+  }
+
+  train() {
+    addRow(this.row());
+    say(this.note, "");
+    announce("The conversation of the first column is now a row of the training data in the view Fine-tune.");
+  }
+
+  download() {
+    const text = `${JSON.stringify(this.row())}\n`;
+    const url = URL.createObjectURL(new Blob([text], { type: "application/jsonl" }));
+    element("a", { href: url, download: "conversation.jsonl" }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 60_000);
+  }
+}

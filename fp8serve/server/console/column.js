@@ -1,0 +1,190 @@
+// One conversation with one model: its turns, and how they are asked for, again and differently.
+
+import { Answer } from "./answer.js";
+import { events, Problem, send } from "./api.js";
+import { element } from "./dom.js";
+
+/** A turn: what was put to the model, and the answers to it, of which one is shown and counts. */
+class Turn {
+  constructor(messages, input) {
+    this.messages = messages; // of the user, or results of tools
+    this.answers = [];
+    this.chosen = -1;
+    this.place = element("div");
+    this.switch = element("p", { className: "variants", hidden: true });
+    this.node = element("li", { className: "turn" }, input, this.place, this.switch);
+  }
+
+  get answer() {
+    return this.answers[this.chosen];
+  }
+
+  add(answer) {
+    this.answers.push(answer);
+    this.show(this.answers.length - 1);
+  }
+
+  show(which) {
+    this.chosen = which;
+    this.place.replaceChildren(this.answer.node);
+    const many = this.answers.length > 1;
+    this.switch.hidden = !many;
+    if (!many) return;
+    const step = (name, to) =>
+      element(
+        "button",
+        {
+          type: "button",
+          className: "plain",
+          "aria-label": `${name} answer`,
+          disabled: !this.answers[to],
+          onclick: () => this.show(to),
+        },
+        name === "Earlier" ? "‹" : "›",
+      );
+    this.switch.replaceChildren(
+      step("Earlier", which - 1),
+      ` Answer ${which + 1} of ${this.answers.length} `,
+      step("Later", which + 1),
+    );
+  }
+}
+
+export class Column {
+  constructor(settings, changed) {
+    this.settings = settings;
+    this.changed = changed; // called when an answer begins or ends
+    this.turns = [];
+    this.running = null;
+    this.log = element("ol", { className: "log", "aria-label": "Conversation" });
+    this.heading = element("h3");
+    this.node = element("section", { className: "column" }, this.heading, this.log);
+  }
+
+  name(model, alone) {
+    this.model = model;
+    this.heading.textContent = model;
+    this.heading.classList.toggle("unseen", alone);
+    this.node.setAttribute("aria-label", `Conversation with ${model}`);
+  }
+
+  /** Puts a new text of the user to the model. */
+  ask(text) {
+    const bubble = element(
+      "div",
+      { className: "said" },
+      element("span", { className: "unseen" }, "You: "),
+      element("span", {}, text),
+    );
+    return this.run(this.begin([{ role: "user", content: text }], bubble), this.settings.parameters(0));
+  }
+
+  begin(messages, input) {
+    const turn = new Turn(messages, input);
+    this.turns.push(turn);
+    this.log.append(turn.node);
+    return turn;
+  }
+
+  /** Another answer to the last turn, by the next seed. */
+  again() {
+    const turn = this.turns.at(-1);
+    return this.run(turn, this.settings.parameters(turn.answers.length));
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  clear() {
+    this.stop();
+    this.turns = [];
+    this.log.replaceChildren();
+  }
+
+  /** All that was said, for the next request or for training data. */
+  get messages() {
+    const counted = this.turns.filter((turn) => turn.answer?.counts);
+    return [...this.settings.opening, ...counted.flatMap((turn) => [...turn.messages, turn.answer.message])];
+  }
+
+  /** What the answer to `turn` is asked with: what counts before it, and what the turn puts. */
+  before(turn) {
+    const counted = this.turns.slice(0, this.turns.indexOf(turn)).filter((earlier) => earlier.answer?.counts);
+    return [
+      ...this.settings.opening,
+      ...counted.flatMap((earlier) => [...earlier.messages, earlier.answer.message]),
+      ...turn.messages,
+    ];
+  }
+
+  async run(turn, parameters) {
+    const answer = new Answer();
+    turn.add(answer);
+    this.running = new AbortController();
+    this.log.setAttribute("aria-busy", "true"); // read aloud when it is whole, not word by word
+    this.changed();
+    answer.node.scrollIntoView({ block: "nearest" });
+    try {
+      await this.stream(turn, parameters, answer);
+      answer.finish();
+    } catch (error) {
+      if (error.name === "AbortError") answer.stop();
+      else answer.fail(error.message);
+    } finally {
+      this.running = null;
+      this.log.setAttribute("aria-busy", "false");
+      this.offerResults(turn, answer);
+      this.changed();
+    }
+  }
+
+  async stream(turn, parameters, answer) {
+    const text = this.settings.isText;
+    const body = text
+      ? { model: this.model, prompt: turn.messages[0].content, ...parameters }
+      : { model: this.model, messages: this.before(turn), ...parameters };
+    const response = await send(text ? "v1/completions" : "v1/chat/completions", body, { signal: this.running.signal });
+    for await (const { data } of events(response)) {
+      if (data.error) throw new Problem(data.error.message ?? String(data.error), 500);
+      const low = nearEnd();
+      answer.take(data);
+      if (low) scrollTo(0, document.documentElement.scrollHeight);
+    }
+    if (!answer.end) throw new Problem("The stream ended before the answer did.", 0);
+  }
+
+  /** A form for what the called tools return: a person stands in for them. */
+  offerResults(turn, answer) {
+    if (answer.state !== "done" || !answer.calls.length) return;
+    const fields = answer.calls.map((call) =>
+      element("textarea", {
+        rows: 2,
+        required: true,
+        "aria-label": `Result of ${call.function.name}`,
+        placeholder: `Result of ${call.function.name}`,
+      }),
+    );
+    const form = element("form", { className: "results" }, ...fields, element("button", {}, "Send results"));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      form.remove();
+      const messages = answer.calls.map((call, i) => ({
+        role: "tool",
+        tool_call_id: call.id,
+        content: fields[i].value,
+      }));
+      const shown = messages.map((message, i) =>
+        element("div", { className: "said" }, element("b", {}, `${answer.calls[i].function.name}: `), message.content),
+      );
+      this.run(this.begin(messages, element("div", {}, ...shown)), this.settings.parameters(0));
+    });
+    answer.node.append(form);
+    form.scrollIntoView({ block: "nearest" });
+  }
+}
+
+/** Whether the page stands at its end, so that it should follow what comes. */
+function nearEnd() {
+  return document.documentElement.scrollHeight - scrollY - innerHeight < 120;
+}

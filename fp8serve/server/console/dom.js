@@ -1,0 +1,101 @@
+// The DOM in a few words. Text from the server only ever becomes text nodes: nothing here parses HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** A node. Keys with a dash become attributes, functions named `on...` listeners, everything else properties. */
+export function element(tag, properties = {}, ...children) {
+  return filled(document.createElement(tag), properties, children);
+}
+
+/** A node of an SVG; all keys become attributes. */
+export function drawn(tag, attributes = {}, ...children) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+function filled(node, properties, children) {
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined) continue;
+    if (typeof value === "function") node.addEventListener(name.slice(2), value);
+    else if (name.includes("-") || name === "role" || name === "for") node.setAttribute(name, value);
+    else node[name] = value;
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+/** A button that is off while its work goes on, and reports how that failed. */
+export function button(name, work, { report, ...properties } = {}) {
+  const node = element("button", { type: "button", ...properties }, name);
+  node.addEventListener("click", async () => {
+    node.disabled = true;
+    try {
+      await work();
+    } catch (error) {
+      report?.(error.message, true);
+    } finally {
+      node.disabled = false;
+    }
+  });
+  return node;
+}
+
+/** Puts `text` into a line that is read aloud when it changes; unchanged text is left alone. */
+export function say(node, text, isError = false) {
+  if (node.textContent !== text) node.textContent = text;
+  node.classList.toggle("error", isError);
+}
+
+/**
+ * Replaces the children by those that `make` gives, empty ones left out, but only when the data they are made from have
+ * changed: focus and selection survive a refresh.
+ */
+export function renew(node, data, make) {
+  const mark = JSON.stringify(data);
+  if (node.mark === mark) return;
+  node.mark = mark;
+  const path = focusPath(node);
+  node.replaceChildren(...make().filter(Boolean));
+  if (path) node.querySelector(path)?.focus();
+}
+
+function focusPath(node) {
+  const focused = document.activeElement;
+  const name = node.contains(focused) ? focused.dataset.key : undefined;
+  return name ? `[data-key="${CSS.escape(name)}"]` : null;
+}
+
+/** A list of terms and what they are. */
+export function facts(pairs) {
+  const rows = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return element(
+    "dl",
+    { className: "facts" },
+    ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))),
+  );
+}
+
+/** A table that a phone shows row by row: each cell carries the name of its column. */
+export function table(caption, columns, rows, className = "") {
+  const head = element("tr", {}, ...columns.map((name) => element("th", { scope: "col" }, name)));
+  const body = rows.map((cells) =>
+    element(
+      "tr",
+      {},
+      ...cells.map((cell, i) => {
+        const node = element(i ? "td" : "th", i ? {} : { scope: "row" }, ...[cell].flat());
+        node.dataset.label = columns[i];
+        return node;
+      }),
+    ),
+  );
+  return element(
+    "table",
+    { className },
+    element("caption", { className: "unseen" }, caption),
+    element("thead", {}, head),
+    element("tbody", {}, ...body),
+  );
+}

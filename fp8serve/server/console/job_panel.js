@@ -1,0 +1,181 @@
+// One fine-tune job: how far it is, its losses as they come, its checkpoints, and what can be done with it.
+
+import { get, post } from "./api.js";
+import { Chart } from "./chart.js";
+import { button, element, facts, renew, say, table } from "./dom.js";
+import { follow } from "./job_events.js";
+import { count, moment, number, seconds } from "./numbers.js";
+import { announce } from "./state.js";
+import { load, serve, wayBack } from "./swap.js";
+
+const MESSAGES = 100;
+
+export class JobPanel {
+  constructor() {
+    this.heading = element("h3");
+    this.status = element("p", { id: "job-status", role: "status" });
+    this.progress = element("progress", { "aria-label": "Steps done", max: 1, value: 0 });
+    this.numbers = element("div");
+    this.actions = element("div", { className: "row", id: "job-actions" });
+    this.chart = new Chart("Loss by step");
+    this.checkpoints = element("div");
+    this.log = element("ol", { className: "events" });
+    const told = element("details", {}, element("summary", {}, "What happened"), this.log);
+    this.node = element(
+      "div",
+      { className: "card", id: "job", hidden: true },
+      this.heading,
+      this.status,
+      this.progress,
+      this.numbers,
+      this.actions,
+      this.chart.node,
+      this.checkpoints,
+      told,
+    );
+  }
+
+  /** Shows another job from its first event on. */
+  watch(id) {
+    if (this.id === id) return;
+    this.stop?.();
+    Object.assign(this, { id, metrics: [], written: 0 });
+    this.log.replaceChildren();
+    this.chart.draw([]);
+    this.stop = follow(
+      id,
+      (event) => this.take(event),
+      () => this.refresh().catch(() => {}),
+    );
+  }
+
+  take(event) {
+    if (event.type === "metrics") this.metrics.push(event.data);
+    if (event.type === "checkpoint") this.written += 1;
+    if (event.type !== "metrics") {
+      this.log.append(
+        element("li", { className: event.level }, element("time", {}, moment(event.created_at)), ` ${event.message}`),
+      );
+      while (this.log.children.length > MESSAGES) this.log.firstChild.remove();
+    }
+    this.due ??= setTimeout(() => {
+      this.due = undefined;
+      this.drawLosses();
+    }, 100);
+  }
+
+  drawLosses() {
+    const points = (name) =>
+      this.metrics.filter((one) => typeof one[name] === "number").map((one) => [one.step, one[name]]);
+    const [train, valid] = [points("train_loss"), points("valid_loss")];
+    const ends = (name, all) =>
+      all.length
+        ? `${name}: ${number(all[0][1])} at step ${all[0][0]}, ${number(all.at(-1)[1])} at step ${all.at(-1)[0]}.`
+        : "";
+    this.chart.draw(
+      [
+        { name: "training loss", kind: "first", points: train },
+        { name: "validation loss", kind: "second", points: valid },
+      ],
+      [ends("Training loss", train), ends("Validation loss", valid)].filter(Boolean).join(" "),
+    );
+  }
+
+  async refresh() {
+    if (!this.id) return;
+    const id = this.id;
+    const [job, models, { checkpoints }] = await Promise.all([
+      get(`finetune/${encodeURIComponent(id)}`),
+      get("models").catch(() => null),
+      get(`finetune/${encodeURIComponent(id)}/checkpoints`),
+    ]);
+    if (id === this.id) this.show(job, models, checkpoints);
+  }
+
+  show(job, models, checkpoints) {
+    this.node.hidden = false;
+    say(this.heading, job.fine_tuned_model ?? `Job ${job.id}`);
+    say(this.status, statusOf(job), job.status === "failed");
+    const { step, total_steps: total } = job.progress;
+    this.progress.hidden = !total;
+    if (total) Object.assign(this.progress, { max: total, value: step });
+    renew(this.numbers, [job.progress, job.status], () => [jobFacts(job)]);
+    renew(
+      this.actions,
+      [job.status, job.active, job.cancel_requested, models?.served, models?.models, models?.activating !== null],
+      () => this.buttons(job, models),
+    );
+    renew(this.checkpoints, [checkpoints, job.status, job.active], () =>
+      checkpoints.length ? [element("h4", {}, "Checkpoints"), this.table(job, checkpoints)] : [],
+    );
+  }
+
+  buttons(job, models) {
+    const path = `finetune/${encodeURIComponent(job.id)}`;
+    const then = (work) => () => work().then(() => this.refresh());
+    const off = Boolean(models?.activating);
+    const back = models?.served?.source === job.id && wayBack(models?.served, models?.available[0].model);
+    const isLoaded = job.active || models?.models?.some((model) => model.served?.source === job.id);
+    const isDone = job.status === "succeeded";
+    const act = (name, work, properties = {}) => button(name, then(work), { report: announce, ...properties });
+    return [
+      ["queued", "running"].includes(job.status) &&
+        !job.cancel_requested &&
+        act("Cancel", () => post(`${path}/cancel`)),
+      job.status === "failed" && act("Go on from the last checkpoint", () => post(`${path}/resume`)),
+      isDone && !isLoaded && act("Serve it", () => serve(job.id, job.fine_tuned_model), { disabled: off }),
+      isDone && !isLoaded && models?.models && act("Load it beside its base", () => load(job.id, job.fine_tuned_model)),
+      isLoaded && element("a", { href: `#/chat?model=${encodeURIComponent(job.fine_tuned_model)}` }, "Compare in chat"),
+      back && act(`Roll back to ${back.model}`, () => serve(back.source, back.model, back.base), { disabled: off }),
+    ].filter(Boolean);
+  }
+
+  table(job, checkpoints) {
+    const rows = checkpoints.map(({ step, created_at: time, metrics }, i) => [
+      `step ${step}`,
+      moment(time),
+      number(metrics.train_loss),
+      number(metrics.valid_loss),
+      i === 0 && job.status === "succeeded" ? (job.active ? "serving" : "the result") : "",
+    ]);
+    return table(
+      "Checkpoints, newest first",
+      ["Checkpoint", "Written", "Training loss", "Validation loss", ""],
+      rows,
+      "stacked",
+    );
+  }
+}
+
+function statusOf(job) {
+  const { step, total_steps: total } = job.progress;
+  const at = total ? `, step ${count(step)} of ${count(total)}` : "";
+  if (job.status === "failed") return `Failed${at}. ${job.error?.message ?? ""}`;
+  if (job.status === "running" && job.cancel_requested) return `Ending${at}.`;
+  const words = {
+    queued: "Waits for its turn.",
+    running: `Running${at}.`,
+    succeeded: job.active ? `Done${at}, and serving.` : `Done${at}.`,
+    cancelled: `Cancelled${at}. Its checkpoints stay.`,
+  };
+  return words[job.status] ?? job.status;
+}
+
+function jobFacts(job) {
+  const p = job.progress,
+    took = job.started_at && job.finished_at ? job.finished_at - job.started_at : null;
+  const rest =
+    job.status === "running" && p.step
+      ? ((Date.now() / 1000 - job.started_at) / p.step) * (p.total_steps - p.step)
+      : null;
+  return facts([
+    ["Base", job.base_model],
+    ["Recipe", job.config.recipe],
+    ["Training loss", p.train_loss === undefined ? null : number(p.train_loss)],
+    ["Validation loss", p.valid_loss === undefined ? null : number(p.valid_loss)],
+    ["Tokens/s", p.tokens_per_second ? count(p.tokens_per_second) : null],
+    ["Learnt tokens", p.trained_tokens ? count(p.trained_tokens) : null],
+    ["Took", took === null ? null : seconds(took)],
+    ["Left, about", rest === null ? null : seconds(rest)],
+  ]);
+}

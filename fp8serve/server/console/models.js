@@ -1,0 +1,174 @@
+// Which weights serve, which could, and the change from one to another.
+
+import { get } from "./api.js";
+import { button, element, facts, renew, table } from "./dom.js";
+import { writes } from "./chat_settings.js";
+import { bytes, count } from "./numbers.js";
+import { announce, onModels } from "./state.js";
+import { load, serve, unload, wayBack } from "./swap.js";
+
+export function modelsView(section) {
+  const view = new Models();
+  section.append(view.node);
+  return view;
+}
+
+class Models {
+  constructor() {
+    this.now = element("div", { className: "card", id: "served" });
+    this.available = element("div", { className: "card", id: "available" });
+    this.names = element("div", { className: "card", id: "names" });
+    this.info = element("details", { id: "info" }, element("summary", {}, "Facts, limits and options of this server"));
+    this.about = element("div", { className: "sides" });
+    this.info.append(this.about);
+    this.node = element("div", {}, this.now, this.available, this.names, this.info);
+    onModels((models) => this.showNames(models));
+  }
+
+  async refresh() {
+    const found = await get("models");
+    renew(this.now, found, () => this.served(found));
+    renew(this.available, [found.available, found.loadable, found.models, found.activating !== null], () =>
+      this.choice(found),
+    );
+    if (this.info.open) await this.showInfo();
+  }
+
+  served({ served, activating, available, state, models }) {
+    if (models?.length > 1) return this.several(models);
+    const back = wayBack(served, available[0].model);
+    const loading =
+      activating &&
+      element(
+        "p",
+        {},
+        `Loading ${activating.model} for ${Math.round(activating.seconds)} s. The present weights serve until it is ready.`,
+      );
+    if (!served) return [element("h3", {}, "Serving"), element("p", {}, `Nothing yet: ${state}.`), loading];
+    const origin = served.source === "base" ? "the start of the server" : served.source;
+    const known = facts([
+      ["Model", served.model],
+      ["Weights", served.weight_version],
+      ["From", origin],
+    ]);
+    const rollBack =
+      back &&
+      this.act(`Roll back to ${back.model}`, () => serve(back.source, back.model, back.base), {
+        disabled: Boolean(activating),
+        id: "roll-back",
+      });
+    return [element("h3", {}, "Serving"), known, loading, rollBack];
+  }
+
+  /** Where the server holds several models: each with its state. */
+  several(models) {
+    const rows = models.map(
+      ({ name, default: isDefault, state, problem, served, in_flight: busy, memory_bytes: memory }) => [
+        isDefault ? `${name} (default)` : name,
+        problem ? `${state}: ${problem}` : state,
+        served?.model === name ? served.weight_version : (served?.model ?? "–"),
+        count(busy),
+        bytes(Object.values(memory).reduce((sum, size) => sum + size, 0)),
+        this.actions(name, isDefault, served),
+      ],
+    );
+    return [
+      element("h3", {}, "Serving"),
+      table("Models that serve", ["Model", "State", "Weights", "In flight", "Memory", ""], rows, "stacked"),
+    ];
+  }
+
+  actions(name, isDefault, served) {
+    const back = served && served.source !== "base" && served.source.startsWith("ftjob-") && isDefault;
+    return [
+      back && this.act(`Roll back to ${name}`, () => serve("base", name, name)),
+      !isDefault && this.act("Unload", () => unload(name), { "aria-label": `Unload ${name}` }),
+    ].filter(Boolean);
+  }
+
+  act(name, work, properties = {}) {
+    return button(name, () => work().then(() => this.refresh()), { report: announce, ...properties });
+  }
+
+  choice({ available, served, activating, models = [], loadable = [] }) {
+    const off = { disabled: Boolean(activating) };
+    const serving = new Set(
+      [served?.source, ...models.map((model) => model.served?.source)].filter((source) => source !== "base"),
+    );
+    if (served?.source === "base") serving.add("base");
+    const rows = available.map(({ source, model }) => {
+      const origin =
+        source === "base"
+          ? "base model"
+          : element("a", { href: `#/finetune/${encodeURIComponent(source)}` }, "fine-tune job");
+      if (serving.has(source)) return [model, origin, element("b", { className: "good" }, "serving")];
+      const beside =
+        models.length > 0 &&
+        source !== "base" &&
+        this.act("Load beside", () => load(source, model), { "aria-label": `Load ${model} beside the others` });
+      return [
+        model,
+        origin,
+        [this.act("Serve", () => serve(source, model), { ...off, "aria-label": `Serve ${model}` }), beside].filter(
+          Boolean,
+        ),
+      ];
+    });
+    const loaded = new Set(models.map(({ name }) => name));
+    const folders = loadable
+      .filter((name) => !loaded.has(name))
+      .map((name) => [
+        name,
+        "directory",
+        this.act("Load beside", () => load(name, name), { "aria-label": `Load ${name} beside the others` }),
+      ]);
+    return [
+      element("h3", {}, "Weights that can serve"),
+      table("Weights that can serve", ["Model", "Origin", ""], [...rows, ...folders], "stacked"),
+      element("p", { className: "quiet" }, "Requests under way end with the weights that they began with."),
+    ];
+  }
+
+  showNames(models) {
+    const usable = models.filter(({ state }) => state !== "available");
+    renew(this.names, usable, () => {
+      const rows = usable.map((model) => [
+        model.id,
+        model.task ?? "–",
+        model.max_model_len ?? "–",
+        writes(model) ? compare(model.id) : null,
+      ]);
+      return [
+        element("h3", {}, "Names that requests may use"),
+        table("Names that requests may use", ["Name", "Task", "Context, in tokens", ""], rows, "stacked"),
+      ];
+    });
+  }
+
+  async showInfo() {
+    const info = await get("info");
+    const flat = (object) =>
+      Object.entries(object).map(([name, value]) => [
+        name,
+        value !== null && typeof value === "object" ? JSON.stringify(value) : value,
+      ]);
+    const groups = [
+      ["The engine", info.engine],
+      ["Limits", info.limits],
+      ["Options", info.options],
+    ];
+    renew(this.about, groups, () =>
+      groups.map(([name, object]) =>
+        element("div", { className: "card" }, element("h3", {}, name), facts(flat(object))),
+      ),
+    );
+  }
+}
+
+function compare(name) {
+  return element(
+    "a",
+    { href: `#/chat?model=${encodeURIComponent(name)}`, "aria-label": `Compare ${name} in the chat` },
+    "Compare in chat",
+  );
+}

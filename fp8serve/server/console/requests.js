@@ -1,0 +1,136 @@
+// What the server is doing now: requests in flight, the queue, the cache, tokens per second, and how requests ended.
+
+import { ask } from "./api.js";
+import { Chart } from "./chart.js";
+import { element, facts, renew, table } from "./dom.js";
+import { Samples } from "./metrics.js";
+import { count, percent, seconds } from "./numbers.js";
+
+const KEPT = 150; // looks: five minutes
+
+export function requestsView(section) {
+  const view = new Requests();
+  section.append(view.node);
+  return view;
+}
+
+class Requests {
+  constructor() {
+    this.started = performance.now();
+    this.speeds = []; // [seconds, generated tokens/s, prompt tokens/s]
+    this.tiles = element("ul", { className: "tiles", id: "tiles" });
+    this.chart = new Chart("Tokens per second", { across: (at) => `${Math.round(at)} s`, fromZero: true });
+    this.latency = element("div", { className: "card" });
+    this.ends = element("div", { className: "card" });
+    this.tenants = element("div", { className: "card", hidden: true });
+    this.node = element(
+      "div",
+      {},
+      this.tiles,
+      element("div", { className: "card" }, element("h3", {}, "Tokens per second"), this.chart.node),
+      element("div", { className: "sides" }, this.latency, this.ends),
+      this.tenants,
+    );
+  }
+
+  async refresh() {
+    const samples = new Samples(await (await ask("metrics")).text());
+    this.measure(samples);
+    this.drawTiles(samples);
+    this.drawLatency(samples);
+    this.drawEnds(samples);
+    this.drawTenants(samples);
+  }
+
+  measure(samples) {
+    const now = performance.now() / 1000;
+    const totals = ["fp8serve_generated_tokens_total", "fp8serve_prompt_tokens_total"].map(
+      (name) => samples.sum(name) ?? 0,
+    );
+    if (this.last && totals[0] >= this.last.totals[0] && now > this.last.now) {
+      const per = (i) => Math.max(0, (totals[i] - this.last.totals[i]) / (now - this.last.now));
+      this.speeds = [...this.speeds, [now - this.started / 1000, per(0), per(1)]].slice(-KEPT);
+    }
+    this.last = { now, totals };
+    const named = (name, kind, i) => ({ name, kind, points: this.speeds.map((speed) => [speed[0], speed[i]]) });
+    this.chart.draw(
+      [named("generated", "first", 1), named("of prompts, counted when their request ends", "third", 2)],
+      "Since this view was opened.",
+    );
+  }
+
+  drawTiles(samples) {
+    const value = (name) => samples.sum(name);
+    const shown = (name) => (value(name) === null ? "–" : count(value(name)));
+    const queried = value("fp8serve_prefix_cache_queried_tokens_total");
+    const tiles = [
+      ["In flight", shown("fp8serve_requests_in_flight")],
+      ["Running", shown("fp8serve_requests_running")],
+      ["Waiting", shown("fp8serve_requests_waiting")],
+      ["Cache in use", percent(value("fp8serve_kv_cache_usage_ratio"))],
+      ["Tokens/s", this.speeds.length ? count(this.speeds.at(-1)[1]) : "–"],
+      [
+        "Prompt tokens found in the cache",
+        queried ? percent(value("fp8serve_prefix_cache_hit_tokens_total") / queried) : "–",
+      ],
+    ];
+    renew(this.tiles, tiles, () =>
+      tiles.map(([name, text]) =>
+        element(
+          "li",
+          {},
+          element("span", { className: "figure" }, text),
+          element("span", { className: "quiet" }, name),
+        ),
+      ),
+    );
+  }
+
+  drawLatency(samples) {
+    const names = {
+      "First token": "fp8serve_time_to_first_token_seconds",
+      "Between tokens": "fp8serve_inter_token_seconds",
+      "Whole request": "fp8serve_request_seconds",
+    };
+    const rows = Object.entries(names).map(([text, name]) => [
+      text,
+      seconds(samples.quantile(name, 0.5)),
+      seconds(samples.quantile(name, 0.95)),
+    ]);
+    renew(this.latency, rows, () => [
+      element("h3", {}, "How long requests take, since the start"),
+      table("Latencies", ["", "Half within", "95 % within"], rows),
+    ]);
+  }
+
+  drawEnds(samples) {
+    const pairs = [
+      ...samples.by("fp8serve_requests_finished_total", "outcome").map(([name, n]) => [`Ended: ${name}`, count(n)]),
+      ...samples
+        .by("fp8serve_requests_rejected_total", "reason")
+        .filter(([, n]) => n)
+        .map(([name, n]) => [`Refused by the bound of ${name}`, count(n)]),
+      ["Starts of a dead engine", count(samples.sum("fp8serve_engine_restarts_total") ?? 0)],
+      ...samples
+        .by("fp8serve_weight_swaps_total", "outcome")
+        .map(([name, n]) => [`Changes of weights: ${name}`, count(n)]),
+      ["Recomputed for want of cache", count(samples.sum("fp8serve_preemptions_total") ?? 0)],
+    ];
+    renew(this.ends, pairs, () => [element("h3", {}, "Since the start"), facts(pairs)]);
+  }
+
+  drawTenants(samples) {
+    const rows = samples
+      .by("fp8serve_tenant_requests_total", "tenant")
+      .map(([name, n]) => [
+        name,
+        count(n),
+        count(Object.fromEntries(samples.by("fp8serve_tenant_requests_in_flight", "tenant"))[name] ?? 0),
+      ]);
+    this.tenants.hidden = rows.length < 2;
+    renew(this.tenants, rows, () => [
+      element("h3", {}, "Tenants"),
+      table("Requests by tenant", ["Tenant", "Requests", "In flight"], rows),
+    ]);
+  }
+}

@@ -1,0 +1,72 @@
+// The change of the weights that serve, from wherever it is asked for, and the way back.
+
+import { get, post } from "./api.js";
+import { announce } from "./state.js";
+
+let previous = null; // what served before the last change that this page made
+let swapping = false;
+
+/**
+ * Serves `source`: a job's id, or "base" for what the model `base` began with. Resolves when it serves; rejects with
+ * the server's sentence.
+ */
+export async function serve(source, name, base) {
+  if (swapping) throw new Error("Another change of weights is under way; wait until it has ended.");
+  swapping = true;
+  const since = performance.now();
+  const tell = () =>
+    announce(
+      `Loading ${name}: ${Math.round((performance.now() - since) / 1000)} s. The present weights serve until it is ready.`,
+    );
+  tell();
+  const ticking = setInterval(tell, 1000);
+  try {
+    const {
+      model,
+      served,
+      previous: before,
+    } = await post(await route(source, base), source === "base" ? { source } : {});
+    previous = before && { ...before, base: model };
+    announce(`Now serving ${served.model}.`);
+  } catch (error) {
+    announce(error.message, true);
+    throw error;
+  } finally {
+    clearInterval(ticking);
+    swapping = false;
+  }
+}
+
+async function route(source, base) {
+  if (source !== "base") return `finetune/${encodeURIComponent(source)}/activate`; // in place of the model it began with
+  return `models/${encodeURIComponent(base ?? (await get("models")).alias)}/activate`;
+}
+
+/**
+ * Serves the result of a job, or a directory that the server knows, beside what serves already. `shown`: what it is
+ * called on this page.
+ */
+export async function load(source, shown) {
+  // "ft:..." always means the weights themselves, so a result is loaded under another name
+  const name = source.startsWith("ftjob-") ? `tuned-${source.slice(-8)}` : source;
+  announce(`Loading ${shown}. What serves already goes on.`);
+  try {
+    await post(`models/${encodeURIComponent(name)}/load`, { source });
+    announce(`${shown} serves now beside the others, and is called ${name}.`);
+  } catch (error) {
+    announce(error.message, true);
+    throw error;
+  }
+}
+
+/** Ends the serving of a model that was loaded. */
+export async function unload(name) {
+  await post(`models/${encodeURIComponent(name)}/unload`);
+  announce(`${name} is no longer served.`);
+}
+
+/** What to go back to from `served`: {source, model}, or null where there is nothing. `base`: the base model's name. */
+export function wayBack(served, base) {
+  if (previous && previous.source !== served?.source) return previous;
+  return served && served.source !== "base" ? { source: "base", model: base } : null;
+}

@@ -1,0 +1,55 @@
+"""A text, or a pair of texts, as a model that embeds or scores reads it, and how much of it is read at most.
+
+Of a pair the longer text loses its end first, as in sentence-transformers; of one that stands in a prompt that judges
+it, the document does, for the prompt must stay whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fp8serve.model.text.tokenizer import Tokenizer
+
+Read = tuple[list[int], list[int]]  # ids, and 0 or 1 for each: of which text of a pair it is
+
+
+@dataclass(frozen=True)
+class Asked:
+    """most: tokens of all that is read; None: all. document: tokens of the second text, or of the only one, before
+    that. around: what stands before a pair, between its texts and behind them."""
+
+    first: str
+    second: str | None = None
+    most: int | None = None
+    document: int | None = None
+    around: Sequence[str] | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        return self.most is not None or self.document is not None
+
+
+def read_text(tokenizer: Tokenizer, asked: Asked) -> Read:
+    """Ids, which may be more than the model reads where nothing is to be cut, or a prompt leaves no room."""
+    first, second = asked.first, asked.second
+    if asked.document is not None and second is None:
+        first = tokenizer.beginning(first, asked.document)
+    elif asked.document is not None and second is not None:
+        second = tokenizer.beginning(second, asked.document)
+    if second is None or asked.around is None:
+        return tokenizer.encode_pair(first, second, asked.most)
+    before, between, behind = asked.around
+    found = _judged(tokenizer, f"{before}{first}{between}", second, behind, asked.most)
+    return found, [0] * len(found)
+
+
+def _judged(tokenizer: Tokenizer, before: str, document: str, behind: str, most: int | None) -> list[int]:
+    """`before`, so much of the document as fits, `behind`."""
+    if most is None:
+        return tokenizer.encode(f"{before}{document}{behind}")
+    room = most - len(tokenizer.encode(before + behind))
+    while room > 0:  # where texts meet, tokens may be others: rarely more than one round
+        found = tokenizer.encode(f"{before}{tokenizer.beginning(document, room)}{behind}")
+        if len(found) <= most:
+            return found
+        room -= len(found) - most
+    return tokenizer.encode(before + behind)

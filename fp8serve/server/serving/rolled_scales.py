@@ -1,0 +1,68 @@
+"""The scales that follow the traffic, kept: a new directory beside the model, written by a process of its own.
+
+The engine writes its scales, which is quick, to a file that nobody else reads; then the process copies the weights and
+puts the directory in place, whole or not at all (model/rolled.py). It goes on if its client, or this server, goes away.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE
+from pathlib import Path
+
+from fp8serve.errors import Fp8ServeError, MachineError, ModelError, RequestError
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.serving.served import Served
+
+COMMAND = (sys.executable, "-P", "-m", "fp8serve.model.rolled")
+
+
+class RolledScales:
+    """Saves them, one directory at a time. `work`: where the file between the two processes lies."""
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+        self._saving = asyncio.Lock()
+
+    async def save(self, served: Served, out: Path) -> int:
+        """Writes `out`; how many scales follow the traffic. Fault: none does, `out` is taken, it cannot be written."""
+        if self._saving.locked():
+            raise Fault(Code.ALIAS_BUSY, "Scales are being saved already.", hint="Try again when that is done.")
+        async with self._saving:
+            with tempfile.TemporaryDirectory(prefix="rolled-", dir=self._work) as folder:
+                moved = Path(folder) / "moved.safetensors"
+                count = await self._moved(served, moved)
+                await self._write(served, out, moved)
+        return count
+
+    async def _moved(self, served: Served, path: Path) -> int:
+        try:
+            return await served.engine.save_scales(path)
+        except RequestError as error:
+            raise Fault(Code.NOT_ROLLING, str(error)) from None
+        except Fp8ServeError as error:
+            raise Fault(Code.ENGINE_DOWN, f"The engine did not answer: {error}") from None
+
+    async def _write(self, served: Served, out: Path, moved: Path) -> None:
+        source = served.source
+        scales = [] if source.options.scales is None else ["--scales", source.options.scales]
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, str(source.directory), str(out), str(moved), *scales, stdin=DEVNULL, stdout=PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        said, _ = await process.communicate()
+        if process.returncode:
+            raise _fault(said.decode().strip().splitlines())
+
+
+def _fault(said: list[str]) -> Fault:
+    """What the process said about its failure, as an answer."""
+    try:
+        found = json.loads(said[-1])
+    except (IndexError, ValueError):
+        return Fault(Code.INTERNAL, "The process that saves scales failed; the server's log says how.")
+    if found["error"] == MachineError.__name__:
+        return Fault(Code.DISK_FULL, found["message"], hint="See who may write beside the model, and how much.")
+    taken = found["error"] == ModelError.__name__ and " exists and is not " in found["message"]
+    return Fault(Code.NAME_TAKEN if taken else Code.NOT_ROLLING, found["message"])

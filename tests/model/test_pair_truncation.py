@@ -1,0 +1,43 @@
+"""Texts and pairs are cut as tokenizers itself cuts them, and in a judge's prompt only the document is."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.server.parsing.texts import Asked, read_text
+from tests.model.encoders import letters
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("letters")
+    letters(path)
+    return path
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 20), (20, 3), (20, 20), (9, 8), (0, 30), (30, 0), (200_000, 3)])
+@pytest.mark.parametrize("most", [5, 6, 12, 13, 40])
+def test_pairs_are_cut_as_tokenizers_cuts_them(folder: Path, lengths: tuple[int, int], most: int) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(most)
+    pair = "a" * lengths[0], "b" * lengths[1]
+    for texts in (pair, pair[:1], pair[1:]):
+        expected = backend.encode(*texts)
+        assert Tokenizer.from_dir(folder).encode_pair(*texts, most=most) == (expected.ids, expected.type_ids)
+
+
+def test_a_beginning_ends_with_a_token(folder: Path) -> None:
+    tokenizer = Tokenizer.from_dir(folder)
+    assert tokenizer.beginning("abcdef", 4) == "abcd"
+    assert tokenizer.beginning("abcdef", 6) == tokenizer.beginning("abcdef", 9) == "abcdef"
+    assert tokenizer.beginning("ab" * 100_000, 3) == "aba"
+
+
+def test_a_judges_prompt_stays_whole(folder: Path) -> None:
+    tokenizer, around = Tokenizer.from_dir(folder), ("xx", "y", "zz")
+    asked = Asked("qq", "d" * 5000, 14, None, around)
+    assert read_text(tokenizer, asked)[0] == tokenizer.encode("xxqqyddddd" + "zz")
+    assert read_text(tokenizer, Asked("qq", "d" * 50, None, 3, around))[0] == tokenizer.encode("xxqqydddzz")
+    assert read_text(tokenizer, Asked("q" * 50, "d", 14, None, around))[0] == tokenizer.encode("xx" + "q" * 50 + "yzz")

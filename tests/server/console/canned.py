@@ -1,0 +1,57 @@
+"""Answers that the page gets in place of the server's, so that a test can show it anything."""
+
+import json
+from typing import Any
+
+from tests.server.console.browser import Browser
+
+INSTEAD = """
+const [path, text, type] = arguments;
+window.asked ??= fetch;
+window.bodies = [];
+window.canned = { ...window.canned, [path]: [text, type] };
+window.fetch = (url, options = {}) => {
+  const found = Object.entries(window.canned).find(([path]) => new URL(url, location).pathname.endsWith(path));
+  if (!found) return window.asked(url, options);
+  if (options.body) window.bodies.push(JSON.parse(options.body));
+  return Promise.resolve(new Response(found[1][0], { headers: { "Content-Type": found[1][1] } }));
+};
+"""
+
+
+def answer_with(browser: Browser, path: str, value: Any) -> None:
+    """From now on the open page gets `value` for requests to `path`: JSON, a text, or a list of chunks as a stream."""
+    if isinstance(value, str):
+        browser.run(INSTEAD, path, value, "text/plain")
+    elif isinstance(value, list):
+        text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in value) + "data: [DONE]\n\n"
+        browser.run(INSTEAD, path, text, "text/event-stream")
+    else:
+        browser.run(INSTEAD, path, json.dumps(value), "application/json")
+
+
+def chunk(finish: str | None = None, logprobs: list[Any] | None = None, **delta: Any) -> dict[str, Any]:
+    """One piece of a stream of /v1/chat/completions."""
+    content = None if logprobs is None else {"content": logprobs, "refusal": None}
+    choice = {"index": 0, "delta": delta, "logprobs": content, "finish_reason": finish}
+    return {"model": "tiny", "system_fingerprint": "base-0", "choices": [choice]}
+
+
+def token(text: bytes, logprob: float, *others: tuple[str, float]) -> dict[str, Any]:
+    """A token of it, with the alternatives to it."""
+    try:
+        name = text.decode()
+    except UnicodeDecodeError:
+        name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
+    top = [{"token": word, "logprob": value, "bytes": list(word.encode())} for word, value in others]
+    return {"token": name, "logprob": logprob, "bytes": list(text), "top_logprobs": top}
+
+
+def layer(name: str, **numbers: Any) -> dict[str, Any]:
+    """One record of /scales that fits well, but for `numbers`."""
+    calm = {
+        "name": name, "input": "stored", "amax": 10.0, "scale": 20.0, "headroom": 2.24, "saturated": 0,
+        "saturation": 0.0, "calibrated_amax": 12.0, "window_amax": 9.0, "window_saturation": 0.0, "drift": 0.75,
+        "drifts": False,
+    }  # fmt: skip
+    return calm | numbers

@@ -1,0 +1,61 @@
+"""One browser for all tests of the console, and the servers that they look at."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny import write_model, write_scales
+from tests.server.console.browser import MISSING, Browser, browsing, is_installed
+from tests.server.process import Process, serving
+from tests.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if not is_installed():
+        pytest.skip(MISSING)
+    with browsing(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(session: Browser) -> Iterator[Browser]:
+    """The browser, which every test leaves as it found it, and without a word against the page's policy."""
+    yield session
+    assert session.violations() == []
+    session.size(0, 0)
+    session.dark(False)
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A tiny model that holds conversations, scaled as it runs."""
+    path = tmp_path_factory.mktemp("console")
+    write_tiny_model(path / "tiny")
+    options = {"model": str(path / "tiny"), "data_dir": str(path / "data"), "recipe": "current", "train_on": "share"}
+    with serving(path / "log", **options) as process:
+        yield process
+        assert process.stop() == 0
+
+
+@pytest.fixture(scope="package")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A tiny model with stored scales, which has no chat template."""
+    path = tmp_path_factory.mktemp("scaled")
+    write_model(path / "tiny")
+    scales = write_scales(path / "tiny", path / "made-up")
+    with serving(path / "log", model=str(path / "tiny"), data_dir=str(path / "data"), scales=str(scales)) as process:
+        yield process
+
+
+@pytest.fixture(scope="package")
+def echoing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server that answers with the prompt, slowly enough to be stopped."""
+    from tests.server.fakes import model_dir
+
+    path: Path = tmp_path_factory.mktemp("echoing")
+    with serving(
+        path / "log", model=str(model_dir(path / "echo")), data_dir=str(path / "data"), fake=True, delay=0.02
+    ) as process:
+        yield process

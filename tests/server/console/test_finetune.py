@@ -1,0 +1,140 @@
+"""Fine-tuning from the page: data, a dry run, live losses, checkpoints, serving the result and going back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny import write_model
+from tests.server.console.browser import Browser
+from tests.server.console.test_chat import IDLE
+from tests.server.console.test_frame import ready
+from tests.server.process import Process, serving
+
+pytestmark = pytest.mark.browser
+HOSTILE = "<img src=x onerror=alert(1)>.jsonl"
+ROWS = "\n".join(json.dumps({"prompt": f"{i} is", "completion": f" {i}."}) for i in range(4))
+
+
+def drop_file(browser: Browser, name: str, text: str) -> None:
+    """Chooses a file, as the dialog of the browser does."""
+    browser.run(
+        """const [name, text] = arguments, given = new DataTransfer();
+        given.items.add(new File([text], name)); const field = document.getElementById("file");
+        field.files = given.files; field.dispatchEvent(new Event("change", { bubbles: true }))""",
+        name,
+        text,
+    )
+
+
+def test_a_file_becomes_a_model_that_serves(browser: Browser, server: Process, tmp_path: Path) -> None:
+    ready(browser, server.url + "/#/finetune")
+    browser.until("document.querySelector('#job-recipe')")
+    drop_file(browser, HOSTILE, ROWS)
+    browser.until("document.getElementById('file-note').textContent.endsWith('is on the server.')")
+    assert browser.count("main img") == 0
+    file = browser.run("return document.getElementById('data-source').value")
+    browser.choose("#validation-source", file)
+    browser.click("#check")
+    browser.until("document.getElementById('tune-note').textContent.startsWith('4 rows')")
+    assert browser.count("mark") > 0
+    for name, value in {"learning_rate": "0.003", "max_steps": "6"}.items():
+        browser.fill(f"#job-{name}", value)
+    browser.press("More options")
+    browser.fill("#job-eval_every", "2")
+    browser.fill("#job-save_every", "3")
+    browser.click("#start")
+    browser.until("document.getElementById('job-status').textContent.startsWith('Done')")
+    browser.until("document.querySelectorAll('#job .chart polyline').length === 2")  # training and validation
+    browser.until("document.querySelectorAll('#job .chart circle.second').length === 3")
+    assert browser.count("#job table tbody tr") == 2
+    browser.shoot(tmp_path / "job.png", whole=True)
+    browser.press("Serve it")
+    browser.until("document.getElementById('job-status').textContent.endsWith('and serving.')")
+    assert browser.text("#notice").startswith("Now serving ft:tiny:")
+    browser.until("document.querySelectorAll('#job-actions a').length === 1")
+    browser.press("Compare in chat")
+    browser.until("document.querySelectorAll('.column').length === 2")
+    browser.press("Models")
+    browser.until("document.querySelectorAll('#available tbody tr').length === 2")
+    assert "ft:tiny:" in browser.text("#served")
+    browser.press("Roll back to tiny")
+    browser.until("document.getElementById('notice').textContent === 'Now serving tiny.'")
+    browser.until("document.querySelector('#served dd').textContent === 'tiny'")
+    compare_beside_its_base(browser)
+    browser.press("Fine-tune")
+    browser.press("Delete this file")
+    browser.until("document.getElementById('file-note').textContent.startsWith('The file was deleted')")
+    assert browser.complaints() == []
+
+
+def compare_beside_its_base(browser: Browser) -> None:
+    browser.press("Load beside")
+    browser.until("document.querySelectorAll('#served tbody tr').length === 2")
+    name = browser.run("return document.querySelector('#served tbody tr:last-child th').textContent")
+    assert name.startswith("tuned-")
+    browser.run("location.hash = `#/chat?model=${arguments[0]}`", name)
+    browser.until("document.getElementById('chat-other').value.startsWith('tuned-')")
+    browser.fill("#prompt", "1 is")
+    browser.type("Enter")
+    browser.until(IDLE)
+    weights = browser.run("return [...document.querySelectorAll('.facts-line')].map((one) => one.textContent)")
+    assert "weights base-" in weights[0]
+    assert "weights ftjob-" in weights[1]
+    assert browser.text(".composer p") == ""
+    browser.press("Models")
+    browser.press("Unload")
+    browser.until("document.querySelectorAll('#served tbody tr').length === 0")
+
+
+def test_what_cannot_be_learnt_is_refused_in_a_sentence(browser: Browser, server: Process) -> None:
+    ready(browser, server.url + "/#/finetune")
+    browser.until("document.querySelector('#job-recipe')")
+    browser.fill("#rows", '{"prompt": "a", "completion": " b"}\n{"prompt": ')
+    browser.click("#start")
+    browser.until("document.getElementById('tune-note').textContent.startsWith('Line 2 is not JSON')")
+    browser.fill("#rows", '{"messages": "none"}')
+    browser.click("#check")
+    browser.until("document.getElementById('tune-note').classList.contains('error')")
+    assert "messages" in browser.text("#tune-note")
+    browser.fill("#rows", "one text\nanother text")
+    browser.fill("#job-epochs", "0")
+    browser.click("#start")
+    browser.until("document.getElementById('tune-note').textContent.includes('epochs')")
+    drop_file(browser, "empty.jsonl", "")
+    browser.until("document.getElementById('file-note').textContent.includes('empty')")
+    browser.fill("#job-epochs", "1")
+    browser.click("#check")
+    browser.until("document.getElementById('tune-note').textContent.startsWith('2 rows')")
+    assert all("status of 4" in message for message in browser.complaints())  # the browser's own notes on refusals
+
+
+def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny")
+    options = {"model": str(tmp_path / "tiny"), "data_dir": str(tmp_path / "data"), "recipe": "current"}
+    with serving(tmp_path / "log", **options, train_on="pause") as process:
+        process.client.post("/finetune", json={"data": [{"text": "abc " * 30}] * 40, "epochs": 1000})
+        browser.open(process.url + "/#/finetune")
+        browser.until("document.getElementById('state').textContent === 'paused'")
+        assert "A fine-tune job has the device" in browser.text("#notice")
+        browser.until("document.getElementById('job-status').textContent.startsWith('Running, step')")
+        browser.until("document.querySelectorAll('#job .chart polyline').length === 1")
+        browser.press("Scales")
+        browser.until("document.querySelectorAll('.map td[role]').length === 14")
+        browser.press("Chat")
+        browser.fill("#prompt", "Why?")
+        browser.type("Enter")
+        browser.until("document.querySelector('.facts-line.error')?.textContent.includes('Serving is paused')")
+        browser.press("Fine-tune")
+        browser.press("Cancel")
+        browser.until("document.getElementById('state').textContent === 'ready'")
+        browser.until("document.getElementById('job-status').textContent.startsWith('Cancelled')")
+        browser.until("document.getElementById('notice').hidden")
+        assert all("503" in message for message in browser.complaints())  # the browser's own notes on health
+
+
+def test_an_address_of_no_job_is_said_to_be_one(browser: Browser, server: Process) -> None:
+    ready(browser, server.url + "/#/finetune/ftjob-of-nobody")
+    browser.until("document.querySelector('.finetune > .error').textContent.includes('no fine-tune job of that id')")
+    browser.until("document.querySelector('#job-recipe')")
+    assert all("404" in message for message in browser.complaints())  # the browser's own notes

@@ -1,0 +1,36 @@
+"""The view of requests: what a live server counts, and any metrics that Prometheus' format allows."""
+
+import pytest
+
+from tests.server.console.browser import Browser
+from tests.server.console.canned import answer_with
+from tests.server.console.test_frame import ready
+from tests.server.process import Process
+
+pytestmark = pytest.mark.browser
+
+
+def test_live_numbers_of_a_server(browser: Browser, echoing: Process) -> None:
+    ready(browser, echoing.url + "/#/requests")
+    browser.until("document.querySelectorAll('#tiles li').length === 6")
+    echoing.client.post("/generate", json={"inputs": "abc", "parameters": {"max_new_tokens": 8}})
+    browser.until("/Ended: ok\\s*[1-9]/.test(document.querySelector('.requests').textContent)")
+    browser.until("document.querySelectorAll('.requests .chart polyline').length === 2")
+    assert "25 %" in browser.text("#tiles")  # of the cache, as the engine says
+    assert browser.complaints() == []
+
+
+def test_any_metrics_can_be_read(browser: Browser, server: Process) -> None:
+    ready(browser, server.url + "/#/requests")
+    tenants = [
+        'fp8serve_tenant_requests_total{tenant="a\\"},<b>"} 7.0',
+        'fp8serve_tenant_requests_total{tenant="b"} 3.0',
+    ]
+    seconds = [f'fp8serve_request_seconds_bucket{{le="{le}"}} {n}' for le, n in (("1.0", 0), ("2.0", 10), ("+Inf", 10))]
+    lines = ["# HELP x y", 'fp8serve_requests_in_flight{model="a"} 2.0', 'fp8serve_requests_in_flight{model="b"} 3.0']
+    answer_with(browser, "/metrics", "\n".join([*lines, *tenants, *seconds, "fp8serve_nothing NaN", ""]))
+    browser.until("document.querySelector('#tiles .figure').textContent === '5'")
+    text = browser.run("return document.querySelector('.requests').textContent")
+    assert 'a"},<b>' in text
+    assert "1.5 s" in text
+    assert browser.complaints() == []

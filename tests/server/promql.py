@@ -1,0 +1,62 @@
+"""What a PromQL expression asks for: names of series, and labels. It reads what our files use of the language, no more.
+
+It is no parser: functions, operators and aggregations are known by where they stand. An expression that Prometheus
+would refuse may pass.
+"""
+
+import re
+from typing import NamedTuple
+
+WORDS = frozenset(
+    (
+        "and",
+        "or",
+        "unless",
+        "by",
+        "without",
+        "on",
+        "ignoring",
+        "group_left",
+        "group_right",
+        "bool",
+        "offset",
+        "inf",
+        "nan",
+    )
+)
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_SELECTOR = re.compile(r"(?<![\w.])([A-Za-z_:][\w:]*)\s*(?:\{([^}]*)\})?(?!\w|\s*\()")
+_MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
+
+
+class Selector(NamedTuple):
+    """A series, and what its labels must be: (name, operator, value)."""
+
+    name: str
+    matchers: tuple[tuple[str, str, str], ...]
+
+
+class Asked(NamedTuple):
+    """`grouped`: labels by which the expression groups."""
+
+    selectors: tuple[Selector, ...]
+    grouped: frozenset[str]
+
+
+def asked(expression: str) -> Asked:
+    """ValueError: nothing is asked for, or brackets do not match."""
+    plain = _STRING.sub('""', expression)
+    for one, other in ("()", "{}", "[]"):
+        if plain.count(one) != plain.count(other):
+            raise ValueError(f"{expression}: {one} and {other} do not match")
+    grouped = {label.strip() for found in _GROUPING.findall(plain) for label in found.split(",") if label.strip()}
+    rest = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub("", expression))
+    found = [
+        Selector(name, tuple(_MATCHER.findall(labels)))
+        for name, labels in _SELECTOR.findall(rest)
+        if name.lower() not in WORDS
+    ]
+    if not found:
+        raise ValueError(f"{expression}: it asks for no series")
+    return Asked(tuple(found), frozenset(grouped))
