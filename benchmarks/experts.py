@@ -197,7 +197,12 @@ def main(arguments: Sequence[str]) -> int:
     peers: dict[str, Callable[..., None]] = {"transformers": transformers, "llama": llama}
     if arguments and arguments[0] in peers:
         _, model, setting, *rest = arguments
-        peers[arguments[0]](model, setting, *rest)
+        try:
+            peers[arguments[0]](model, setting, *rest)
+        except ImportError as missing:
+            raise SystemExit(
+                f"{sys.executable} has no {missing.name}; install it there, with pip for example."
+            ) from None
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
