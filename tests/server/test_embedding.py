@@ -71,6 +71,40 @@ def test_documents_that_are_too_long_are_cut_where_that_is_asked_for(server: Pro
         assert answer.json()["usage"]["prompt_tokens"] == 24 + (len(long) - 1)
 
 
+def test_documents_may_be_objects_as_other_clients_send_them(server: Process) -> None:
+    texts = ["some tent", "other words", "z"]
+    plain, objects = (
+        server.client.post("/v1/rerank", json={"query": "a tent", "documents": documents, "return_documents": True})
+        for documents in (texts, [{"text": texts[0]}, texts[1], {"text": texts[2]}])
+    )
+    assert objects.status_code == 200
+    assert objects.json()["results"] == plain.json()["results"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "words"),
+    [
+        ("embeddings", {"input": []}, "input: give a text, some texts, token ids or some lists of token ids"),
+        ("embeddings", {"input": ["a", [1]]}, "input: give a text, some texts"),
+        ("embeddings", {"input": [["a" * 9000]] * 9}, "input: give a text, some texts"),
+        ("score", {"text_1": [], "text_2": "a"}, "text_1: give a text, or a list of one or more texts"),
+        ("rerank", {"query": "a", "documents": []}, "documents: give a list of one or more texts"),
+        ("rerank", {"query": "a", "documents": [{"title": "a"}]}, "documents: give a list of one or more texts"),
+    ],
+)
+def test_what_is_no_text_is_told_as_what_may_be_given(server: Process, route: str, body: object, words: str) -> None:
+    answer = server.client.post(f"/v1/{route}", json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_two_thousand_texts_are_one_request(server: Process) -> None:
+    answer = server.client.post("/v1/embeddings", json={"input": ["a"] * 2048, "dimensions": 1})
+    assert len(answer.json()["data"]) == 2048
+    refused = server.client.post("/v1/embeddings", json={"input": ["a"] * 2049})
+    assert refused.json()["error"]["message"].startswith("2049 texts are more than this server's limit")
+
+
 def test_one_text_token_ids_and_dimensions(client: openai.OpenAI, folder: Path) -> None:
     embedder = Embedder(folder, recipe="rowwise")
     ids = embedder.tokenizer.encode("x some text")

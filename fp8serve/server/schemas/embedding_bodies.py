@@ -3,12 +3,28 @@
 `texts` is what sizes are checked of, `LISTED` the field that a client is told.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
-from fp8serve.server.schemas.bodies import Body
+from fp8serve.server.schemas.bodies import Body, Strict
 from fp8serve.server.schemas.openai_bodies import Ids, Texts
+
+
+def _told_as(kinds: str) -> WrapValidator:
+    """One sentence for what is none of the kinds, instead of what is wrong with it as the first of them."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("kind_of_input", "give {kinds}", {"kinds": kinds}) from None
+
+    return WrapValidator(check)
+
+
+TextOrTexts = Annotated[str | Texts, _told_as("a text, or a list of one or more texts")]
 
 
 class Truncating(Body):
@@ -31,7 +47,10 @@ class EmbeddingBody(Truncating):
     before texts."""
 
     model: str | None = None
-    input: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
+    input: Annotated[
+        str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)],
+        _told_as("a text, some texts, token ids or some lists of token ids, and no empty list"),
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     prompt_name: str | None = None
@@ -51,7 +70,7 @@ class ClassifyBody(Truncating):
     """`input`: a text, or some."""
 
     model: str | None = None
-    input: str | Texts
+    input: TextOrTexts
     user: str | None = None
 
     LISTED: ClassVar[str] = "input"
@@ -62,12 +81,21 @@ class ClassifyBody(Truncating):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
+class Document(Strict):
+    """As Cohere's and Jina's clients may send it."""
+
+    text: str
+
+
 class RerankBody(Truncating):
-    """`documents`, most relevant first. max_tokens_per_doc: how many of each are read (Cohere)."""
+    """`documents`, texts or objects that hold one, most relevant first. max_tokens_per_doc: how many of each are read
+    (Cohere)."""
 
     model: str | None = None
     query: str
-    documents: Texts
+    documents: Annotated[
+        list[str | Document], Field(min_length=1), _told_as('a list of one or more texts, or objects {"text": ...}')
+    ]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
@@ -77,15 +105,15 @@ class RerankBody(Truncating):
     @property
     def texts(self) -> list[str]:
         """One item for each score."""
-        return self.documents
+        return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
 class ScoreBody(Truncating):
     """`text_1` with each of `text_2`; a list in both: one by one."""
 
     model: str | None = None
-    text_1: str | Texts
-    text_2: str | Texts
+    text_1: TextOrTexts
+    text_2: TextOrTexts
 
     LISTED: ClassVar[str] = "text_2"
 

@@ -43,13 +43,14 @@ async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> 
 @router.post("/rerank", summary="Documents by their relevance to a query", response_model=None)
 async def rerank(body: RerankBody, request: Request, state: StateDep) -> JsonObject:
     """By a cross-encoder's own score, or the cosine of vectors; documents of equal relevance in their order."""
-    pairs = [(body.query, document) for document in body.documents]
+    documents = body.texts
+    pairs = [(body.query, document) for document in documents]
     served = state.served(body.model, "classify", "embed")
     scores, tokens = await _relevance(body, pairs, request, served, state)
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     results = [
         {"index": i, "relevance_score": scores[i]}
-        | ({"document": {"text": body.documents[i]}} if body.return_documents else {})
+        | ({"document": {"text": documents[i]}} if body.return_documents else {})
         for i in best
     ]
     name = body.model or served.source.model_id
