@@ -1,6 +1,7 @@
 """A server that says what a test tells it to."""
 
 import json
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,6 +44,14 @@ CHAT = (delta(role="assistant", content=""), delta(content="Good "), delta(conte
 MODELS = says({"object": "list", "data": [{"id": "fake", "object": "model"}, {"id": "other"}]})
 
 
+class Quiet(ThreadingHTTPServer):
+    """Says nothing when a client hangs up: what a test writes to standard error is compared."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class FakeServer:
     """`routes`: what is said, by method and path; of a list, each answer once. `seen`: requests, bodies as JSON."""
 
@@ -54,7 +63,7 @@ class FakeServer:
         class Handler(_Handler):
             owner = self
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = Quiet(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
