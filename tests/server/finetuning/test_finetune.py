@@ -170,6 +170,7 @@ async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: 
         assert task is not None
         task.cancel()
     async with start() as server:
+        await eventually(lambda: server.state.runner._worker is not None, "the worker that still runs is followed")
         unblock_job(server, job["id"])
         done = await wait_for(server, job["id"], "succeeded", "failed")
         assert done["status"] == "succeeded"
