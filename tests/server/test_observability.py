@@ -130,12 +130,18 @@ def swap(server: Process, headers: dict[str, str]) -> None:
 
 
 def kill_the_engine(server: Process, headers: dict[str, str]) -> None:
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()]
-    (pid,) = [int(pid) for pid, parent, args in rows if parent == str(server.popen.pid) and "engine.worker" in args]
+    until(lambda: len(engines(server)) == 1, "the end of the engine before the swap")
+    (pid,) = engines(server)
     os.kill(pid, signal.SIGKILL)
     until(lambda: value(server, "fp8serve_engine_restarts_total") == 1, "the restart")
     until(lambda: value(server, "fp8serve_ready") == 1, "readiness")
+
+
+def engines(server: Process) -> list[int]:
+    """Process ids of the server's engines: after a swap the one before it still has requests and memory to let go."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    return [int(pid) for pid, parent, args in rows if parent == str(server.popen.pid) and "engine.worker" in args]
 
 
 def scraped(server: Process) -> dict[str, list[Sample]]:
