@@ -6,14 +6,14 @@ run, which stops at the first bad line. The memory figure is an estimate from si
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fp8serve.errors import DataError
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.text.data_files import read_lines
-from fp8serve.model.text.examples import Example, example_of_line, read_examples
+from fp8serve.model.text.data_files import Rows, read_source
+from fp8serve.model.text.examples import Example, example_of, read_examples
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row, RowCounts, check_length, rows_of
@@ -107,18 +107,18 @@ _Found = tuple[str, int | None, Example | DataError]
 def _examples(given: str) -> Iterator[_Found]:
     """(file, line, example) with an error in the place of each example that is none."""
     try:
-        is_json, lines = read_lines(given)
-        if is_json:
-            yield from ((given, n, _parse(line, f"{given}:{n}")) for n, line in enumerate(lines, 1) if line.strip())
+        source = read_source(given)
+        if isinstance(source, Rows):
+            yield from ((given, number, _parse(row, f"{given}:{number}")) for number, row in source.rows)
         else:
             yield from ((given, None, example) for example in read_examples([given]))
     except DataError as error:
         yield given, None, error
 
 
-def _parse(line: str, where: str) -> Example | DataError:
+def _parse(row: str | Mapping[str, Any], where: str) -> Example | DataError:
     try:
-        return example_of_line(line, where)
+        return example_of(row, where)
     except DataError as error:
         return error
 

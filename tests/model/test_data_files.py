@@ -84,8 +84,8 @@ def test_a_terminal_and_a_closed_standard_input_are_refused(monkeypatch: pytest.
         ("a.jsonl", LINES + b'{"text": "\xe0"}', "not UTF-8 text: byte 42 cannot"),
         ("a.txt", b"one\ntw\0o", "is not text: byte 6 is zero"),
         ("a.jsonl", b"\0" * 20, "is not text: byte 0 is zero"),
-        ("a.gz", gzip.compress(b"text", mtime=0), "neither text .* nor JSON lines"),
-        ("a.csv.gz", gzip.compress(b"text", mtime=0), "neither text .* nor JSON lines"),
+        ("a.gz", gzip.compress(b"text", mtime=0), "neither text .* nor Parquet"),
+        ("a.parquet.gz", gzip.compress(b"text", mtime=0), "neither text .* nor Parquet"),
     ],
 )
 def test_bytes_that_are_no_text(name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_a_data_set_with_several_files_wants_a_name(hub: Hub) -> None:
     with pytest.raises(DataError, match=r"holds 2 files, such as test\.jsonl\.gz; add /FILE"):
         read_examples(["hf://datasets/org/set"])
     for name in ("train.jsonl", "test.jsonl.gz"):
-        (hub.folder / name).rename(hub.folder / f"{name}.parquet")
-    with pytest.raises(DataError, match="holds no text or JSON lines"):
+        (hub.folder / name).rename(hub.folder / f"{name}.zst")
+    with pytest.raises(DataError, match="holds no file that is read"):
         read_examples(["hf://datasets/org/set"])
 
 

@@ -1,11 +1,14 @@
 """The dry run lists everything wrong, counts what a run will count, and loads no torch."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors import safe_open
 
+from fp8serve.cli import main
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import load_rows
@@ -43,6 +46,23 @@ def test_the_sample_marks_what_carries_loss(configure: Configure) -> None:
     assert (masked, learnt) == (False, True)
     assert len(prompt) == 40
     assert completion.endswith("<|end|>")
+
+
+def test_the_command_line_shows_it_and_trains_nothing(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "red", "completion": "blue"}\n{oops\n')
+    out = tmp_path / "run"
+    data = str(tmp_path / "data.jsonl")
+    command = ["finetune", str(model_dir), "--data", data, "--out", str(out), "--seq-len", "64", "--dry-run"]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert "data.jsonl:2 is not valid JSON" in said
+    assert "1 rows, " in said
+    assert "red»" in said
+    assert main([*command, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["bad_line_count"] == 1
+    assert not out.exists()
 
 
 def test_parameters_are_counted_as_the_file_has_them(model_dir: Path) -> None:

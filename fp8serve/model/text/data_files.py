@@ -1,7 +1,7 @@
-"""Where data come from: files, gzip files, standard input and data sets on the Hugging Face hub, line by line.
+"""Where data come from: files, gzip files, standard input and data sets on the Hugging Face hub, row by row.
 
-Nothing is read whole: a file of JSON lines costs the memory of its examples. The limits hold for what comes out of a
-gzip file, so that a small file which unpacks into a terabyte is a sentence, like a terabyte itself.
+Nothing but a JSON array is read whole: a file of JSON lines costs the memory of its examples. The limits hold for what
+comes out of a gzip file, so that a small file which unpacks into a terabyte is a sentence, like a terabyte itself.
 """
 
 import gzip
@@ -9,19 +9,24 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 from fp8serve.errors import DataError, one_line
 from fp8serve.model.storage.files import open_file
+from fp8serve.model.text.tables import Row, array_rows, csv_rows, parquet_rows
 
 MAX_DATA_BYTES = 4 << 30  # of one file, unpacked; its examples are held in memory
 MAX_LINE_BYTES = 256 << 20
 STDIN = "-"
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
-DATA = "Text or JSON-lines file, also as .gz or hf://datasets/OWNER/NAME/FILE."  # what options say of them
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+PARQUET_SUFFIX = ".parquet"
+SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES_SUFFIXES, ".json", *DELIMITERS, PARQUET_SUFFIX)
+DATA = "Text, JSON (lines), CSV or Parquet file, also .gz or hf://datasets/OWNER/NAME/FILE."  # what options say
 _HUB = "hf://"
 _HUB_FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?", re.ASCII)
 
@@ -31,44 +36,77 @@ def source_name(given: Path | str) -> str:
     return "standard input" if given == STDIN else str(given)
 
 
-def read_lines(given: Path | str) -> tuple[bool, Iterator[str]]:
-    """(whether these are JSON lines, the lines without their ends) of a path or, for a str, what else a name can be:
-    `-`, which is JSON lines where it begins with `{`, or hf://datasets/OWNER/NAME[@REVISION][/FILE].
+@dataclass(frozen=True)
+class Rows:
+    """rows: (number from 1, a line of JSON or the columns of a row), as they are read; DataError while iterating: the
+    rest cannot be read."""
 
-    DataError, also while iterating: it cannot be read, or is neither JSON lines nor text.
+    rows: Iterator[tuple[int, str | Row]]
+
+
+@dataclass(frozen=True)
+class Prose:
+    """lines: without their ends, as they are read; DataError as above."""
+
+    lines: Iterator[str]
+
+
+def read_source(given: Path | str) -> Rows | Prose:
+    """What a path holds or, for a str, what else a name can be: `-`, standard input, which is JSON lines where it
+    begins with `{`, or hf://datasets/OWNER/NAME[@REVISION][/FILE]. The end of a file's name tells what it holds.
+
+    DataError: it cannot be read, or is of no kind that is.
     """
     if given == STDIN:
         return _told_apart(_lines(_stdin(), source_name(given)))
     path = _from_hub(given) if isinstance(given, str) and given.startswith(_HUB) else Path(given)
     open_file(path, MAX_DATA_BYTES, DataError).close()  # whether it is there comes before what it is called
-    return _is_json_lines(path), _file_lines(path)
+    return _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower())
 
 
-def _is_json_lines(path: Path) -> bool:
-    suffix = Path(path.stem if _is_gzip(path) else path.name).suffix.lower()
-    if suffix not in (*TEXT_SUFFIXES, *JSON_LINES_SUFFIXES):
-        raise DataError(
-            f"{path} is neither text (.txt, .md) nor JSON lines (.jsonl), as they are or as .gz; convert it to one "
-            "of them."
-        )
-    return suffix in JSON_LINES_SUFFIXES
+def _by_suffix(path: Path, suffix: str) -> Rows | Prose:
+    if suffix == PARQUET_SUFFIX and not _is_gzip(path):
+        return Rows(parquet_rows(path, MAX_DATA_BYTES))
+    if suffix in DELIMITERS:
+        return Rows(csv_rows(_file_lines(path, whole=True), str(path), DELIMITERS[suffix], MAX_LINE_BYTES))
+    if suffix in JSON_LINES_SUFFIXES:
+        return _json_lines(_file_lines(path))
+    if suffix == ".json":
+        return _array_or_lines(_file_lines(path), str(path))
+    if suffix in TEXT_SUFFIXES:
+        return Prose(_file_lines(path))
+    raise DataError(
+        f"{path} is neither text (.txt, .md), JSON lines (.jsonl), JSON, CSV, TSV nor Parquet; convert it to one of "
+        "them."
+    )
+
+
+def _json_lines(lines: Iterator[str]) -> Rows:
+    return Rows((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _array_or_lines(lines: Iterator[str], name: str) -> Rows:
+    """The hub holds many files of JSON lines that are called .json."""
+    head, lines = _beginning(lines)
+    return Rows(array_rows(lines, name)) if head.startswith("[") else _json_lines(lines)
 
 
 def _is_gzip(path: Path) -> bool:
     return path.suffix.lower() == ".gz"
 
 
-def _file_lines(path: Path) -> Iterator[str]:
+def _file_lines(path: Path, whole: bool = False) -> Iterator[str]:
+    """`whole`: with their ends."""
     with open_file(path, MAX_DATA_BYTES, DataError) as file:
         try:
-            yield from _lines(gzip.GzipFile(fileobj=file) if _is_gzip(path) else file, str(path))
+            yield from _lines(gzip.GzipFile(fileobj=file) if _is_gzip(path) else file, str(path), whole)
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             raise DataError(f"{path} is no whole gzip file: {one_line(e)}.") from None
         except OSError as e:
             raise DataError(f"{path} cannot be read: {e.strerror or e}.") from None
 
 
-def _lines(file: BinaryIO | gzip.GzipFile, name: str) -> Iterator[str]:
+def _lines(file: BinaryIO | gzip.GzipFile, name: str, whole: bool = False) -> Iterator[str]:
     """Only newlines end a line. A byte-order mark is dropped."""
     read = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -76,7 +114,8 @@ def _lines(file: BinaryIO | gzip.GzipFile, name: str) -> Iterator[str]:
             raise DataError(f"{name} has a line of more than {MAX_LINE_BYTES >> 20} MiB; break it into shorter ones.")
         if read + len(raw) > MAX_DATA_BYTES:
             raise DataError(f"{name} is larger than {MAX_DATA_BYTES >> 20} MiB, the most that is read; give less.")
-        yield _decoded(raw, name, read)
+        line = _decoded(raw, name, read)
+        yield line if whole else line.removesuffix("\n").removesuffix("\r")
         read += len(raw)
 
 
@@ -87,7 +126,7 @@ def _decoded(raw: bytes, name: str, start: int) -> str:
         raise DataError(f"{name} is not UTF-8 text: byte {start + e.start} cannot be read.") from None
     if "\0" in text:
         raise DataError(f"{name} is not text: byte {start + raw.index(0)} is zero.")
-    return text.removesuffix("\n").removesuffix("\r")
+    return text
 
 
 def _stdin() -> BinaryIO:
@@ -98,13 +137,19 @@ def _stdin() -> BinaryIO:
     return sys.stdin.buffer
 
 
-def _told_apart(lines: Iterator[str]) -> tuple[bool, Iterator[str]]:
+def _told_apart(lines: Iterator[str]) -> Rows | Prose:
+    head, lines = _beginning(lines)
+    return _json_lines(lines) if head.startswith("{") else Prose(lines)
+
+
+def _beginning(lines: Iterator[str]) -> tuple[str, Iterator[str]]:
+    """(the first line that is not blank, all lines)."""
     head: list[str] = []
     for line in lines:
         head.append(line)
         if line.strip():
             break
-    return bool(head) and head[-1].lstrip().startswith("{"), chain(head, lines)
+    return "".join(head[-1:]).lstrip(), chain(head, lines)
 
 
 def _from_hub(name: str) -> Path:
@@ -129,10 +174,10 @@ def _only_file(name: str, owner_and_name: str, revision: str | None) -> str:
     """Of a data set that was named without a file: a data set may be larger than any disk."""
     from huggingface_hub import list_repo_files
 
-    ends = tuple(s + z for s in (*TEXT_SUFFIXES, *JSON_LINES_SUFFIXES) for z in ("", ".gz"))
+    ends = tuple(s + z for s in SUFFIXES for z in ("", ".gz"))
     every = list_repo_files(owner_and_name, repo_type="dataset", revision=revision)
     files = [f for f in every if f.lower().endswith(ends) and f != "README.md"]
     if len(files) != 1:
-        held = f"{len(files)} files, such as {files[0]}; add /FILE for one" if files else "no text or JSON lines"
+        held = f"{len(files)} files, such as {files[0]}; add /FILE for one" if files else "no file that is read"
         raise DataError(f"{name} holds {held}.")
     return files[0]

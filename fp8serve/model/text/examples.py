@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError, Fp8ServeError, one_line, shown
-from fp8serve.model.text.data_files import read_lines, source_name
+from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
+from fp8serve.model.text.conversation import for_template
+from fp8serve.model.text.data_files import Rows, read_source, source_name
 from fp8serve.model.text.tokenizer import Tokenizer
 
 PASSAGE_CHARS = 2000  # paragraphs of a text file are joined up to about this: some 500 tokens
@@ -42,6 +44,7 @@ class ChatExample:
 
     messages: tuple[Mapping[str, Any], ...]
     source: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()  # those that the assistant may call, as OpenAI's API describes them
 
 
 Example = TextExample | PromptExample | ChatExample
@@ -56,8 +59,7 @@ class TokenizedExample:
 
 
 def read_examples(sources: Iterable[Path | str]) -> list[Example]:
-    """All examples of all sources (data_files.py), in order: of text passages of whole paragraphs, of JSON lines an
-    object a line.
+    """All examples of all sources (data_files.py), in order: of text passages of whole paragraphs, else one a row.
 
     DataError: a source is missing, empty, of another kind, or has a broken line, which is named by its number.
     """
@@ -66,15 +68,15 @@ def read_examples(sources: Iterable[Path | str]) -> list[Example]:
 
 def _read(given: Path | str) -> list[Example]:
     name = source_name(given)
-    is_json, lines = read_lines(given)
-    found = list(_rows(lines, name) if is_json else _passages(lines, name))
+    source = read_source(given)
+    found = list(_rows(source, name) if isinstance(source, Rows) else _passages(source.lines, name))
     if not found:
         raise DataError(f"{name} holds no examples; it is empty.")
     return found
 
 
-def _rows(lines: Iterator[str], name: str) -> Iterator[Example]:
-    return (example_of_line(line, f"{name}:{n}") for n, line in enumerate(lines, 1) if line.strip())
+def _rows(source: Rows, name: str) -> Iterator[Example]:
+    return (example_of(row, f"{name}:{number}") for number, row in source.rows)
 
 
 def _passages(lines: Iterator[str], name: str) -> Iterator[TextExample]:
@@ -97,20 +99,22 @@ def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
             yield paragraph
 
 
-def example_of_line(line: str, where: str) -> Example:
-    """The example on a line of JSON; DataError names `where` and what is wrong."""
+def example_of(row: str | Mapping[str, Any], where: str) -> Example:
+    """The example of a row, or of a line of JSON; DataError names `where` and what is wrong."""
+    if not isinstance(row, str):
+        return example_from(row, where)
     try:
-        row = json.loads(line)
+        found = json.loads(row)
     except (ValueError, RecursionError) as e:
         raise DataError(f"{where} is not valid JSON: {one_line(e)}.") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is a JSON {type(row).__name__} where an object was expected.")
-    return example_from(row, where)
+    if not isinstance(found, dict):
+        raise DataError(f"{where} is a JSON {type(found).__name__} where an object was expected.")
+    return example_from(found, where)
 
 
 def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
-    """One row: exactly one of `text`, `prompt` + `completion`, `messages`; further columns are notes, except `tools`,
-    which would have to be in the prompt and are refused.
+    """One row: exactly one of `text`, `prompt` + `completion`, `messages` with or without `tools`; further columns are
+    notes.
 
     DataError names `where` and what is wrong.
     """
@@ -118,10 +122,10 @@ def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
     if len(kinds) != 1:
         found = f"both {' and '.join(kinds)}" if kinds else f"only {shown(sorted(row))}"
         raise DataError(f"{where} has {found}; give one of `text`, `prompt` and `completion`, or `messages`.")
-    if row.get("tools") or row.get("functions"):
-        raise DataError(f"{where} has `tools`, which prompts here do not describe; write them into a system message.")
     if kinds[0] == "messages":
-        return ChatExample(_messages(row["messages"], where), where)
+        return ChatExample(messages_of(row["messages"], where), where, tools_of(row, where))
+    if row.get("tools"):
+        raise DataError(f"{where} has `tools` without `messages`; give the conversation in which they are called.")
     values = [_text(row, column, where) for column in _COLUMNS[kinds[0]]]
     return TextExample(values[0], where) if kinds[0] == "text" else PromptExample(values[0], values[1], where)
 
@@ -136,35 +140,7 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
         raise DataError(f"{where}: `{column}` {found}.")
     if not value and column != "prompt":
         raise DataError(f"{where}: `{column}` is empty.")
-    return _valid_unicode(value, f"{where}: `{column}`")
-
-
-def _valid_unicode(value: str, what: str) -> str:
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(f"{what} holds half of a surrogate pair, which is not valid Unicode.") from None
-    return value
-
-
-def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: `messages` is not a list of messages.")
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{where}: message {i} has no `role`.")
-        if message.get("tool_calls") or message.get("function_call"):
-            raise DataError(f"{where}: message {i} has tool calls, which prompts here cannot hold; make them text.")
-        if isinstance(message.get("content"), list):
-            raise DataError(f"{where}: message {i} has `content` in parts; join their text into one string.")
-        if not isinstance(message.get("content"), str):
-            raise DataError(f"{where}: message {i} has no text in `content`.")
-        if message.get("weight", 1) not in (0, 1):
-            raise DataError(f"{where}: message {i} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
-        _valid_unicode(message["role"] + message["content"], f"{where}: message {i}")
-    if not any(m["role"] == "assistant" and m.get("weight", 1) for m in value):
-        raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
-    return tuple(value)
+    return valid_unicode(value, f"{where}: `{column}`")
 
 
 def tokenize(example: Example, tokenizer: Tokenizer, max_len: int | None = None) -> TokenizedExample:
@@ -213,8 +189,8 @@ def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer, most: int | N
 
 
 def _tokenize_chat(example: ChatExample, tokenizer: Tokenizer, most: int | None) -> tuple[list[int], list[bool]]:
-    messages = [{k: v for k, v in m.items() if k != "weight"} for m in example.messages]
+    messages = for_template([{k: v for k, v in m.items() if k != "weight"} for m in example.messages])
     skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not m.get("weight", 1)]
-    text, spans = tokenizer.assistant_spans(messages, skip)
+    text, spans = tokenizer.assistant_spans(messages, skip, {"tools": list(example.tools) or None})
     ids, offsets = tokenizer.encode_beginning(text, most, add_special_tokens=False)
     return ids, [any(start < b and a < end for a, b in spans) for start, end in offsets]

@@ -223,9 +223,11 @@ class Tokenizer:
         """Ids of the rendered conversation. The template writes BOS itself where the model wants one: none is added."""
         return self.encode(self.chat(messages, add_generation_prompt), add_special_tokens=False)
 
-    def assistant_spans(self, messages: list[Message], skip: Collection[int] = ()) -> tuple[str, list[Span]]:
+    def assistant_spans(
+        self, messages: list[Message], skip: Collection[int] = (), variables: Mapping[str, Any] = NOTHING
+    ) -> tuple[str, list[Span]]:
         """See `turns.assistant_spans`. ModelError when the model has no chat template."""
-        return assistant_spans(self._require_template(), messages, self._markers, skip)
+        return assistant_spans(self._require_template(), messages, self._markers, skip, variables)
 
     def holds_back(self, token_id: int) -> bool:
         """Whether the text of this token depends on the token after it (a byte of a longer run)."""

@@ -4,29 +4,33 @@ Words are never searched for: a user may say the same ones. Where the template h
 it. Otherwise the conversation is rendered twice, as it is and with a *stand-in* for every text in its messages: private
 characters around a number drawn at random, so that no message can hold one and each tells which message it came from.
 When putting the texts back in the place of their stand-ins gives the first rendering, character by character, then
-their places in it are known. Where the template trims texts that does not pass, and white space around them stays as
-it is; where it treats some words specially (drops what stands before `</think>`), texts are cut at the constants of the
-template's own source, which stay. What passes in no way is refused.
+their places in it are known; a text may stand inside JSON there, as the arguments of a call do. Where the template
+trims texts that does not pass, and white space around them stays as it is; where it treats some words specially (drops
+what stands before `</think>`), texts are cut at the constants of the template's own source, which stay. What passes in
+no way is refused.
 
 A turn begins where the generation prompt ends (so it holds what the template lets an assistant say before its words,
 such as Qwen3's empty reasoning), or at its first word in a template without one. It ends with what the template writes
 after it whatever follows, up to the first end-of-sequence token and without white space behind it: a server stops
-there, so nothing further is learnt. Cost: three to seven renderings of a conversation.
+there, so nothing further is learnt. A turn that calls tools must begin with what asks for it, to the character.
+Cost: three to seven renderings of a conversation, and two more for a turn with calls.
 """
 
+import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from fp8serve.errors import RequestError
-from fp8serve.model.text.chat import ChatTemplate, Message
+from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
 
 Span = tuple[int, int]  # character positions [start, end)
+_Render = Callable[..., str]  # ChatTemplate.render with its variables
 
-_KEPT = ("role", "type")  # keys of a message whose values a template compares and does not quote
+_KEPT = ("role", "type", "id", "tool_call_id")  # keys of a message whose values a template compares or checks
 _DIGITS = "".join(
     chr(0xE100 + i) for i in range(16)
 )  # private use: no template's upper(), strip() or title() changes it
@@ -41,45 +45,49 @@ class Markers:
 
 
 def assistant_spans(
-    template: ChatTemplate, messages: list[Message], markers: Markers, skip: Collection[int] = ()
+    template: ChatTemplate,
+    messages: list[Message],
+    markers: Markers,
+    skip: Collection[int] = (),
+    variables: Mapping[str, Any] = NOTHING,
 ) -> tuple[str, list[Span]]:
     """The rendered conversation and the spans of it that the assistant wrote, in order and without overlap.
 
-    `skip`: numbers of messages whose spans are left out. RequestError when the template refuses the messages, or when
-    it changes them so that the assistant's words cannot be told from the rest.
+    `skip`: numbers of messages whose spans are left out. `variables`: see `ChatTemplate.render`. RequestError when the
+    template refuses the messages, or when it changes them so that the assistant's words cannot be told from the rest.
     """
+    render: _Render = partial(template.render, variables=variables)
     if template.marks_generation:
-        return _marked(template, messages, skip)
-    view = _stand_in(template, messages)
+        return _marked(template, render, messages, skip)
+    view = _stand_in(template, render, messages)
     if view is None:
         raise RequestError(
             "The model's chat template changes what messages say, so what the assistant wrote cannot be told from the "
             "rest; put {% generation %} blocks into the template, or use rows of `prompt` and `completion`."
         )
-    return view.text, list(_Turns(template, messages, markers, view).spans(skip))
+    return view.text, list(_Turns(render, messages, markers, view).spans(skip))
 
 
 # -- templates with generation blocks ----------------------------------------------------------------------------------
 
 
-def _marked(template: ChatTemplate, messages: list[Message], skip: Collection[int]) -> tuple[str, list[Span]]:
-    text = template.render(messages, add_generation_prompt=False)
+def _marked(
+    template: ChatTemplate, render: _Render, messages: list[Message], skip: Collection[int]
+) -> tuple[str, list[Span]]:
+    text = render(messages, add_generation_prompt=False)
     mark = f"\ue000{secrets.token_hex(16)}\ue001"
-    pieces = template.render(messages, add_generation_prompt=False, mark=mark).split(mark)
+    pieces = render(messages, add_generation_prompt=False, mark=mark).split(mark)
     if "".join(pieces) != text or len(pieces) % 2 == 0:
         raise RequestError("The model's chat template changes what its {% generation %} blocks wrote; mend it.")
     ends = [0]
     for piece in pieces:
         ends.append(ends[-1] + len(piece))
     spans = [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
-    return text, spans if not skip else _without(template, messages, skip, text, spans)
+    return text, _without(_stand_in(template, render, messages), skip, text, spans) if skip else spans
 
 
-def _without(
-    template: ChatTemplate, messages: list[Message], skip: Collection[int], text: str, spans: list[Span]
-) -> list[Span]:
+def _without(view: "_View | None", skip: Collection[int], text: str, spans: list[Span]) -> list[Span]:
     """The spans but those of skipped messages, which stand-ins tell apart."""
-    view = _stand_in(template, messages)
     owners = [{p.owner for p in view.pieces if a <= p.start and p.end <= b} for a, b in spans] if view else []
     if view is None or view.text != text or any(len(o) != 1 for o in owners):
         raise RequestError(
@@ -154,15 +162,15 @@ def _private(digits: str) -> str:
     return "".join(_DIGITS[int(d, 16)] for d in digits)
 
 
-def _stand_in(template: ChatTemplate, messages: list[Message]) -> _View | None:
+def _stand_in(template: ChatTemplate, render: _Render, messages: list[Message]) -> _View | None:
     """Where the texts of `messages` stand; None when that cannot be made certain."""
-    text = template.render(messages, add_generation_prompt=False)
+    text = render(messages, add_generation_prompt=False)
     constants = _constants(template)
     cuts = [partial(_Writer.cut, constants=constants, trim=trim) for trim in (False, True)]
     ways: list[Callable[[_Writer, int, str], str]] = [_Writer.whole, _Writer.trimmed, *cuts]
     for way in ways:
         writer = _Writer()
-        if (view := _view(template, messages, text, writer, partial(way, writer))) is not None:
+        if (view := _view(render, messages, text, writer, partial(way, writer))) is not None:
             return view
     return None
 
@@ -175,21 +183,31 @@ def _constants(template: ChatTemplate) -> re.Pattern[str]:
 
 
 def _view(
-    template: ChatTemplate, messages: list[Message], text: str, writer: _Writer, write: Callable[[int, str], str]
+    render: _Render, messages: list[Message], text: str, writer: _Writer, write: Callable[[int, str], str]
 ) -> _View | None:
     dummies = [{k: v if k in _KEPT else _mapped(v, i, write) for k, v in m.items()} for i, m in enumerate(messages)]
     try:
-        parts = writer.pattern.split(template.render(dummies, add_generation_prompt=False))
+        parts = writer.pattern.split(render(dummies, add_generation_prompt=False))
     except RequestError:
         return None
+    if not text.startswith(parts[0]):
+        return None
     pieces, position = [], len(parts[0])
-    rebuilt = [parts[0]]
     for number, literal in zip(parts[1::2], parts[2::2], strict=True):
         owner, core, lead = writer.known[_number(number)]
-        pieces.append(_Piece(owner, position, position + len(core), lead))
-        position += len(core) + len(literal)
-        rebuilt += [core, literal]
-    return _View(text, pieces, parts[-1], dummies, writer.pattern) if "".join(rebuilt) == text else None
+        written = next((w for w in _writings(core) if text.startswith(w + literal, position)), None)
+        if written is None:
+            return None
+        pieces.append(_Piece(owner, position, position + len(written), lead))
+        position += len(written) + len(literal)
+    return _View(text, pieces, parts[-1], dummies, writer.pattern) if position == len(text) else None
+
+
+def _writings(text: str) -> Iterator[str]:
+    """The text as it is, inside a JSON string, and inside JSON that is itself a string of JSON."""
+    for _ in range(3):
+        yield text
+        text = json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _number(digits: str) -> int:
@@ -211,13 +229,13 @@ def _mapped(value: Any, owner: int, write: Callable[[int, str], str]) -> Any:
 class _Turns:
     """The assistant's turns in a view: from the generation prompt to the end-of-turn mark."""
 
-    def __init__(self, template: ChatTemplate, messages: list[Message], markers: Markers, view: _View) -> None:
-        self._template, self._markers, self._view = template, markers, view
+    def __init__(self, render: _Render, messages: list[Message], markers: Markers, view: _View) -> None:
+        self._render, self._messages, self._markers, self._view = render, messages, markers, view
         self._special = _any_of(markers.special | markers.end)
         self._end = _any_of(markers.end)
         self._assistants = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         self._prompt = self._generation_prompt()
-        self._closing = view.tail if self._assistants[-1:] == [len(messages) - 1] else self._closing_tail()
+        self._closing = self._closing_tail()
 
     def spans(self, skip: Collection[int]) -> Iterator[Span]:
         for number in self._assistants:
@@ -229,7 +247,10 @@ class _Turns:
                     f"The model's chat template leaves message {number}, the assistant's, out or takes it apart; leave "
                     "the message out, give it weight 0, or put {% generation %} blocks into the template."
                 )
-            yield self._start(own[0]), self._stop(own[-1])
+            if self._messages[number].get("tool_calls"):
+                yield self._around_calls(number, own[0], own[-1])
+            else:
+                yield self._start(own[0]), self._stop(own[-1])
 
     def _start(self, index: int) -> int:
         piece = self._view.pieces[index]
@@ -241,16 +262,39 @@ class _Turns:
 
     def _stop(self, index: int) -> int:
         """Behind what stands after this turn and after the last one alike, or behind an end-of-sequence token."""
-        pieces, text = self._view.pieces, self._view.text
-        after = text[pieces[index].end : pieces[index + 1].start if index + 1 < len(pieces) else len(text)]
+        after, stop = self._behind(index), self._view.pieces[index].end
         literal = after.lstrip()  # white space may be the message's own
-        begin = pieces[index].end + len(after) - len(literal)
+        begin = stop + len(after) - len(literal)
         alike = self._alike(literal, self._closing.lstrip()).rstrip()
         if alike:
             end = self._end.search(alike)
             return begin + (end.end() if end else len(alike))
         first = self._special.search(literal)  # a turn that closes otherwise than the last one, as after tool calls
-        return begin + first.end() if first and self._end.fullmatch(first[0]) else pieces[index].end
+        return begin + first.end() if first and self._end.fullmatch(first[0]) else stop
+
+    def _around_calls(self, number: int, first: int, last: int) -> Span:
+        """What message `number` adds to the conversation before it, up to an end-of-sequence token."""
+        view = self._view
+        begin = view.pieces[first - 1].end if first else 0
+        asked = self._asked(number, view.text[begin : view.pieces[first].start])
+        alike = self._alike(self._behind(last), self._tail(view.dummies[: number + 1])).rstrip()
+        if asked is None or not alike:
+            raise RequestError(
+                f"The model's chat template does not begin message {number}, which calls tools, with its generation "
+                "prompt, so what the assistant wrote cannot be told; put {% generation %} blocks into the template."
+            )
+        end = self._end.search(alike)
+        return begin + len(asked), view.pieces[last].end + (end.end() if end else len(alike))
+
+    def _asked(self, number: int, before: str) -> str | None:
+        """The part of `before`, which is between the last text and a turn, that asks for message `number`."""
+        asks = self._tail(self._view.dummies[:number], add_generation_prompt=True)
+        return asks if before.startswith(asks) else None
+
+    def _behind(self, index: int) -> str:
+        """The text between a piece and the next one."""
+        pieces, text = self._view.pieces, self._view.text
+        return text[pieces[index].end : pieces[index + 1].start if index + 1 < len(pieces) else len(text)]
 
     def _alike(self, one: str, two: str) -> str:
         """What both begin with, special tokens whole."""
@@ -269,12 +313,15 @@ class _Turns:
         return asked[len(self._alike(asked, self._view.tail)) :]
 
     def _closing_tail(self) -> str:
-        """What ends the assistant's last turn in a conversation that another ends."""
-        return self._tail(self._view.dummies[: self._assistants[-1] + 1]) if self._assistants else ""
+        """What ends the assistant's last turn of mere words in a conversation that it ends."""
+        last = next((i for i in reversed(self._assistants) if not self._messages[i].get("tool_calls")), None)
+        if last is None:
+            return ""
+        return self._view.tail if last == len(self._messages) - 1 else self._tail(self._view.dummies[: last + 1])
 
     def _tail(self, dummies: list[Message], add_generation_prompt: bool = False) -> str:
         """What the template writes behind the last text."""
-        return self._view.pattern.split(self._template.render(dummies, add_generation_prompt))[-1]
+        return self._view.pattern.split(self._render(dummies, add_generation_prompt))[-1]
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:

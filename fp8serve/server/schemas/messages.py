@@ -1,12 +1,12 @@
 """The turns of a conversation as OpenAI writes them: what was said, which tools were called, what these returned."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from fp8serve.model.text.conversation import for_template
 from fp8serve.server.schemas.bodies import Strict
 
 MAX_CALLS = 128
@@ -26,10 +26,6 @@ class CalledFunction(Strict):
     parsed_arguments: Any = None
     description: str | None = None
     provider_specific_fields: Any = None
-
-    def plain(self) -> dict[str, Any]:
-        """With the arguments as an object, which is what templates expect."""
-        return {"name": self.name, "arguments": _object(self.arguments)}
 
 
 class ToolCall(Strict):
@@ -70,37 +66,12 @@ class Message(Strict):
             raise PydanticCustomError("tool_call_id", "a message of the role tool, and no other, has a tool_call_id")
         return self
 
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
 
-    def plain(self) -> dict[str, Any]:
-        """What chat templates understand. `developer` is OpenAI's newer word for `system`."""
-        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.tool_calls:
-            said["content"] = self.text or None
-            said["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": call.function.plain()} for call in self.tool_calls
-            ]
-        if reasoning := self.reasoning_content or self.reasoning:
-            said["reasoning_content"] = reasoning
-        return said | ({"tool_call_id": self.tool_call_id} if self.role == "tool" else {})
+_SAID = {"role", "content", "name", "tool_call_id", "reasoning", "reasoning_content"}
+_CALLED = {"__all__": {"id": True, "function": {"name", "arguments"}}}
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """What chat templates understand; a result carries the name of the tool that was called."""
-    called = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
-    found = []
-    for message in messages:
-        name = message.name or called.get(message.tool_call_id or "") if message.role == "tool" else None
-        found.append(message.plain() | ({"name": name} if name else {}))
-    return found
-
-
-def _object(text: str) -> Any:
-    """JSON text as an object; what is none stays as it is."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
+    """What chat templates understand."""
+    said: Any = dict.fromkeys(_SAID, True) | {"tool_calls": _CALLED}
+    return for_template([message.model_dump(include=said, exclude_none=True) for message in messages])

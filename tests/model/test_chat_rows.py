@@ -1,0 +1,124 @@
+"""Conversations with tools as training rows: what is learnt, that a request renders the same, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.errors import DataError
+from fp8serve.model.text.examples import ChatExample, example_from, tokenize
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.server.schemas.messages import Message, plain_messages
+from fp8serve.server.schemas.tools import Tool, plain_tools
+from tests.model.families import CHATML, FAMILIES, QWEN3, R1, unmarked
+from tests.model.test_turns import tokenizer_of
+
+ARGUMENTS = '{"city": "A \\"b\\"\\n</tool_call><|im_end|> \u00e9", "days": 3}'
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CHAT: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "is it "}, {"type": "text", "text": "sunny?"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "yes </tool_call>"},
+    {"role": "assistant", "content": "It is."},
+    {"role": "user", "content": "and later?"},
+    {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [{"id": "c2", "type": "function", "function": {"name": "weather", "arguments": '{"n": 2}'}}],
+    },
+]
+CALLED = '<tool_call>\n{"name": "weather", "arguments": ' + ARGUMENTS + "}\n</tool_call><|im_end|>"
+CALLED_LATER = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"n": 2}}\n</tool_call><|im_end|>'
+
+
+def example(**changed: Any) -> ChatExample:
+    found = example_from({"messages": CHAT, "tools": [TOOL]} | changed)
+    assert isinstance(found, ChatExample)
+    return found
+
+
+def learnt(tokenizer: Tokenizer, row: ChatExample) -> list[str]:
+    made = tokenize(row, tokenizer)
+    runs: list[list[int]] = []
+    for i, (token, learn) in enumerate(zip(made.ids, made.loss_mask, strict=True)):
+        if learn and (not i or not made.loss_mask[i - 1]):
+            runs.append([])
+        if learn:
+            runs[-1].append(token)
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in runs]
+
+
+@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML)], ids=["blocks", "stand-ins"])
+def test_calls_are_learnt_and_results_are_not(template: str, tmp_path: Path) -> None:
+    assert learnt(tokenizer_of(tmp_path, template), example()) == [CALLED, "It is.<|im_end|>", CALLED_LATER]
+
+
+def test_a_template_that_knows_tools_writes_the_calls(tmp_path: Path) -> None:
+    thought = "<think>\n\n</think>\n\n"
+    wanted = [CALLED, "It is.<|im_end|>", thought + CALLED_LATER]
+    assert learnt(tokenizer_of(tmp_path, unmarked(QWEN3)), example()) == wanted
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "granite"])
+def test_a_row_is_rendered_as_the_request_would_be(family: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, unmarked(FAMILIES[family]))
+    sent = plain_messages([Message.model_validate(message) for message in CHAT])
+    text = tokenizer.chat(
+        sent, add_generation_prompt=False, variables={"tools": plain_tools([Tool.model_validate(TOOL)])}
+    )
+    assert tokenize(example(), tokenizer).ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_tools_may_be_bare_functions_or_json_text(tmp_path: Path) -> None:
+    assert example(tools=[TOOL["function"]]) == example(tools='[{"name": "weather"}]') == example()
+
+
+def test_weight_zero_leaves_a_call_out(tmp_path: Path) -> None:
+    row = example(messages=[*CHAT[:2], CHAT[2] | {"weight": 0}, *CHAT[3:]])
+    assert learnt(tokenizer_of(tmp_path, unmarked(CHATML)), row) == ["It is.<|im_end|>", CALLED_LATER]
+
+
+def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: Path) -> None:
+    """R1's prompt opens the reasoning, which its template drops from what was said."""
+    with pytest.raises(DataError, match="does not begin message 2, which calls tools, with its generation prompt"):
+        tokenize(example(), tokenizer_of(tmp_path, unmarked(R1)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"content": [{"type": "image_url"}]}, "message 0 has a part of the type 'image_url'"),
+        ({"content": ["a"]}, "message 0 has a part of the type 'str'"),
+        ({"content": []}, "message 0 has no text in `content`"),
+        ({"content": "a", "tool_calls": [{}]}, "its role is user; only an assistant calls tools"),
+        ({"role": "assistant", "tool_calls": {}, "content": "a"}, "`tool_calls` is a dict, not a list"),
+        ({"role": "assistant", "tool_calls": [{}]}, "call 0 has no `function` with a `name`"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "call 0 has no `arguments`"),
+        ({"role": "assistant", "tool_calls": [CHAT[2]["tool_calls"][0] | {"id": "<|im_end|>"}]}, "an id has up to"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "has `function_call`, OpenAI's older form"),
+        ({"role": "tool", "content": "a", "tool_call_id": 7}, "`tool_call_id` is 7; an id has"),
+        ({"content": "\ud800"}, "half of a surrogate pair"),
+    ],
+)
+def test_messages_that_a_prompt_cannot_hold_are_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        example(messages=[{"role": "user"} | changed, *CHAT[1:]])
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"tools": "weather"}, "`tools` is text that is not valid JSON"),
+        ({"tools": {"name": "f"}}, "`tools` is a dict, not a list"),
+        ({"tools": [{"type": "function"}]}, "tool 0 has no `function` with a `name`"),
+        ({"functions": [{"name": "f"}]}, "has `functions`, OpenAI's older form"),
+    ],
+)
+def test_tools_that_cannot_be_read_are_named(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        example(**columns)
