@@ -79,10 +79,12 @@ def _texts(content: Any, may_be_empty: bool, where: str) -> Iterator[str]:
 
 
 def _text_of(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    is_object = isinstance(part, dict)
+    text = part.get("text") if is_object and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        kind = part.get("type") if is_object else type(part).__name__
         raise DataError(f"{where} has a part of the type {shown(kind)} in `content`; only text is read.")
-    return part["text"]
+    return text
 
 
 def _texts_of_calls(calls: Any, where: str) -> Iterator[str]:

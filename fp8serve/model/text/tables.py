@@ -61,8 +61,8 @@ def parquet_rows(path: Path, largest: int) -> Numbered:
     DataError: it is none, is larger, or `pyarrow` is not installed.
     """
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        from pyarrow import ArrowException  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError:
         raise DataError(f"Reading {path} takes pyarrow: pip install 'fp8serve[parquet]'.") from None
     try:
