@@ -49,6 +49,10 @@ from fp8serve.model.storage.files import present
 from fp8serve.model.text.tokenizer import Tokenizer
 
 log = logging.getLogger("fp8serve.engine")
+CACHE = (
+    "Keys and values are rounded to an FP8 cache, which a fine-tune does not do; fp8serve.log_probs does it with "
+    'kv_cache_dtype="fp8", and a trainer of your own with Forward(..., cache=scales).'
+)
 ROLLS = "Scales of inputs follow the traffic (roll_history), and a trainer has those that were stored."
 GPU_HEAD_DIM = 512  # csrc/cuda/attention.cu
 
@@ -153,7 +157,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     traffic = Traffic(frozen, calibrated, options)
     trained = Float8CurrentScaling() if scales_batch else calibrated.rules
     differences = list(parity.differences(trained, config, options.device, sizes.max_model_len))
-    differences += [ROLLS] if options.roll_history else []
+    differences += [text for text, holds in ((CACHE, scales is not None), (ROLLS, options.roll_history)) if holds]
     parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, differences
     return Loaded(model_dir, options, config, *parts)
 

@@ -42,6 +42,8 @@ class KvScale:
 
 
 class _Options(NamedTuple):
+    """Those of `causal_attention` that have no gradient."""
+
     lengths: Sequence[int]
     softmax_scale: float
     window: int | None
@@ -60,14 +62,16 @@ class _Served(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks = ctx.saved_tensors
+        q, k, v, sinks = cast(list[Tensor], [None if t is None else t.detach() for t in ctx.saved_tensors])
         if ctx.scale is not None:
             k, v = _rounded(k, ctx.scale.k, ctx.scale.k_inv), _rounded(v, ctx.scale.v, ctx.scale.v_inv)
         wanted = [i for i in range(4) if ctx.needs_input_grad[i]]
-        inputs = [None if t is None else t.detach() for t in (q, k, v, sinks)]
-        leaves = [cast(Tensor, inputs[i]).requires_grad_() for i in wanted]
+        leaves = [(q, k, v, sinks)[i].requires_grad_() for i in wanted]
+        options: _Options = ctx.options
         with torch.enable_grad():
-            out = causal_attention(*cast(list[Tensor], inputs[:3]), *ctx.options, inputs[3])
+            out = causal_attention(
+                q, k, v, options.lengths, options.softmax_scale, options.window, options.softcap, sinks
+            )
         found = dict(zip(wanted, torch.autograd.grad(out, leaves, grad), strict=True))
         return *(found.get(i) for i in range(4)), None, None
 
@@ -102,10 +106,9 @@ def is_served(q: Tensor) -> bool:
 
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, scale: KvScale | None) -> Tensor:
-    scales = None, None
     if scale is not None:
         k, v = (_quantize(x, s, E4M3)[0] for x, s in ((k, scale.k), (v, scale.v)))
-        scales = scale.k_inv, scale.v_inv
+    scales = (None, None) if scale is None else (scale.k_inv, scale.v_inv)
     where = _tables(options.lengths, q.device)
     scores = options.softmax_scale, options.window, options.softcap
     return cast(Tensor, _paged_attention(q, k.unsqueeze(1), v.unsqueeze(1), *where, *scales, *scores, sinks))
@@ -121,4 +124,5 @@ def _tables(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
 
 def _rounded(x: Tensor, scale: Tensor, scale_inv: Tensor) -> Tensor:
     """What an E4M3 cache holds of x, in x's type."""
-    return (_quantize(x, scale, E4M3)[0].float() * scale_inv).to(x.dtype)
+    q: Tensor = _quantize(x, scale, E4M3)[0]
+    return (q.float() * scale_inv).to(x.dtype)

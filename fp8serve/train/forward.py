@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fp8serve.errors import RecipeError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.linear import Linear
@@ -59,10 +60,15 @@ class Network(nn.Module):
 
 
 class Forward:
-    """Runs a network under a recipe (None: high precision) with BF16 activations; its linears are converted already."""
+    """Runs a network under a recipe (None: high precision) with BF16 activations; its linears are converted already.
 
-    def __init__(self, decoder: Model, recipe: Recipe | None) -> None:
-        self.network = Network(decoder)
+    cache: see `Network`. Linears that are not converted become `OwnLinear`, in place.
+    """
+
+    def __init__(self, decoder: Model, recipe: Recipe | None, cache: Sequence[KvScale] | None = None) -> None:
+        if cache is not None and attends_in_fp8(recipe):
+            raise RecipeError("fp8_dpa and fp8_mha round keys by themselves; leave the scales of a cache out.")
+        self.network = Network(decoder, cache)
         self.recipe = recipe
         self.device = decoder.embedding.weight.device.type
         if own_products(self.device):

@@ -99,7 +99,7 @@ def _of_trainer(forward: Forward) -> Scorer:
 def _of_network(network: Network) -> Scorer:
     def score(ids: Sequence[int]) -> Tensor:
         batch = collate([_row(ids)], "cpu")
-        parts = zip(network.hidden(batch).split(ROWS), batch.targets.split(ROWS), strict=True)
+        parts = zip(torch.split(network.hidden(batch), ROWS), torch.split(batch.targets, ROWS), strict=True)
         return torch.cat([_chosen(network.decoder.logits(rows), targets) for rows, targets in parts])
 
     return score

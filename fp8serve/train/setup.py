@@ -69,6 +69,10 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
     forward = Forward(decoder, recipe)
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
+    for reason in forward.differences():
+        on_event(
+            message("log_probs_differ", f"A server's log-probabilities will not be this run's to the bit: {reason}")
+        )
     optimizer = Optimizer(dict(decoder.named_parameters()), config)
     return Setup(
         rows=rows,
