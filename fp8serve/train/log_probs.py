@@ -19,6 +19,7 @@ from fp8serve.fp8.recipe import Recipe, from_name
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
 from fp8serve.model.checkpoint import kv_scales, load_servable
+from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.train.batch import collate
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, Network
@@ -44,7 +45,8 @@ def log_probs(
     model: a model directory, computed as `fp8serve serve` with these options computes it, or a trainer's forward pass,
     which takes no options. Equal to the last bit to what a server returns for prompt and answer, however it cut the
     prompt, batched or cached; RecipeError where that cannot be, with the reason. RequestError for a sequence without a
-    token or with one that the model does not have; ModelError, ScalesError for a directory that cannot be served so.
+    token, with one that the model does not have, or longer than the model takes; ModelError, ScalesError for a
+    directory that cannot be served so.
     """
     if isinstance(model, Forward):
         if (recipe, scales, kv_cache_dtype, max_model_len) != ("stored", None, "bf16", None):
@@ -54,9 +56,15 @@ def log_probs(
         network = served_network(Path(model), recipe, scales, kv_cache_dtype, max_model_len)
         score, config = _of_network(network), network.decoder.config
     for ids in sequences:
-        if not ids or not all(0 <= token < config.vocab_size for token in ids):
-            raise RequestError(f"A sequence needs token ids from 0 to {config.vocab_size - 1}; found {list(ids)[:8]}.")
+        _check(ids, config, max_model_len or config.max_length)
     return [score(ids) if len(ids) > 1 else torch.empty(0) for ids in sequences]
+
+
+def _check(ids: Sequence[int], config: ModelConfig, longest: int) -> None:
+    if not 0 < len(ids) <= longest:
+        raise RequestError(f"A sequence has from 1 to {longest} tokens here; found {len(ids)}.")
+    if not all(0 <= token < config.vocab_size for token in ids):
+        raise RequestError(f"Token ids go from 0 to {config.vocab_size - 1} here; found {min(ids)} to {max(ids)}.")
 
 
 def served_network(
