@@ -41,7 +41,10 @@ class Network(nn.Module):
 
     def __init__(self, decoder: Model, cache: Sequence[KvScale] | None = None) -> None:
         super().__init__()
-        self.decoder, self.cache = decoder, cache
+        self.decoder = decoder
+        # where attention is over latent vectors, keys and values lie in one cache, with the keys' scale
+        shared = cache is not None and decoder.config.latent is not None
+        self.cache = [KvScale.of(scale.k, scale.k) for scale in cache or ()] if shared else cache
         self.attention = nn.ModuleList(DotProductAttention() for _ in range(decoder.config.num_layers))
 
     def forward(self, batch: PackedBatch) -> Tensor:
