@@ -14,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fp8serve.cli import main
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import JobError, ModelError, RecipeError
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, Format
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
 from fp8serve.train import checkpoint, state
@@ -66,7 +67,9 @@ def test_trainer_and_server_compute_the_same_bits(
 ) -> None:
     with torch.enable_grad():
         result, setup = trained(configure, recipe=recipe, recipe_options=options, master_weights=place, max_steps=3)
+    assert result.model is not None
     rows, in_bf16 = setup.rows[:6], recipe == "bf16" or "override_linear_precision" in options
+    assert sum(isinstance(m, FrozenLinear) for m in load_servable(result.model).modules()) == (0 if in_bf16 else 14)
     found = served(result.model, rows, **({"recipe": "bf16"} if in_bf16 else {}))
     assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), found)
 
