@@ -67,12 +67,17 @@ def measure(model: Path, tell: Callable[[str, int, int], None]) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         for done, (recipe, cache) in enumerate(cases):
             tell(f"{recipe}, {cache} cache", done, len(cases))
-            options = ("--recipe", served_as(recipe), "--kv-cache-dtype", cache, "--max-batch-tokens", str(STEP_TOKENS))
-            with RunningServer(model, options, log=Path(folder) / f"{recipe}-{cache}.log") as server:
+            own = Path(folder) / f"{recipe}-{cache}"
+            with RunningServer(model, _options(recipe, cache, own), log=own.with_suffix(".log")) as server:
                 said = ask(server.post, None, prompts)
             found = compare(said, training(model, recipe, cache))
             rows += [{"recipe": recipe, "cache": cache, "way": way, **vars(count)} for way, count in found.items()]
     return {"model": str(model), "step_tokens": STEP_TOKENS, "rows": rows}
+
+
+def _options(recipe: str, cache: str, data: Path) -> list[str]:
+    told = {"recipe": served_as(recipe), "kv-cache-dtype": cache, "max-batch-tokens": STEP_TOKENS, "data-dir": data}
+    return [word for name, value in told.items() for word in (f"--{name}", str(value))]
 
 
 def served_as(recipe: str) -> str:
