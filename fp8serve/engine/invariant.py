@@ -1,7 +1,7 @@
 """Linear layers whose rows do not depend on each other: an answer must not depend on who shares its batch.
 
 Our CPU kernels sum in one order whatever the shape of the product (csrc/cpu/gemm.h, tests/csrc): with them every layer
-runs as it is, BF16 ones by `OwnLinear`. Without them, layers are measured.
+runs as it is, BF16 ones by `OwnLinear` (fp8/own_linear.py). Without them, layers are measured.
 
 A matrix library picks its routine, and with it the order of its sums, by the shape of the product. torch's BF16 linear
 on a CPU gives a row the same bits among 2 or 512 rows but others when it is alone; its FP32 linear changes at 2, 4 and
@@ -25,67 +25,18 @@ Costs: about 1,000 rows through one layer of every kind, once; for BF16 layers a
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fp8serve.fp8 import ops
-from fp8serve.fp8.frozen import FrozenLinear, pack_loaded, packed
+from fp8serve.fp8.frozen import FrozenLinear
 
-_mm = torch.ops.fp8serve.mm.default
-_packed_mm = torch.ops.fp8serve.packed_mm.default
 BASE = 16
 TILES = (4, BASE, 128)
 SAMPLE = (1, 2, 3, 5, 7, 8, 9, 13, 17, 31, 33, 64, 65, 127)
 
 Rows = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
-
-
-class OwnLinear(nn.Module):
-    """A BF16 linear by our own product; shares the parameters until it is packed."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def pack(self, out: Tensor) -> None:
-        """Reads the weight from now on where it is packed: `out`, as many BF16."""
-        self.weight = nn.Parameter(packed(self.weight, out), requires_grad=False)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes a weight in rows where this one is packed."""
-        if self.weight.dim() == 3:
-            pack_loaded(state_dict, f"{prefix}weight")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return self._product(x) if x.dim() == 2 else self._product(x.flatten(0, -2)).view(*x.shape[:-1], -1)
-
-    def _product(self, x: Tensor) -> Tensor:
-        if self.weight.dim() == 3:
-            return _packed_mm(x, self.weight, None, None, self.bias, None, x.dtype)  # type: ignore[no-any-return]
-        return _mm(x, self.weight, self.bias, x.dtype)  # type: ignore[no-any-return]
-
-
-def own_products(device: str) -> bool:
-    """All products on this device are our CPU kernels."""
-    return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether the module is a linear layer of torch's; one that also routes is called as its class has it."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-
-
-def use_own_products(model: nn.Module) -> None:
-    """Replaces every BF16 nn.Linear of `model`, in place."""
-    for name, module in [(n, m) for n, m in model.named_modules() if is_plain(m)]:
-        if module.weight.dtype == torch.bfloat16:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, OwnLinear(module))
 
 
 class RowIndependent(nn.Module):

@@ -23,18 +23,21 @@ from fp8serve.engine.accelerator import (
 )
 from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.grammar import Grammars
-from fp8serve.engine.invariant import is_plain, make_row_independent, own_products, use_own_products
+from fp8serve.engine.invariant import make_row_independent
 from fp8serve.engine.memory import CachePlan, check_length, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.request import EngineLimits
-from fp8serve.engine.runner import KvScale, Runner
+from fp8serve.engine.runner import Runner
 from fp8serve.engine.task import check_generates
 from fp8serve.engine.traffic import Calibrated, Traffic, input_scale
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import DelayedScaling, delayed
+from fp8serve.fp8.own_linear import is_plain, own_products, use_own_products
+from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, delayed
+from fp8serve.fp8.served_attention import KvScale
+from fp8serve.model import parity
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
 from fp8serve.model.config.decoder import ModelConfig, computed_by_note, read_config
@@ -46,6 +49,11 @@ from fp8serve.model.storage.files import present
 from fp8serve.model.text.tokenizer import Tokenizer
 
 log = logging.getLogger("fp8serve.engine")
+CACHE = (
+    "Keys and values are rounded to an FP8 cache, which a fine-tune does not do; fp8serve.log_probs does it with "
+    'kv_cache_dtype="fp8", and a trainer of your own with Forward(..., cache=scales).'
+)
+ROLLS = "Scales of inputs follow the traffic (roll_history), and a trainer has those that were stored."
 GPU_HEAD_DIM = 512  # csrc/cuda/attention.cu
 
 
@@ -66,6 +74,7 @@ class Loaded:
     graphs: GraphReport
     packer: Packer
     traffic: Traffic
+    differences: list[str]  # why log-probabilities are not those of training; see model/parity.py
 
     def info(self) -> dict[str, Any]:
         """JSON: the model, its numbers and its limits."""
@@ -94,6 +103,8 @@ class Loaded:
             "kernels": ops.backends(torch.device(options.device).type),
             "cuda_graphs": self.graphs.text(),
             "tiled_layers": sorted(name for name, heights in self.tiles.items() if heights),
+            "log_probs_as_trained": not self.differences,
+            "log_probs_differ_because": self.differences,
         }
 
     def limits(self) -> EngineLimits:
@@ -126,6 +137,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     check_length(config, options)
     model = load_servable(model_dir, parse_recipe(options.recipe), _path(options.scales), options.device)
     frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+    scales_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
     tiles = separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     sizes = sizes or plan_on_gpu(model, config, options, cache_dtype)
@@ -141,8 +153,12 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     found = left_out_notes(model_dir, checkpoint.left_out), widened_note(checkpoint.shards), computed_by_note(config)
     for note in chain.from_iterable(found):
         log.warning(note)
-    traffic = Traffic(frozen, _calibrated(model_dir, frozen, options), options)
-    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic
+    calibrated = _calibrated(model_dir, frozen, options)
+    traffic = Traffic(frozen, calibrated, options)
+    trained = Float8CurrentScaling() if scales_batch else calibrated.rules
+    differences = list(parity.differences(trained, config, options.device, sizes.max_model_len))
+    differences += [text for text, holds in ((CACHE, scales is not None), (ROLLS, options.roll_history)) if holds]
+    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, differences
     return Loaded(model_dir, options, config, *parts)
 
 
@@ -202,11 +218,7 @@ def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:
             model_dir,
         )
     device = torch.device(options.device)
-    return [_kv_scale(*(scale.to(device) for scale in found[layer])) for layer in sorted(found)]
-
-
-def _kv_scale(k: Tensor, v: Tensor) -> KvScale:
-    return KvScale(k, v, k.reciprocal(), v.reciprocal())
+    return [KvScale.of(*(scale.to(device) for scale in found[layer])) for layer in sorted(found)]
 
 
 def _calibrated(model_dir: Path, frozen: dict[str, FrozenLinear], options: EngineOptions) -> Calibrated:

@@ -20,10 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fp8serve.engine.invariant import OwnLinear
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import is_packable
+from fp8serve.fp8.own_linear import OwnLinear
 from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.building import Model
 from fp8serve.model.network.fusing import Projections

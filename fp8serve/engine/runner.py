@@ -8,7 +8,6 @@ own type or in E4M3 with one scale each per layer. Where attention is over laten
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,6 +21,7 @@ from fp8serve.engine.step import Queries, StepTensors, flatten
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.building import Model
 from fp8serve.model.network.decoder import Heads
 from fp8serve.model.network.rotary import Rotation
@@ -30,16 +30,6 @@ from fp8serve.model.network.rotary import Rotation
 _rotary_write_kv = torch.ops.fp8serve.rotary_write_kv.default
 _write_kv = torch.ops.fp8serve.write_kv.default
 _paged_attention = torch.ops.fp8serve.paged_attention.default
-
-
-@dataclass(frozen=True, slots=True)
-class KvScale:
-    """Multipliers of one layer's FP8 cache: `scale` FP32 [] to quantize, and its reciprocal."""
-
-    k: Tensor
-    v: Tensor
-    k_inv: Tensor
-    v_inv: Tensor
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

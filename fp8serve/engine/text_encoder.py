@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.accelerator import check_device, use_threads
-from fp8serve.engine.invariant import make_row_independent, own_products, use_own_products
+from fp8serve.engine.invariant import make_row_independent
 from fp8serve.engine.loading import parse_recipe, separate_rows
 from fp8serve.engine.memory import check_length
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.own_linear import own_products, use_own_products
 from fp8serve.model.building import AnyModel
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.reading import hidden_states, load_reader

@@ -13,7 +13,8 @@ that to FP8. Rotary embeddings stand between the projections and Q and K and sta
 The rounded operands are multiplied as FP32, which is exact for FP8 values: the same numbers as an FP8 tensor core with
 FP32 accumulation. There is no fused kernel for this yet, so, unlike its numbers, it costs time, and memory: scores of
 [heads, L, L] for every sequence of L tokens.
-Without fp8_dpa in the recipe in force, attention runs in high precision through `causal_attention`.
+Without fp8_dpa in the recipe in force, attention runs in high precision as a server computes it
+(`served_attention`).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.attention import causal_attention, causal_weights, check_lengths
+from fp8serve.fp8.attention import causal_weights, check_lengths
 from fp8serve.fp8.autocast import current
 from fp8serve.fp8.casting import Operand, Quantized, cast_by_content, cast_delayed, has_infinity, unhidden
 from fp8serve.fp8.ops import arithmetic
@@ -32,6 +33,7 @@ from fp8serve.fp8.recipe import Recipe, attends_in_fp8, delayed
 from fp8serve.fp8.recompute import planned
 from fp8serve.fp8.recording import expect_backward, prepare, record
 from fp8serve.fp8.scaling import Direction, ScalingState
+from fp8serve.fp8.served_attention import served_attention
 from fp8serve.fp8.stateful import Stateful
 
 FORWARD, BACKWARD = ("q", "k", "v", "p"), ("grad_output", "grad_scores")
@@ -147,7 +149,7 @@ class DotProductAttention(Stateful):
         self._seen = q.device
         rounding = planned(self.key, lambda: self._rounding(any(t.requires_grad for t in (q, k, v))))
         if rounding is None:
-            return causal_attention(q, k, v, lengths, softmax_scale, window, softcap, sinks)
+            return served_attention(q, k, v, lengths, softmax_scale, window, softcap, sinks)
         check_lengths(q, lengths)
         rounded = (_round(x, rounding, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         sequences = zip(*(torch.split(x, list(lengths)) for x in rounded), strict=True)

@@ -156,9 +156,8 @@ class FrozenLinear(nn.Module):
 
     def make_rows_independent(self) -> None:
         """Quantize every row of an input by its own content where one scale would be found for the whole input."""
-        spec = self.input_spec
-        if spec.is_fp8 and (spec.source, spec.granularity) == ("current", "tensor"):
-            self.quantize_input_by(replace(spec, granularity="row"))
+        if self.input_spec.depends_on_batch:
+            self.quantize_input_by(replace(self.input_spec, granularity="row"))
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, K] -> what this layer multiplies, FP8 data and their scale_inv, or x in BF16 and one."""

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -31,6 +30,7 @@ from fp8serve.fp8.autocast import Frame, current
 from fp8serve.fp8.casting import Operand, Quantized, cast_current, cast_delayed, from_quantized, has_infinity, unhidden
 from fp8serve.fp8.microbatch import Kept, checked
 from fp8serve.fp8.ops import DTYPES, arithmetic
+from fp8serve.fp8.own_product import apply_linear, product
 from fp8serve.fp8.recipe import Precisions, Recipe, delayed
 from fp8serve.fp8.recompute import planned, refuse_reentrant
 from fp8serve.fp8.recording import expect_backward, prepare, record
@@ -142,7 +142,7 @@ class _Matmul(torch.autograd.Function):
         )
         ctx.has_columnwise = (x_q.columnwise is not None, weight_q.columnwise is not None)
         if x_q.rowwise is None or weight_q.rowwise is None:
-            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         return mm(x_q.rowwise, weight_q.rowwise, bias, x.dtype)
 
     @staticmethod
@@ -242,7 +242,7 @@ class Linear(Stateful, nn.Linear):
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
         bias = self._bias()
-        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return apply_linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _bias(self) -> Tensor | None:
         """What the GEMM adds."""

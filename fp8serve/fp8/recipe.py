@@ -232,6 +232,13 @@ def attends_in_fp8(recipe: Recipe | None) -> bool:
     return recipe is not None and bool(recipe.specs.attention)
 
 
+def depends_on_batch(recipe: Recipe | None) -> bool:
+    """Whether an input's one scale comes from all of its rows, so that a token's numbers depend on the others'."""
+    if recipe is None or recipe.override_linear_precision[0]:
+        return False
+    return recipe.specs.linear["input"].depends_on_batch
+
+
 def trains(recipe: Recipe | None) -> bool:
     """Whether a model can be trained under the recipe; in high precision it can."""
     return not isinstance(recipe, Float8WeightOnly)

@@ -63,6 +63,11 @@ class QuantSpec:
         return rows == columns
 
     @property
+    def depends_on_batch(self) -> bool:
+        """Whether the one scale of an input comes from the content of all its rows."""
+        return self.is_fp8 and (self.source, self.granularity) == ("current", "tensor")
+
+    @property
     def is_blocked(self) -> bool:
         """Whether a scale holds for a number of columns, not for all."""
         return self.block[1] is not None

@@ -5,49 +5,77 @@
 FP8 layers are handed over as they are, for their quantizer reads FP32 and a BF16 rounding in between would be a second
 one. Attention runs in FP8 where the recipe says so (`fp8_dpa`, `fp8_mha`). Only positions whose next token carries loss
 go through `lm_head`: with masked prompts most of the largest matrix product is never computed.
+
+The terms of the loss are log-probabilities with the bits that a server of the same weights and scales returns on a CPU;
+`Forward.differences` says where that cannot be (model/parity.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fp8serve.errors import RecipeError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.own_linear import own_products, use_own_products
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, unreduced
+from fp8serve.fp8.served_attention import KvScale, served_attention
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.model.building import Model
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.network.decoder import rotated
 from fp8serve.model.network.experts import Expert, Experts, every_expert, mixtures
+from fp8serve.model.parity import differences
 from fp8serve.train.batch import PackedBatch
 
 
 class Network(nn.Module):
-    """batch -> FP32 logits [P, vocab] of the positions that are to predict."""
+    """batch -> FP32 logits [P, vocab] of the positions that are to predict.
 
-    def __init__(self, decoder: Model) -> None:
+    cache: the scales of every layer's keys and values, for attention as a server with an FP8 cache computes it.
+    """
+
+    def __init__(self, decoder: Model, cache: Sequence[KvScale] | None = None) -> None:
         super().__init__()
         self.decoder = decoder
+        # where attention is over latent vectors, keys and values lie in one cache, with the keys' scale
+        shared = cache is not None and decoder.config.latent is not None
+        self.cache = [KvScale.of(scale.k, scale.k) for scale in cache or ()] if shared else cache
         self.attention = nn.ModuleList(DotProductAttention() for _ in range(decoder.config.num_layers))
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attention[layer](q, k, v, batch.lengths, *self.decoder.attention_options(layer))  # type: ignore[no-any-return]
+        return self.decoder.logits(self.hidden(batch)[batch.predict])
 
-        hidden = self.decoder(batch.token_ids, batch.positions, rotated(attend))
-        return self.decoder.logits(hidden[batch.predict])
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        """[T, hidden], after the final norm."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            inputs = q, k, v, batch.lengths, *self.decoder.attention_options(layer)
+            if self.cache is not None:
+                return served_attention(*inputs, scale=self.cache[layer])
+            return self.attention[layer](*inputs)  # type: ignore[no-any-return]
+
+        return self.decoder(batch.token_ids, batch.positions, rotated(attend))  # type: ignore[no-any-return]
 
 
 class Forward:
-    """Runs a network under a recipe (None: high precision) with BF16 activations; its linears are converted already."""
+    """Runs a network under a recipe (None: high precision) with BF16 activations; its linears are converted already.
 
-    def __init__(self, decoder: Model, recipe: Recipe | None) -> None:
-        self.network = Network(decoder)
+    cache: see `Network`. Linears that are not converted become `OwnLinear`, in place.
+    """
+
+    def __init__(self, decoder: Model, recipe: Recipe | None, cache: Sequence[KvScale] | None = None) -> None:
+        if cache is not None and attends_in_fp8(recipe):
+            raise RecipeError("fp8_dpa and fp8_mha round keys by themselves; leave the scales of a cache out.")
+        self.network = Network(decoder, cache)
         self.recipe = recipe
+        self.device = decoder.embedding.weight.device.type
+        if own_products(self.device):
+            use_own_products(decoder)
         self._run_by = unreduced(recipe)  # a run is one process, also in a script that torchrun has started
         self._linears = {name: m for name, m in decoder.named_modules() if isinstance(m, Linear)}
         self._as_is = {f"decoder.{name}.weight" for name in self._linears} if recipe is not None else set()
@@ -59,6 +87,14 @@ class Forward:
         if attends_in_fp8(self.recipe):
             for layer, attention in enumerate(self.network.attention):
                 yield f"model.layers.{layer}.self_attn", cast(DotProductAttention, attention)
+
+    def differences(self) -> list[str]:
+        """Why a server's log-probabilities are not those of this forward pass, a sentence each; none: they are."""
+        return list(differences(self.recipe, self.network.decoder.config, self.device))
+
+    def log_probs(self, batch: PackedBatch) -> Tensor:
+        """FP32 [P]: of the targets, as a server returns them; differentiable. Their negative sum is `summed_loss`."""
+        return -cross_entropy(self.logits(batch), batch.targets, reduction="none")
 
     def logits(self, batch: PackedBatch, is_first_microbatch: bool | None = None) -> Tensor:
         """FP32 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is.

@@ -69,6 +69,8 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
     forward = Forward(decoder, recipe)
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
+    for reason in forward.differences():
+        on_event(message("log_probs_differ", f"A server will return other log-probabilities than this run: {reason}"))
     optimizer = Optimizer(dict(decoder.named_parameters()), config)
     return Setup(
         rows=rows,

@@ -9,9 +9,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from fp8serve.bench import parity
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.engine import Engine
 from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import (
     load_scales,
@@ -112,8 +114,12 @@ def test_calibrate_and_serve(name: str, made: ModelDir, calibrated: Callable[[st
     engine = Engine(out, max_num_seqs=2, kv_cache_dtype="fp8")
     info = engine.loaded.info()
     assert (info["fp8_layers"], info["input_scales"]) == (len(names), "stored")
-    done = engine.generate([IDS[:100].tolist()], max_new_tokens=8, temperature=0.0, ignore_eos=True)[0]
+    told: dict[str, Any] = {"logprobs": 0, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eos": True}
+    done = engine.generate([IDS[:100].tolist()], max_new_tokens=8, **told)[0]
     assert len(done.token_ids) == 8
+    if own_products("cpu"):  # training, too, has these bits, of a prompt and of an answer
+        found = [item.logprob for part in (done.prompt_logprobs, done.logprobs) for item in part or ()]
+        assert found == parity.training(out, "delayed", "fp8")([[*IDS[:100].tolist(), *done.token_ids]])[0].tolist()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.invariant import own_products
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.network.experts import Mixture
 
 from .test_fused import MODES, make

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8serve.engine import packing
 from fp8serve.engine import runner as runner_module
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.invariant import own_products
 from fp8serve.engine.request import Request
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.sampling_params import SamplingParams
@@ -25,6 +24,7 @@ from fp8serve.engine.sequence import Sequence
 from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
+from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.network.decoder import Attend
 from fp8serve.model.network.experts import Mixture

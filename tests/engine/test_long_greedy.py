@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8serve.engine.invariant import own_products
 from fp8serve.fp8.ops import LEVELS
+from fp8serve.fp8.own_linear import own_products
 
 from .long_greedy import CONTEXT, MODES, NEW, PROMPTS, TEXT, engine, tokens
 from .tiny import call_each_layer, write_model, write_scales

@@ -10,10 +10,10 @@ import torch
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.invariant import OwnLinear, own_products
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.own_linear import OwnLinear, own_products
 
 from .test_fused import MODES, SIZES, make
 from .tiny import write_model

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.invariant import own_products
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.checkpoint import load_servable
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fp8serve.cli import main
 from fp8serve.engine.engine import Engine
-from fp8serve.errors import JobError, ModelError
-from fp8serve.fp8.attention import causal_attention
+from fp8serve.errors import JobError, ModelError, RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, Format
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
-from fp8serve.model.network.decoder import Decoder, rotated
 from fp8serve.train import checkpoint, state
-from fp8serve.train.batch import PackedBatch, collate
+from fp8serve.train.batch import collate
+from fp8serve.train.data import Row
 from fp8serve.train.export import export
+from fp8serve.train.log_probs import log_probs
 from fp8serve.train.setup import Setup, prepare
 from fp8serve.train.trainer import Trainer, TrainResult
 
@@ -38,36 +39,53 @@ def trained(configure: Configure, **values: Any) -> tuple[TrainResult, Setup]:
     return result, setup
 
 
-def served_logits(model: Decoder, batch: PackedBatch) -> Tensor:
-    """FP32 [P, vocab] as serving computes them, over the same attention."""
+def served(model: str | None, rows: Sequence[Row], **options: Any) -> Tensor:
+    """FP32 [P]: of the rows' targets, as an engine returns them that takes prompts 16 tokens at a time."""
+    assert model is not None
+    engine = Engine(model, max_batch_tokens=16, max_num_seqs=4, block_size=4, **options)
+    assert engine.info()["log_probs_as_trained"]
+    done = engine.generate([row.ids.tolist() for row in rows], max_new_tokens=1, prompt_logprobs=0, temperature=0.0)
+    known = [torch.tensor([item.logprob for item in one.prompt_logprobs or ()]) for one in done]
+    return torch.cat([values[torch.from_numpy(row.loss[1:])] for values, row in zip(known, rows, strict=True)])
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, batch.lengths, model.config.softmax_scale)
 
-    return model.logits(model(batch.token_ids, batch.positions, rotated(attend))[batch.predict])
-
-
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("delayed", {}),
+        ("delayed", {"weight_granularity": "row"}),
+        ("rowwise", {}),
+        ("block", {}),
+        ("bf16", {}),
+        ("delayed", {"override_linear_precision": [True, False, False]}),
+    ],
+)
 @pytest.mark.parametrize("place", ["model", "optimizer"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
 @torch.no_grad()
-def test_trainer_and_server_compute_the_same_bits(configure: Configure, recipe: str, place: str) -> None:
+def test_trainer_and_server_compute_the_same_bits(
+    configure: Configure, recipe: str, options: dict[str, Any], place: str
+) -> None:
     with torch.enable_grad():
-        result, setup = trained(configure, recipe=recipe, master_weights=place, max_steps=3)
+        result, setup = trained(configure, recipe=recipe, recipe_options=options, master_weights=place, max_steps=3)
     assert result.model is not None
-    model = load_servable(result.model)
-    assert sum(isinstance(m, FrozenLinear) for m in model.modules()) == 14
-    batch = collate(setup.rows, "cpu")
-    assert torch.equal(setup.forward.logits(batch), served_logits(model, batch))
+    rows, in_bf16 = setup.rows[:6], recipe == "bf16" or "override_linear_precision" in options
+    assert sum(isinstance(m, FrozenLinear) for m in load_servable(result.model).modules()) == (0 if in_bf16 else 14)
+    found = served(result.model, rows, **({"recipe": "bf16"} if in_bf16 else {}))
+    assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), found)
 
 
-@torch.no_grad()
-def test_a_bf16_run_is_served_in_bf16(configure: Configure) -> None:
-    with torch.enable_grad():
-        result, setup = trained(configure, recipe="bf16", max_steps=3)
+def test_a_recipe_that_depends_on_its_batch_says_so(configure: Configure) -> None:
+    seen: list[dict[str, Any]] = []
+    result = Trainer(configure(recipe="current", max_steps=1)).run(seen.append)
     assert result.model is not None
-    model = load_servable(result.model, recipe="bf16")
-    batch = collate(setup.rows, "cpu")
-    assert torch.equal(setup.forward.logits(batch), served_logits(model, batch))
+    [why] = Engine(result.model).info()["log_probs_differ_because"]
+    assert "from each token alone" in why
+    assert [e["message"] for e in seen if e.get("code") == "log_probs_differ"] == [
+        f"A server will return other log-probabilities than this run: {why}"
+    ]
+    forward = prepare(configure(recipe="current"), Path(result.model), seen.append).forward
+    with pytest.raises(RecipeError, match="would not be a server's: A recipe with one scale for a whole input"):
+        log_probs(forward, [[1, 2, 3]])
 
 
 def test_a_high_precision_forward_is_not_served_in_fp8(configure: Configure) -> None:
@@ -110,9 +128,9 @@ def test_attention_trained_in_fp8_brings_the_scales_of_an_fp8_cache(configure: C
 def test_the_shortest_histories_are_served_too(configure: Configure, length: int) -> None:
     result, setup = trained(configure, amax_history_len=length, max_steps=2)
     assert result.model is not None
-    batch = collate(setup.rows[:2], "cpu")
+    rows = setup.rows[:2]
     with torch.no_grad():
-        assert torch.equal(setup.forward.logits(batch), served_logits(load_servable(result.model), batch))
+        assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows))
 
 
 def test_every_kept_checkpoint_is_servable(configure: Configure, tmp_path: Path) -> None:
@@ -182,10 +200,8 @@ def test_a_model_that_transformers_wrote(configure: Configure, foreign: Path) ->
     assert (foreign / "model.safetensors.index.json").exists()
     with torch.enable_grad():
         result, setup = trained(configure, model=str(foreign), max_steps=12, lr=3e-3)
-    assert result.model is not None
-    batch = collate(setup.rows, "cpu")
-    logits = setup.forward.logits(batch)
-    assert torch.equal(logits, served_logits(load_servable(result.model), batch))
+    rows = setup.rows[:6]
+    assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows))
     assert result.metrics["train_loss"] < 5.0  # ln(320) = 5.77 at the start
 
 
@@ -202,9 +218,8 @@ def test_a_model_that_transformers_wrote(configure: Configure, foreign: Path) ->
 def test_recipe_options_reach_training_and_serving(configure: Configure, recipe: str, options: dict[str, Any]) -> None:
     with torch.enable_grad():
         result, setup = trained(configure, recipe=recipe, recipe_options=options, max_steps=3)
-    assert result.model is not None
-    batch = collate(setup.rows, "cpu")
-    assert torch.equal(setup.forward.logits(batch), served_logits(load_servable(result.model), batch))
+    rows = setup.rows[:4]
+    assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows))
 
 
 def test_the_command_line_gives_a_recipe_its_parameters(model_dir: Path, data: Path, tmp_path: Path) -> None:
@@ -236,11 +251,14 @@ def test_layers_that_calibration_left_in_bf16_stay_so(
     shutil.rmtree(base)  # a resumed run needs nothing of it
     longer = Trainer(config).run()
     assert longer.model is not None
-    served = load_servable(longer.model)
-    in_bf16 = {name for name, m in served.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
+    in_bf16 = {
+        name
+        for name, m in load_servable(longer.model).named_modules()
+        if isinstance(m, torch.nn.Linear) and name != "lm_head"
+    }
     assert in_bf16 == kept
     setup = prepare(config, Path(str(longer.checkpoint)), lambda event: None)
     state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(Path(str(longer.checkpoint))))
-    batch = collate(setup.rows, "cpu")
+    rows = setup.rows[:4]
     with torch.no_grad():
-        assert torch.equal(setup.forward.logits(batch), served_logits(served, batch))
+        assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(longer.model, rows))

@@ -12,6 +12,7 @@ from fp8serve.commands.studies import (
     monitor,
     numerics,
     ops,
+    parity,
     parts,
     quality,
     seeds,
@@ -25,7 +26,7 @@ COMMANDS: dict[str, Any] = {
     "numerics": numerics, "casts": casts, "training": training, "seeds": seeds, "ops": ops, "engine": engine,
     "serve": serve, "step": step, "monitor": monitor, "quality": quality,
     "accumulation": accumulation, "parts": parts, "jumps": jumps,
-    "speculation": speculation,
+    "speculation": speculation, "parity": parity,
 }  # fmt: skip
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure: numerics, quality, training, speed.")
 for name, module in COMMANDS.items():

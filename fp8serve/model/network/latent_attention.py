@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8 import ops as ops  # registers the op called below
+from fp8serve.fp8.own_product import is_own, product
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.latent import Latent
 from fp8serve.model.network.fusing import Ending, Projections, add_projection, direct
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from fp8serve.model.network.decoder import Attend, Heads
 
 EPS = 1e-6  # of the norms of latent vectors, whatever the file says of the others
-
-_mm = torch.ops.fp8serve.mm.default
 
 
 class Absorbed(nn.Module):
@@ -56,14 +54,11 @@ class Absorbed(nn.Module):
 
 
 def by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, heads, K], weight [heads, N, K] -> [T, heads, N].
-
-    On a CPU, in BF16 and without gradients, by the product whose rows do not depend on each other.
-    """
-    if torch.is_grad_enabled() or x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
+    """x [T, heads, K], weight [heads, N, K] -> [T, heads, N]; in BF16 on a CPU no row depends on the others."""
+    if not is_own(x, weight):
         return torch.einsum("thk,hnk->thn", x, weight)
     heads = zip(x.unbind(1), weight.unbind(0), strict=True)
-    return torch.stack([_mm(rows.contiguous(), w.contiguous(), None, x.dtype) for rows, w in heads], 1)
+    return torch.stack([product(rows.contiguous(), w.contiguous(), None) for rows, w in heads], 1)
 
 
 class LatentAttention(nn.Module):

@@ -1,13 +1,10 @@
 """How DeepSeek's routers choose experts: scores in FP32, the best groups of experts first, then the best in these."""
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 
-from fp8serve.fp8 import ops as ops  # registers the op called below
+from fp8serve.fp8.own_product import product
 from fp8serve.model.config.mixture import CORRECTION, Routing
-
-_mm = torch.ops.fp8serve.mm.default
 
 
 class GroupRouter(nn.Module):
@@ -28,10 +25,7 @@ class GroupRouter(nn.Module):
         self.register_parameter(CORRECTION, correction)
 
     def forward(self, x: Tensor) -> Tensor:
-        is_short = x.dtype == self.weight.dtype == torch.bfloat16
-        if torch.is_grad_enabled() or x.is_cuda or not is_short:
-            return F.linear(x.float(), self.weight.float())
-        return _mm(x, self.weight, None, torch.float32)  # type: ignore[no-any-return]  # rows do not depend on others
+        return product(x, self.weight, None, torch.float32)
 
     def choose(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """logits [T, experts] -> (scores of the chosen FP32 [T, count], the chosen int64 [T, count])."""

@@ -1,0 +1,149 @@
+"""How many log-probabilities that a server returns over HTTP are, to the last bit, those that training computes.
+
+A server is started for each recipe and each type of cache, and asked in every way in which a token can come to its
+log-probability: as part of a prompt that fits a step, of one that is cut into chunks, at decoding, behind a prefix that
+was found in the cache, and among strangers. Training computes the same tokens in one forward pass over whole rows. The
+recipe w8a16 does not train: there it is the same pass over the served weights (`fp8serve.log_probs`).
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8serve.bench.speculation import PASSAGE
+from fp8serve.errors import ScalesError
+from fp8serve.fp8.linear import convert
+from fp8serve.fp8.recipe import from_name, trains
+from fp8serve.fp8.served_attention import KvScale
+from fp8serve.model.checkpoint import kv_scales, load_trainable
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.running import RunningServer
+from fp8serve.train import state
+from fp8serve.train.forward import Forward
+from fp8serve.train.log_probs import log_probs
+from fp8serve.train.setup import kept_linears
+
+RECIPES = ("bf16", "delayed", "rowwise", "block", "w8a16")
+CACHES: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
+STEP_TOKENS = 64  # a longer prompt is cut into chunks
+NEW = 24
+TEXTS = (PASSAGE, "The capital of France is", "Once upon a time, in a lighthouse", "def fibonacci(n):\n    return")
+Post = Callable[[str, Any], Any]  # (route, body) -> what it answers
+LogProbs = Callable[[Sequence[Sequence[int]]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a server said of the last tokens of `ids`: their log-probabilities, in order."""
+
+    ids: Sequence[int]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Count:
+    equal: int
+    tokens: int
+    worst: float  # difference, in nats
+
+
+def measure(model: Path, tell: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """{"rows": for every recipe, cache and way how many of the log-probabilities are equal, and the worst difference}.
+
+    `model` is a directory with delayed scales, those of keys and values among them; ScalesError where they are missing.
+    """
+    if not kv_scales(model):
+        raise ScalesError(f"{model} has no scales of keys and values; calibrate it with --kv-cache.")
+    tokenizer = Tokenizer.from_dir(model)
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    rows: list[dict[str, Any]] = []
+    cases = [(recipe, cache) for recipe in RECIPES for cache in CACHES]
+    with tempfile.TemporaryDirectory() as folder:
+        for done, (recipe, cache) in enumerate(cases):
+            tell(f"{recipe}, {cache} cache", done, len(cases))
+            own = Path(folder) / f"{recipe}-{cache}"
+            with RunningServer(model, _options(recipe, cache, own), log=own.with_suffix(".log")) as server:
+                said = ask(server.post, None, prompts)
+            found = compare(said, training(model, recipe, cache))
+            rows += [{"recipe": recipe, "cache": cache, "way": way, **vars(count)} for way, count in found.items()]
+    return {"model": str(model), "step_tokens": STEP_TOKENS, "rows": rows}
+
+
+def _options(recipe: str, cache: str, data: Path) -> list[str]:
+    told = {"recipe": served_as(recipe), "kv-cache-dtype": cache, "max-batch-tokens": STEP_TOKENS, "data-dir": data}
+    return [word for name, value in told.items() for word in (f"--{name}", str(value))]
+
+
+def served_as(recipe: str) -> str:
+    """The name of a recipe for a server of a directory that has its delayed scales."""
+    return "stored" if recipe == "delayed" else recipe
+
+
+def ask(post: Post, model: str | None, prompts: Sequence[Sequence[int]]) -> dict[str, list[Returned]]:
+    """By the way in which they came about. The first of `prompts` is longer than a step, the others are not."""
+    named = {} if model is None else {"model": model}
+
+    def of_prompt(ids: Sequence[int]) -> Returned:
+        body = {"prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 0}
+        return Returned(ids, post("/v1/completions", named | body)["choices"][0]["logprobs"]["token_logprobs"][1:])
+
+    def of_answer(ids: Sequence[int]) -> Returned:
+        parameters = {"max_new_tokens": NEW, "details": True, "ignore_eos": True}
+        tokens = post("/generate", named | {"input_ids": list(ids), "parameters": parameters})["details"]["tokens"]
+        return Returned([*ids, *(token["id"] for token in tokens)], [token["logprob"] for token in tokens])
+
+    long, *short = prompts
+    answers = [of_answer(ids) for ids in prompts]
+    with ThreadPoolExecutor(2 * len(prompts)) as pool:
+        among = [*pool.map(of_answer, prompts), *pool.map(of_prompt, prompts)]
+    return {
+        "prompt": [of_prompt(ids) for ids in short],
+        "prompt in chunks": [of_prompt(long)],
+        "decoding": answers,
+        "cached prefix": [_cached(post, named, answer) for answer in answers[:1]],
+        "among others": among,
+    }
+
+
+def _cached(post: Post, named: Mapping[str, Any], answer: Returned) -> Returned:
+    """The last half of an answer anew, behind a prefix that the server has seen."""
+    begun = len(answer.ids) - len(answer.values) // 2
+    body = {"prompt": list(answer.ids[:begun]), "max_tokens": len(answer.ids) - begun, "logprobs": 0, "temperature": 0}
+    found = post("/v1/completions", {**named, **body, "ignore_eos": True})
+    return Returned(answer.ids, found["choices"][0]["logprobs"]["token_logprobs"])
+
+
+def training(model: Path, recipe: str, cache: Literal["bf16", "fp8"]) -> LogProbs:
+    """The log-probabilities of training from the weights and scales in `model`."""
+    made = from_name(recipe)
+    if not trains(made):
+        return lambda ids: log_probs(model, ids, recipe=recipe, kv_cache_dtype=cache)
+    decoder = load_trainable(model)
+    if made is not None:
+        convert(decoder, skip=(decoder.head_name, *kept_linears(model)))
+    scales = [KvScale.of(*pair) for _, pair in sorted(kv_scales(model).items())] if cache == "fp8" else None
+    forward = Forward(decoder, made, scales)
+    state.seed_scaling(forward, model)
+    return lambda ids: log_probs(forward, ids)
+
+
+def compare(said: Mapping[str, Sequence[Returned]], trained: LogProbs) -> dict[str, Count]:
+    """Of every way how many values are equal."""
+    return {way: _count(list(_pairs(returned, trained))) for way, returned in said.items()}
+
+
+def _pairs(returned: Sequence[Returned], trained: LogProbs) -> Iterator[tuple[Tensor, Tensor]]:
+    for one, expected in zip(returned, trained([one.ids for one in returned]), strict=True):
+        yield torch.tensor(one.values), expected[len(expected) - len(one.values) :]
+
+
+def _count(pairs: Sequence[tuple[Tensor, Tensor]]) -> Count:
+    found, expected = (torch.cat(side) for side in zip(*pairs, strict=True))
+    apart = (found - expected).abs()
+    return Count(int((found == expected).sum()), len(found), float(apart.max()))

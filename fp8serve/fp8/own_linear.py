@@ -1,0 +1,57 @@
+"""`OwnLinear`: torch's linear layer by our own product, and the models made of it."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.fp8 import ops
+from fp8serve.fp8.frozen import pack_loaded, packed
+from fp8serve.fp8.own_product import apply_linear
+
+_packed_mm = torch.ops.fp8serve.packed_mm.default
+
+
+class OwnLinear(nn.Linear):
+    """nn.Linear by our product; for serving its weight may be packed."""
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear) -> "OwnLinear":
+        """Turn an nn.Linear into one in place: same object, parameters, hooks and flags."""
+        linear.__class__ = cls
+        return cast(OwnLinear, linear)
+
+    def pack(self, out: Tensor) -> None:
+        """Reads the weight from now on where it is packed: `out`, as many BF16."""
+        self.weight = nn.Parameter(packed(self.weight, out), requires_grad=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes a weight in rows where this one is packed."""
+        if self.weight.dim() == 3:
+            pack_loaded(state_dict, f"{prefix}weight")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        tensors = self._parameters
+        weight, bias = cast(Tensor, tensors["weight"]), tensors["bias"]
+        if weight.dim() == 2:
+            return apply_linear(x, weight, bias)
+        y: Tensor = _packed_mm(x.flatten(0, -2), weight, None, None, bias, None, x.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+
+def own_products(device: str) -> bool:
+    """All products on this device are our CPU kernels."""
+    return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether the module is a linear layer of torch's; one that also routes is called as its class has it."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def use_own_products(model: nn.Module) -> None:
+    """Turns every plain nn.Linear of `model` into an OwnLinear, in place."""
+    for module in [m for m in model.modules() if is_plain(m)]:
+        OwnLinear.adopt(cast(nn.Linear, module))

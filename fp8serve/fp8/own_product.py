@@ -1,0 +1,66 @@
+"""BF16 products whose rows do not depend on each other, differentiable: what serving and training both run.
+
+A matrix library picks the order of its sums by the shape of the product, so that a token would get other bits among
+other tokens. `mm` (csrc/cpu/gemm.h) sums in one order whatever the shape. With it a token's projections and logits have
+the same bits in a trainer's batch, in a chunk of a prompt and at decoding. The gradient is torch's: nobody compares it
+with a server.
+
+On a device without that kernel, and in other types, a product is torch's.
+"""
+
+import math
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8serve.fp8 import ops
+
+_mm = torch.ops.fp8serve.mm.default
+_HAS_KERNEL = "cpu kernel" in ops.backends("cpu")["mm"]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return cast(Tensor, _mm(x, weight, bias, out_dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        want_dx, want_dw, want_db = ctx.needs_input_grad[:3]
+        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if want_dx else None
+        dw = (dy.t() @ x.to(dy.dtype)).to(weight.dtype) if want_dw else None
+        return dx, dw, dy.sum(0).to(ctx.bias_dtype) if want_db else None, None
+
+
+def is_own(x: Tensor, weight: Tensor) -> bool:
+    """Whether `product` of these is our kernel's."""
+    return _HAS_KERNEL and x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N] of `out_dtype`, or x's; differentiable.
+
+    In BF16 on a CPU a row does not depend on the others. Elsewhere the product is torch's in `out_dtype`.
+    """
+    dtype = out_dtype or x.dtype
+    if not is_own(x, weight):
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        return cast(Tensor, _Product.apply(x, weight, bias, dtype))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _mm(x, weight, bias, dtype))
+
+
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's linear of x [..., K], by `product` where that is our kernel's."""
+    if not is_own(x, weight):
+        return F.linear(x, weight, bias)
+    if x.dim() == 2:
+        return product(x, weight, bias)
+    return product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))

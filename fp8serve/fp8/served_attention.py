@@ -1,0 +1,128 @@
+"""Causal attention over flattened sequences as a server computes it, differentiable: what training runs.
+
+The forward pass is serving's own op, `paged_attention`, with the new keys and values for its cache, one token a block.
+A query's result depends on itself, its keys and its position alone (csrc/cpu/attention.h), so these are the bits of
+prefill, decoding, any chunk and any cached prefix. With the scales of an FP8 cache (`KvScale`) keys and values are cast
+as the server casts them.
+
+The backward pass is that of `causal_attention`, computed anew from queries, keys and values: its gradient is that of
+the same function, and no server computes one. The op is several times as fast as torch's attention forwards, so a step
+takes no longer. The cast to an FP8 cache passes gradients through.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8serve.fp8 import ops
+from fp8serve.fp8.attention import causal_attention, check_lengths
+
+E4M3 = torch.float8_e4m3fn
+_HAS_KERNEL = "cpu kernel" in ops.backends("cpu")["paged_attention"]
+_paged_attention = torch.ops.fp8serve.paged_attention.default
+_quantize = torch.ops.fp8serve.quantize.default
+
+
+@dataclass(frozen=True, slots=True)
+class KvScale:
+    """Multipliers of one layer's FP8 cache: `scale` FP32 [] to quantize, and its reciprocal."""
+
+    k: Tensor
+    v: Tensor
+    k_inv: Tensor
+    v_inv: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> "KvScale":
+        return cls(k, v, k.reciprocal(), v.reciprocal())
+
+
+class _Options(NamedTuple):
+    """Those of `causal_attention` that have no gradient."""
+
+    lengths: Sequence[int]
+    softmax_scale: float
+    window: int | None
+    softcap: float | None
+
+
+class _Served(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, scale: KvScale | None
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.options, ctx.scale = options, scale
+        return _paged(q, k, v, sinks, options, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks = cast(list[Tensor], [None if t is None else t.detach() for t in ctx.saved_tensors])
+        if ctx.scale is not None:
+            k, v = _rounded(k, ctx.scale.k, ctx.scale.k_inv), _rounded(v, ctx.scale.v, ctx.scale.v_inv)
+        wanted = [i for i in range(4) if ctx.needs_input_grad[i]]
+        leaves = [(q, k, v, sinks)[i].requires_grad_() for i in wanted]
+        options: _Options = ctx.options
+        with torch.enable_grad():
+            out = causal_attention(
+                q, k, v, options.lengths, options.softmax_scale, options.window, options.softcap, sinks
+            )
+        found = dict(zip(wanted, torch.autograd.grad(out, leaves, grad), strict=True))
+        return *(found.get(i) for i in range(4)), None, None
+
+
+def served_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    softmax_scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: KvScale | None = None,
+) -> Tensor:
+    """As `causal_attention`, with the bits of a server whose cache is in BF16, or in E4M3 by `scale`.
+
+    Where `is_served` does not hold it is `causal_attention`, or with a `scale` the reference's attention. Raises
+    ValueError if the lengths do not add up.
+    """
+    check_lengths(q, lengths)
+    if scale is None and not is_served(q):
+        return causal_attention(q, k, v, lengths, softmax_scale, window, softcap, sinks)
+    options = _Options(lengths, softmax_scale, window, softcap)
+    return cast(Tensor, _Served.apply(q, k, v, sinks, options, scale))  # type: ignore[no-untyped-call]
+
+
+def is_served(q: Tensor) -> bool:
+    """Whether a server's kernel computes attention of these queries: BF16 on a CPU, outside torch.compile."""
+    on_cpu = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return _HAS_KERNEL and on_cpu and not torch.compiler.is_compiling()
+
+
+def _paged(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, scale: KvScale | None) -> Tensor:
+    if scale is not None:
+        k, v = (_quantize(x, s, E4M3)[0] for x, s in ((k, scale.k), (v, scale.v)))
+    scales = (None, None) if scale is None else (scale.k_inv, scale.v_inv)
+    where = _tables(options.lengths, q.device)
+    scores = options.softmax_scale, options.window, options.softcap
+    return cast(Tensor, _paged_attention(q, k.unsqueeze(1), v.unsqueeze(1), *where, *scales, *scores, sinks))
+
+
+def _tables(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """int32 (block_tables [S, longest], context_lens [S], query_starts [S + 1]) where a block is one token."""
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+    tables = torch.arange(max(lengths, default=0), dtype=torch.int32) + starts[:-1, None]
+    return tables.to(device), counts.to(device), starts.to(device)
+
+
+def _rounded(x: Tensor, scale: Tensor, scale_inv: Tensor) -> Tensor:
+    """What an E4M3 cache holds of x, in x's type."""
+    q: Tensor = _quantize(x, scale, E4M3)[0]
+    return (q.float() * scale_inv).to(x.dtype)

@@ -1,0 +1,46 @@
+"""Where the log-probabilities that a server returns are those that training computes, to the last bit, and where not.
+
+On a CPU with our kernels both run the same products (fp8/own_product.py), the same attention (fp8/served_attention.py)
+and the same norms, rotations and casts, none of which lets a token's bits depend on its batch. What is left are recipes
+and models whose own arithmetic does: they are named here, for `/info`, for a run's events and for `log_probs`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from fp8serve.fp8.own_linear import own_products
+from fp8serve.fp8.recipe import Recipe, attends_in_fp8, depends_on_batch
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.rope import LongRope
+
+BATCH_SCALE = (
+    "A recipe with one scale for a whole input takes it in training from all tokens of the batch, in serving from each "
+    'token alone; train with granularity="row" (rowwise), or with delayed scaling.'
+)
+FP8_ATTENTION = "Training rounds queries and weights of attention to FP8 (fp8_dpa), which serving does not."
+LONG_ROPE = (
+    "LongRoPE takes its frequencies in training from each row's length, in serving from max_model_len, which is beyond "
+    "the trained context."
+)
+
+
+def differences(recipe: Recipe | None, config: ModelConfig, device: str, longest: int | None = None) -> Iterator[str]:
+    """Why a server's log-probabilities are not those of training under `recipe`, a sentence each; none: they are.
+
+    longest: the server's max_model_len; None: the model's longest sequence.
+    """
+    if torch.device(device).type != "cpu" or not own_products(device):
+        yield f"On {device} products do not run on our CPU kernels: their sums depend on the number of rows."
+    if depends_on_batch(recipe):
+        yield BATCH_SCALE
+    if attends_in_fp8(recipe):
+        yield FP8_ATTENTION
+    if config.computed_by is not None:
+        yield f"{config.architecture} is computed by transformers' class, whose own operations nobody held to this."
+    if any(_outgrown(rope.scaling, longest or config.max_length) for rope in config.layer_ropes if rope is not None):
+        yield LONG_ROPE
+
+
+def _outgrown(scaling: object, longest: int) -> bool:
+    return isinstance(scaling, LongRope) and longest > scaling.original_max_position_embeddings

@@ -1,0 +1,99 @@
+"""Log-probabilities over HTTP are those of training, to the last bit: every recipe, and every way in which a server can
+come to one."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.bench import parity
+from fp8serve.fp8.own_linear import own_products
+from tests.engine.tiny import write_model, write_scales
+from tests.patience import until
+from tests.server.process import Process, serving
+
+pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+STEP = 24  # tokens: a longer prompt is cut into chunks
+SERVED = {
+    **{recipe: (recipe, "bf16") for recipe in parity.RECIPES if recipe != "delayed"},
+    "delayed-fp8": ("delayed", "fp8"),
+}
+"""Beside "delayed", the server's first model: recipe and type of the cache by name. tests/train has the FP8 cache under
+the other recipes."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes of which no tile is a divisor; layers see 40 tokens, fewer than a row has."""
+    path = tmp_path_factory.mktemp("log-probs") / "delayed"
+    sizes = {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 4, "num_key_value_heads": 2}
+    write_model(path, "mistral", head_dim=40, sliding_window=40, **sizes)
+    write_scales(path, path / "scales.safetensors", kv=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Process]:
+    engine: dict[str, Any] = {"max_batch_tokens": STEP, "max_num_seqs": 8, "block_size": 4}
+    told = "".join(f",{name}={value}" for name, value in engine.items())
+    others = [
+        f"{name}={model},recipe={parity.served_as(recipe)},kv_cache_dtype={cache}{told}"
+        for name, (recipe, cache) in SERVED.items()
+    ]
+    options = {"model": str(model), "data_dir": str(model.parent / "data"), "models": others, **engine}
+    with serving(model.parent / "log", **options) as process:
+        until(lambda: states(process) == {"ready"}, "every model")
+        yield process
+        assert process.stop() == 0
+        assert "Traceback" not in process.log.read_text()
+
+
+def states(server: Process) -> set[str]:
+    return {found["state"] for found in server.client.get("/models").json()["models"]}
+
+
+def post(server: Process, route: str, body: Any) -> Any:
+    answer = server.client.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(256) for _ in range(length)] for length in (60, 9, 17, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "cache"),
+    [("delayed", "delayed", "bf16"), *((name, *how) for name, how in SERVED.items())],
+)
+def test_a_server_returns_the_log_probabilities_of_training(
+    server: Process, model: Path, name: str, recipe: str, cache: Any
+) -> None:
+    cached = server.metric("fp8serve_prompt_tokens_cached_total")
+    said = parity.ask(lambda route, body: post(server, route, body), name, prompts())
+    assert server.metric("fp8serve_prompt_tokens_cached_total") > cached
+    found = parity.compare(said, parity.training(model, recipe, cache))
+    assert {way: (count.equal, count.worst) for way, count in found.items()} == {
+        way: (count.tokens, 0.0) for way, count in found.items()
+    }
+    assert {way: count.tokens for way, count in found.items()} == {
+        "prompt": 8 + 16,
+        "prompt in chunks": 59,
+        "decoding": 4 * parity.NEW,
+        "cached prefix": parity.NEW // 2,
+        "among others": 4 * parity.NEW + 59 + 8 + 16,
+    }
+
+
+def test_the_server_says_where_they_differ(server: Process) -> None:
+    def because(name: str) -> list[str]:
+        engine = server.client.get("/info", params={"model": name}).json()["engine"]
+        assert engine["log_probs_as_trained"] is not bool(engine["log_probs_differ_because"])
+        return engine["log_probs_differ_because"]  # type: ignore[no-any-return]
+
+    found = {name: because(name) for name in ("delayed", *SERVED)}
+    assert [name for name, why in found.items() if why] == ["delayed-fp8"]
+    assert "FP8 cache" in found["delayed-fp8"][0]
