@@ -61,7 +61,7 @@ class Loaded:
     bans: Bans
     plan: CachePlan
     runner: Runner
-    frozen: dict[str, FrozenLinear]  # FP8 layers, by their names in the checkpoint
+    frozen: dict[str, FrozenLinear]  # FP8 layers but for the head, by their names in the checkpoint
     tiles: dict[str, tuple[int, ...]]  # heights in which a layer runs; see invariant.py
     graphs: GraphReport
     packer: Packer
@@ -81,6 +81,7 @@ class Loaded:
             "threads": torch.get_num_threads(),
             "dtype": str(next(self.runner.model.parameters()).dtype).removeprefix("torch."),
             "kv_cache_dtype": options.kv_cache_dtype,
+            "head_dtype": options.head_dtype,
             "max_model_len": self.plan.max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "max_batch_tokens": options.step_tokens,
@@ -124,8 +125,10 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
     sizes = None if on_gpu else plan(config, options, cache_dtype)  # before the weights: it is the cheaper refusal
     check_length(config, options)
-    model = load_servable(model_dir, parse_recipe(options.recipe), _path(options.scales), options.device)
+    recipe, given = parse_recipe(options.recipe), _path(options.scales)
+    model = load_servable(model_dir, recipe, given, options.device, head=options.head_dtype)
     frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+    frozen.pop(model.head_name, None)
     tiles = separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     sizes = sizes or plan_on_gpu(model, config, options, cache_dtype)
@@ -180,10 +183,9 @@ def separate_rows(model: Model, frozen: dict[str, FrozenLinear], options: Engine
 
 def _measured_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
     plain = {name: module for name, module in model.named_modules() if is_plain(module) and name != model.head_name}
-    head = model.head
-    dtype = cast(Tensor, head.weight).dtype
+    dtype = model.embedding.weight.dtype
     tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.step_tokens)
-    tiles |= make_row_independent(model, {model.head_name: head}, dtype, options.max_num_seqs)
+    tiles |= make_row_independent(model, {model.head_name: model.head}, dtype, options.max_num_seqs)
     return tiles
 
 

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Len
 
 from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
-from fp8serve.fp8.recipe import RecipeChoice, to_json
+from fp8serve.fp8.recipe import HeadDtype, RecipeChoice, to_json
 from fp8serve.options import About, check, known_fields
 
 KvDtype = Literal["bf16", "fp8"]
@@ -37,6 +37,9 @@ class EngineOptions:
         int | None, Ge(1), Le(1024), About("Threads that compute on a CPU.", unset="one for each core")
     ] = None
     kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = "bf16"
+    head_dtype: Annotated[HeadDtype, About("Element type of the matrix that makes logits; fp8: cast when loaded.")] = (
+        "bf16"
+    )
     task: Annotated[Task | None, About("What the model is served for.", unset="what its directory is for")] = None
     max_num_seqs: Annotated[int, Ge(1), About("Sequences that run at the same time.")] = 16
     max_model_len: Annotated[
