@@ -24,6 +24,7 @@ from fp8serve.engine.accelerator import (
 from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import is_plain, make_row_independent, own_products, use_own_products
+from fp8serve.engine.kept_prefixes import KeptPrefixes, kept_prefixes
 from fp8serve.engine.memory import CachePlan, check_length, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
@@ -66,6 +67,7 @@ class Loaded:
     graphs: GraphReport
     packer: Packer
     traffic: Traffic
+    kept: KeptPrefixes | None
 
     def info(self) -> dict[str, Any]:
         """JSON: the model, its numbers and its limits."""
@@ -145,7 +147,8 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     for note in chain.from_iterable(found):
         log.warning(note)
     traffic = Traffic(frozen, _calibrated(model_dir, frozen, options), options)
-    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic
+    kept = kept_prefixes(model_dir, config, options, sizes.max_model_len)
+    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, kept
     return Loaded(model_dir, options, config, *parts)
 
 

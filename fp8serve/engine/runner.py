@@ -6,7 +6,7 @@ own type or in E4M3 with one scale each per layer. Where attention is over laten
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """FP8 cannot be indexed everywhere; bytes can."""
+    return x.view(torch.uint8)
 
 
 class Runner:
@@ -104,6 +109,26 @@ class Runner:
         with self._counting(buffers.live_rows):
             self.graphs = GraphedDecode(self._compute, capture, buffers, self.block_size)
         self._recorded = Recorded(self.model)
+
+    def caches(self) -> dict[str, Tensor]:
+        """The cache, by names: "k" and "v", or, where both are one tensor, "k"."""
+        return {"k": self.k_cache} if self.v_cache is self.k_cache else {"k": self.k_cache, "v": self.v_cache}
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, in all layers."""
+        return sum(cache.nbytes for cache in self.caches().values()) // self.k_cache.size(1)
+
+    def copies(self, blocks: list[int]) -> dict[str, Tensor]:
+        """What the blocks hold, on the CPU: [layers, len(blocks), block_size, kv_heads, head_dim] each."""
+        index = torch.tensor(blocks, device=self.device)
+        return {name: _bytes(t).index_select(1, index).view(t.dtype).cpu() for name, t in self.caches().items()}
+
+    def fill(self, blocks: list[int], tensors: Mapping[str, Tensor]) -> None:
+        """Puts the first of what `copies` gave into the blocks."""
+        index = torch.tensor(blocks, device=self.device)
+        for name, cache in self.caches().items():
+            _bytes(cache).index_copy_(1, index, _bytes(tensors[name][:, : len(blocks)].to(self.device)))
 
     @contextmanager
     def _counting(self, live_rows: Tensor) -> Iterator[None]:

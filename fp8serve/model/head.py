@@ -1,9 +1,9 @@
 """The matrix that makes logits, in FP8 by choice.
 
-It is the largest of a small model: 21 % of SmolLM2's parameters, read whole for every token. In FP8 a step reads half of
-it. Each output channel has a scale from its own amax. On a CPU inputs stay in BF16, as in the recipe w8a16, which is as
-fast there and closer to the model; a GPU multiplies alike operands only, so there each token's input is cast, as in the
-recipe rowwise. A head that is the embedding, too, becomes a matrix of its own, and the embedding stays as it is.
+It is the largest of a small model: 21 % of SmolLM2's parameters, read whole for every token. In FP8 a step reads half
+of it. Each output channel has a scale from its own amax. On a CPU inputs stay in BF16, as in the recipe w8a16, which is
+as fast there and closer to the model; a GPU multiplies alike operands only, so there each token's input is cast, as in
+the recipe rowwise. A head that is the embedding, too, becomes a matrix of its own, and the embedding stays as it is.
 """
 
 from typing import cast
