@@ -23,10 +23,11 @@ import torch
 
 import fp8serve
 from fp8serve.engine.kv_cache import BlockPool
+from fp8serve.engine.memory import CachePlan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.prefix_file import SUFFIX, Prefixes, read, remove_left_overs, write
 from fp8serve.engine.runner import Runner
-from fp8serve.errors import MachineError, ModelError
+from fp8serve.errors import MachineError, ModelError, RequestError
 from fp8serve.fp8 import ops
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.rope import LongRope
@@ -97,12 +98,19 @@ class KeptPrefixes:
 
 
 def kept_prefixes(
-    model_dir: Path, config: ModelConfig, options: EngineOptions, max_model_len: int
+    model_dir: Path, config: ModelConfig, options: EngineOptions, sizes: CachePlan
 ) -> KeptPrefixes | None:
-    """Of an engine with these options, if they ask for it. MachineError: the directory cannot be made."""
+    """Of an engine with these options, if they ask for it.
+
+    RequestError: the limit is less than a block. MachineError: the directory cannot be made.
+    """
     if options.cache_dir is None:
         return None
-    folder = Path(options.cache_dir)
+    folder, most_bytes = Path(options.cache_dir), options.cache_dir_bytes or DEFAULT_BYTES
+    if most_bytes < sizes.block_bytes:
+        raise RequestError(
+            f"cache_dir_bytes ({most_bytes:,}) is less than one block of the cache ({sizes.block_bytes:,}); allow more."
+        )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as problem:
@@ -112,12 +120,12 @@ def kept_prefixes(
     chosen = {name: getattr(options, name) for name in ("recipe", "kv_cache_dtype", "block_size")}
     chosen["scales"] = None if options.scales is None else str(Path(options.scales).resolve())
     # only where the angles of keys depend on it: it may be what memory allows, and other at every start
-    chosen["length"] = max_model_len if any(isinstance(r.scaling, LongRope) for r in config.layer_ropes if r) else None
+    is_long = any(isinstance(rope.scaling, LongRope) for rope in config.layer_ropes if rope)
+    chosen["length"] = sizes.max_model_len if is_long else None
     said = _digest({"model": str(model_dir.resolve()), **chosen})
     path = folder / f"{model_dir.resolve().name[:64]}-{said[:12]}{SUFFIX}"
     fingerprint = _digest({**chosen, **_of_weights(model_dir, options), **_of_machine(options)})
-    limits = options.cache_dir_bytes or DEFAULT_BYTES, options.cache_dir_seconds or DEFAULT_SECONDS
-    return KeptPrefixes(path, model_dir, fingerprint, *limits)
+    return KeptPrefixes(path, model_dir, fingerprint, most_bytes, options.cache_dir_seconds or DEFAULT_SECONDS)
 
 
 def _of_weights(model_dir: Path, options: EngineOptions) -> dict[str, object]:

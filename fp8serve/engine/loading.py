@@ -147,7 +147,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     for note in chain.from_iterable(found):
         log.warning(note)
     traffic = Traffic(frozen, _calibrated(model_dir, frozen, options), options)
-    kept = kept_prefixes(model_dir, config, options, sizes.max_model_len)
+    kept = kept_prefixes(model_dir, config, options, sizes)
     parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, kept
     return Loaded(model_dir, options, config, *parts)
 

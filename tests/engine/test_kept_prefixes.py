@@ -19,8 +19,8 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError
+from tests.patience import until
 
-from ..patience import until
 from .test_independence import MODES, engine, large_dir, request, run  # noqa: F401  # a fixture
 from .tiny import write_model
 
@@ -200,7 +200,7 @@ async def test_a_process_that_ends_cleanly_keeps_them(model_dir: Path, tmp_path:
         found.append([output.token_ids async for output in client.generate(mine)])
         hits = (await client.stats())["prefix_restored_hit_tokens_total"]
         assert hits == (0 if len(found) == 1 else len(PROMPTS[0]) // 4 * 4)
-        await {"close": client.close, "drain": lambda: client.drain(1.0), "kill": lambda: client.kill("x")}[ends]()
+        await (client.close() if ends == "close" else client.drain(1.0) if ends == "drain" else client.kill("ended"))
     assert found[0] == found[1] == found[2]
 
 
@@ -222,3 +222,5 @@ def test_a_place_that_is_no_directory_is_refused(model_dir: Path, tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(Fp8ServeError, match="cannot hold the prefix cache"):
         started(model_dir, tmp_path / "file")
+    with pytest.raises(RequestError, match="less than one block"):
+        started(model_dir, tmp_path / "kept", cache_dir_bytes=1)
