@@ -27,7 +27,7 @@ from fp8serve.engine.memory import CachePlan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.prefix_file import SUFFIX, Prefixes, read, remove_left_overs, write
 from fp8serve.engine.runner import Runner
-from fp8serve.errors import MachineError, ModelError, RequestError
+from fp8serve.errors import MachineError, ModelError, RequestError, one_line
 from fp8serve.fp8 import ops
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.rope import LongRope
@@ -80,10 +80,15 @@ class KeptPrefixes:
     def _begin(self, pool: BlockPool, runner: Runner) -> None:
         chosen = pool.recent()[: self._most_bytes // runner.block_bytes]
         hashes = [key for key, _ in chosen]
-        if hashes and hashes != self._written:
+        if not hashes or hashes == self._written:
+            return
+        try:
             found = Prefixes(hashes, runner.copies([block for _, block in chosen]))
-            self._thread = Thread(target=self._write, args=(found,), daemon=True)
-            self._thread.start()
+        except (RuntimeError, MemoryError) as problem:  # torch's own when memory is short; the cache itself is sound
+            log.warning("The prefix cache is not kept this time, for want of memory: %s.", one_line(problem))
+            return
+        self._thread = Thread(target=self._write, args=(found,), daemon=True)
+        self._thread.start()
 
     def _write(self, found: Prefixes) -> None:
         try:

@@ -40,7 +40,7 @@ def write(path: Path, found: Prefixes, fingerprint: str, model: str) -> None:
     """Replaces the file at `path`. OSError: there is no room, or it is not ours to write; then the old one stays."""
     hashes = torch.frombuffer(bytearray(b"".join(found.hashes)), dtype=torch.uint8).view(-1, HASH_BYTES)
     tensors = {"hashes": hashes, **found.tensors}
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp-{os.urandom(4).hex()}-{os.getpid()}")
     try:
         save_file(tensors, temporary, {"fingerprint": fingerprint, "digest": _digest(tensors), "model": model})
         temporary.chmod(0o600)

@@ -120,15 +120,24 @@ class Runner:
         return sum(cache.nbytes for cache in self.caches().values()) // self.k_cache.size(1)
 
     def copies(self, blocks: list[int]) -> dict[str, Tensor]:
-        """What the blocks hold, on the CPU: [layers, len(blocks), block_size, kv_heads, head_dim] each."""
+        """What the blocks hold, on the CPU: [layers, len(blocks), block_size, kv_heads, head_dim] each.
+
+        Layer by layer: a GPU that the cache fills has no room for more.
+        """
         index = torch.tensor(blocks, device=self.device)
-        return {name: _bytes(t).index_select(1, index).view(t.dtype).cpu() for name, t in self.caches().items()}
+        found = {}
+        for name, cache in self.caches().items():
+            found[name] = torch.empty((len(cache), len(blocks), *cache.shape[2:]), dtype=cache.dtype)
+            for into, layer in zip(found[name], cache, strict=True):
+                _bytes(into).copy_(_bytes(layer).index_select(0, index))
+        return found
 
     def fill(self, blocks: list[int], tensors: Mapping[str, Tensor]) -> None:
         """Puts the first of what `copies` gave into the blocks."""
         index = torch.tensor(blocks, device=self.device)
         for name, cache in self.caches().items():
-            _bytes(cache).index_copy_(1, index, _bytes(tensors[name][:, : len(blocks)].to(self.device)))
+            for layer, given in zip(cache, tensors[name], strict=True):
+                _bytes(layer).index_copy_(0, index, _bytes(given[: len(blocks)]).to(self.device))
 
     @contextmanager
     def _counting(self, live_rows: Tensor) -> Iterator[None]:

@@ -170,7 +170,7 @@ def test_it_is_written_while_the_engine_runs(model_dir: Path, tmp_path: Path) ->
     until(lambda: any(not path.name.startswith(".") for path in tmp_path.iterdir()))
 
 
-def test_a_disk_that_is_full_leaves_the_old_file(
+def test_a_full_disk_or_memory_leaves_the_old_file(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = started(model_dir, tmp_path)
@@ -182,10 +182,16 @@ def test_a_disk_that_is_full_leaves_the_old_file(
         path.write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
+    def no_memory(blocks: Any) -> None:
+        raise RuntimeError("not enough memory: you tried to allocate 4 bytes")
+
     monkeypatch.setattr(prefix_file, "save_file", full)
     first.generate(PROMPTS[1:], **SAMPLING)
     first.save_prefixes()
     assert "No space left" in caplog.text
+    monkeypatch.setattr(first.loaded.runner, "copies", no_memory)
+    first.save_prefixes()
+    assert "for want of memory" in caplog.text
     assert file_of(tmp_path).read_bytes() == before
     monkeypatch.undo()
     first.save_prefixes()
