@@ -1,6 +1,7 @@
 """The head in FP8: what it computes, what it leaves as it was, and who has none."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fp8serve.model.checkpoint import load_servable
 from .tiny import write_model
 
 PROMPTS = [[256, *b"Once upon a time"], [256, *b"To be"]]
-PACKABLE = {"hidden_size": 128, "vocab_size": 272}
+PACKABLE: dict[str, Any] = {"hidden_size": 128, "vocab_size": 272}
 
 
 @pytest.mark.parametrize("tied", [True, False])
