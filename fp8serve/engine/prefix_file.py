@@ -66,7 +66,8 @@ def read(path: Path, fingerprint: str, like: Mapping[str, Tensor]) -> Prefixes:
         tensors = load_file(path)
     except (SafetensorError, UnicodeDecodeError) as problem:
         raise ModelError(f"which is damaged ({problem})") from None
-    blocks = entries["hashes"].shape[0] if "hashes" in entries else 0
+    named = entries.get("hashes")
+    blocks = named.shape[0] if named is not None and named.shape else 0
     shapes = {name: ((t.size(0), blocks, *t.shape[2:]), t.dtype) for name, t in like.items()}
     shapes["hashes"] = (blocks, HASH_BYTES), torch.uint8
     if {name: (entry.shape, entry.dtype) for name, entry in entries.items()} != shapes:
