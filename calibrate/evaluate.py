@@ -13,7 +13,7 @@ import torch
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import Recipe, RecipeChoice, from_name, name_of
+from fp8serve.fp8.recipe import HeadDtype, Recipe, RecipeChoice, from_name, name_of
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -39,13 +39,15 @@ def evaluate(
     *,
     recipe: RecipeChoice | Recipe = "stored",
     scales: Path | str | None = None,
+    head_dtype: HeadDtype = "bf16",
     progress: Progress | None = None,
     command: str | None = None,
     **options: Any,
 ) -> EvalReport:
     """Perplexity of `model_dir` under `recipe` ("stored": the FP8 that lies in it), and its distance from `against`.
 
-    recipe: a name, as on the command line, or a Recipe.
+    recipe: a name, as on the command line, or a Recipe. head_dtype: "fp8" measures the model with its head cast as
+    serving does by this choice; the head's noise is in the logits, and in no record of `layers`.
     options: the fields of SampleOptions. `against`: a directory run in BF16, with the same vocabulary; it adds its
     perplexity, KL(against || model), agreement on the likeliest token, and the SQNR of every FP8 linear against the
     linear of the same name there. command: how a reader of the report repeats it; None: this call.
@@ -55,7 +57,7 @@ def evaluate(
     check_device(asked.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
-        model = load_servable(source, named(recipe), scales=scales, device=asked.device)
+        model = load_servable(source, named(recipe), scales=scales, device=asked.device, head=head_dtype)
         reference = None if against is None else _reference(model, source, Path(against), asked.device)
         limit, notes = fitting(asked.seq_len, *(m.config for m in (model, reference) if m is not None))
         found = load_samples(
@@ -63,6 +65,7 @@ def evaluate(
             count=asked.samples, seq_len=limit, seed=asked.seed,
         )  # fmt: skip
     told = {"data": data, "against": against, "recipe": recipe, "scales": scales}
+    told |= {} if head_dtype == "bf16" else {"head_dtype": head_dtype}
     batches = make_batches(found, asked.batch_size, asked.device)
     quality, layers = _measure(model, reference, batches, stages)
     tokens = sum(batch.tokens for batch in batches)
@@ -80,6 +83,7 @@ def evaluate(
         documents=documents(found),
         tokens=tokens,
         made=made(command or call("evaluate", source, **told, **options)),
+        head_dtype=head_dtype,
     )
 
 
@@ -101,6 +105,7 @@ def _measure(
 ) -> tuple[Quality, tuple[LayerReport, ...]]:
     """Of the tokens, and with a reference of every FP8 linear."""
     linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
+    linears.pop(model.head_name, None)
     tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
     for batch in stages.steps("evaluate", batches):
         with compared(linears, dict((reference or model).named_modules()), layers):

@@ -57,7 +57,7 @@ def _kept_cost(kept: KeptReport) -> str:
 def eval_table(report: EvalReport, worst: int = 5) -> Table:
     """What the terminal shows after `fp8serve eval`."""
     quality = report.quality
-    table = Table(title=f"{report.model} ({report.recipe})", title_justify="left", show_header=False)
+    table = Table(title=f"{report.model} ({report.runs_as})", title_justify="left", show_header=False)
     table.add_row("perplexity", number(quality.perplexity) + f" over {quality.tokens:,} tokens")
     read = f"{report.tokens:,} tokens of {', '.join(report.source)}"
     table.add_row("read", f"{read} ({counts(report.samples, report.documents)})")

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fp8serve.errors import DataError
+from fp8serve.fp8.recipe import HeadDtype
 
 HISTORY_SHOWN = 64  # newest amaxes per tensor in the report; scales.safetensors holds the whole history
 
@@ -265,6 +266,12 @@ class EvalReport:
     documents: int = 0  # examples that the samples come from
     tokens: int = 0  # read; those that were scored are `quality.tokens`
     made: Made | None = None
+    head_dtype: HeadDtype = "bf16"
+
+    @property
+    def runs_as(self) -> str:
+        """The recipe, and what of the head is not as in the directory."""
+        return self.recipe if self.head_dtype == "bf16" else f"{self.recipe}, head in {self.head_dtype.upper()}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)

@@ -78,7 +78,7 @@ def _evaluation_cards(report: EvalReport) -> str:
     quality = report.quality
     cards = {
         "Perplexity": (number(quality.perplexity), f"of {quality.tokens:,} tokens"),
-        "Recipe": (report.recipe, f"{len(report.layers)} FP8 layers compared" if report.layers else ""),
+        "Recipe": (report.runs_as, f"{len(report.layers)} FP8 layers compared" if report.layers else ""),
         "Time": (f"{report.seconds:.1f} s", f"{report.samples} samples"),
     }
     if report.against is not None:
@@ -95,5 +95,5 @@ def _measured(report: EvalReport) -> str:
     """One sentence: on what, and against what."""
     where = f"{report.quality.tokens:,} tokens of {', '.join(report.source)}"
     if report.against is None:
-        return f"Perplexity {number(report.quality.perplexity)} on {where}, under the recipe {report.recipe}."
-    return f"{report.model} under the recipe {report.recipe}, against {report.against} in high precision, on {where}."
+        return f"Perplexity {number(report.quality.perplexity)} on {where}, under the recipe {report.runs_as}."
+    return f"{report.model} under the recipe {report.runs_as}, against {report.against} in high precision, on {where}."

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le, Len
 from fp8serve.calibration.options import SHIPPED, Files
 from fp8serve.engine.options import EngineOptions, KvDtype
 from fp8serve.errors import JobError
-from fp8serve.fp8.recipe import NAMES
+from fp8serve.fp8.recipe import NAMES, HeadDtype
 from fp8serve.options import About, check, options_of
 
 Prompt = Annotated[int, Ge(1), About("Tokens of each prompt.")]
@@ -37,6 +37,7 @@ class NumericsOptions(Checked):
 class EngineLoad(Checked):
     recipe: Annotated[str, About("Recipe, bf16, or 'stored': what the directory stores.")] = _ENGINE["recipe"]
     kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = _ENGINE["kv_cache_dtype"]
+    head_dtype: Annotated[HeadDtype, About("Element type of the matrix that makes logits.")] = _ENGINE["head_dtype"]
     batches: Annotated[
         tuple[Annotated[int, Ge(1)], ...], Len(1), About("Sequences decoded together.", flag="--batch")
     ] = (1, 4, 8, 16)

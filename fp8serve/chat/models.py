@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, Self
 
 from annotated_types import Ge, Le
 
@@ -56,7 +56,10 @@ class RemoteModel:
 
 
 class LocalModel:
-    """A model directory, loaded into this process. ModelError: it has no chat template."""
+    """A model directory, loaded into this process, whose prefixes are kept at the end of a `with`, if they are to be.
+
+    ModelError: it has no chat template.
+    """
 
     def __init__(self, directory: Path, options: Mapping[str, Any]) -> None:
         from fp8serve.engine.engine import Engine
@@ -87,6 +90,12 @@ class LocalModel:
                 yield piece
                 if interrupted():
                     raise KeyboardInterrupt
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._engine.save_prefixes()
 
     def _run(self, request_id: str) -> Iterator[Piece]:
         """Steps of the engine until the request has ended; a piece for each, so that interrupts are seen in between."""

@@ -85,7 +85,8 @@ def _model(
         directory = find_model(str(model))
         if talking:
             remark(f"Loading {directory} ...")
-        yield LocalModel(directory, engine.values)
+        with LocalModel(directory, engine.values) as local:
+            yield local
 
 
 def _questions(by_line: bool) -> list[str]:

@@ -7,9 +7,9 @@ scores: how far its vectors and scores moved, and whether the same texts are fou
 Examples:
   fp8serve eval ./llama-fp8 --data held-out.jsonl
   fp8serve eval ./llama-fp8 --data held-out.jsonl --against ./llama --report eval.html
+  fp8serve eval ./llama-fp8 --head-dtype fp8 --against ./llama
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ import typer
 
 from fp8serve.calibration.options import EvaluationOptions
 from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.errors import RequestError
 from fp8serve.terminal import (
     AsJson,
     Model,
@@ -49,7 +50,7 @@ def command(
     from fp8serve.calibration.report import eval_table
 
     if task_of(directory) != "generate":
-        return _encoder(context, directory, reference, options.values, (model, against), report_file, json)
+        return _encoder(context, directory, reference, dict(options.values), (model, against), report_file, json)
     with stages("Evaluating") as progress:
         report = evaluate(directory, against=reference, progress=progress, command=typed(context), **options.values)
     report = replace(report, model=model, against=against)  # as they were named: a directory may lie in a cache
@@ -62,11 +63,13 @@ def _encoder(
     context: typer.Context,
     directory: Path,
     reference: Path | None,
-    options: Mapping[str, Any],
+    options: dict[str, Any],
     names: tuple[str, str | None],
     report_file: Path | None,
     json: bool,
 ) -> None:
+    if options.pop("head_dtype") != "bf16":
+        raise RequestError(f"{names[0]} makes no logits of tokens; leave --head-dtype out.")
     from fp8serve.calibration.encoder_evaluate import evaluate_encoder
     from fp8serve.calibration.encoder_result import encoder_eval_table
     from fp8serve.calibration.page.encoder_pages import html_encoder_evaluation

@@ -59,6 +59,7 @@ def command(
 
     running = Engine(directory, **engine.values)
     done = running.generate(asked, **sampling.values)
+    running.save_prefixes()
     if running.options.speculative_tokens:
         print(_drafts(running.stats()), file=sys.stderr)
     _show([_as_dict(prompt, completion) for prompt, completion in zip(asked, done, strict=True)], json)

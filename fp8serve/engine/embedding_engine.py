@@ -93,11 +93,15 @@ class EncoderEngine:
     def pack_weights(self, seconds: float = 0.0) -> bool:
         return False
 
+    def save_prefixes(self) -> None:
+        """There are none to keep."""
+
     def stats(self) -> dict[str, Any]:
         """The counters of `Engine.stats`."""
         none = dict.fromkeys((
             "running", "waiting", "kv_blocks", "kv_blocks_used", "kv_usage", "generated_tokens_total",
             "preemptions_total", "prefix_queried_tokens_total", "prefix_hit_tokens_total",
+            "prefix_restored_hit_tokens_total",
             "drafts_total", "draft_tokens_total", "accepted_draft_tokens_total",
         ), 0)  # fmt: skip
         computed = self._totals["computed"]

@@ -56,6 +56,8 @@ class Engine:
         self.eos_ids = self.loaded.config.eos_token_ids
         self.limits = self.loaded.limits()
         self.scheduler = _scheduler(self.options, self.limits.num_blocks)
+        if self.loaded.kept is not None:
+            self.loaded.kept.restore(self.scheduler.pool, self.loaded.runner)
         self._live: dict[str, tuple[Sequence, TextStream]] = {}
         self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
@@ -106,9 +108,12 @@ class Engine:
         self.pack_weights(self._step_seconds)
         began = time.perf_counter()
         try:
-            return self._compute(work)
+            outputs = self._compute(work)
         finally:
             self._step_seconds = time.perf_counter() - began
+        if self.loaded.kept is not None:
+            self.loaded.kept.save_if_due(self.scheduler.pool, self.loaded.runner)
+        return outputs
 
     def pack_weights(self, seconds: float = math.inf) -> bool:
         """For at most about `seconds`: what makes coming steps faster (packing.py). Whether something is left to do."""
@@ -172,6 +177,7 @@ class Engine:
             "preemptions_total": scheduler.num_preemptions,
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
             "prefix_hit_tokens_total": scheduler.num_prefix_hits,
+            "prefix_restored_hit_tokens_total": scheduler.num_restored_hits,
             "finished_total": {reason: self._finished[reason] for reason in ("stop", "length", "abort", "error")},
             **self.loaded.traffic.stats(),
         }
@@ -199,6 +205,14 @@ class Engine:
         except OSError as error:
             raise MachineError(f"{path} cannot be written: {error.strerror}.") from None
         return len(checkpoint.tensors)
+
+    def save_prefixes(self) -> None:
+        """Writes the prefix cache to `cache_dir`, if there is one, as whoever ends an engine does last.
+
+        Not for an engine whose weights were changed since it was loaded: prefixes of others are in its cache.
+        """
+        if self.loaded.kept is not None:
+            self.loaded.kept.save(self.scheduler.pool, self.loaded.runner)
 
     def _rows(self) -> dict[str, int]:
         return self.loaded.rows(self._totals["computed"], self._totals["sampled"])

@@ -16,6 +16,7 @@ Costs: O(blocks touched) for every call; one BLAKE2b of a block's tokens, once p
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence as Items
 from hashlib import blake2b
 
 from fp8serve.engine.sequence import Sequence
@@ -34,6 +35,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks  # block -> hash it is published under
         self._free = OrderedDict.fromkeys(range(num_blocks))  # next to be taken first
         self._coming: dict[bytes, Sequence] = {}  # hash of a block to be published -> who computes it
+        self._restored: set[int] = set()  # blocks whose contents came from a file
 
     @property
     def num_free(self) -> int:
@@ -103,6 +105,28 @@ class BlockPool:
         seq.block_table = []
         seq.num_computed = 0
 
+    def recent(self) -> list[tuple[bytes, int]]:
+        """(hash, block) of every published block: those in use first, then the others, most recently used first."""
+        held = [block for block in self._published.values() if self._holders[block]]
+        blocks = (*held, *reversed(self._free))
+        return [(key, block) for block in blocks if (key := self._hashes[block]) is not None]
+
+    def restore(self, hashes: Items[bytes]) -> list[int]:
+        """Publishes the first of `hashes`, the most recently used first, in a pool that was never used; the blocks,
+        which the caller fills."""
+        blocks = list(range(min(self.num_blocks, len(hashes))))
+        for key, block in zip(hashes, blocks, strict=False):
+            self._published[key], self._hashes[block] = block, key
+        for block in reversed(blocks):
+            self._free.move_to_end(block)
+        self._restored = set(blocks)
+        return blocks
+
+    def restored_tokens(self, seq: Sequence) -> int:
+        """Of the tokens that an admitted `seq` found in the cache those that came from a file."""
+        found = seq.block_table[: seq.num_computed // self.block_size]
+        return self.block_size * sum(block in self._restored for block in found)
+
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """The blocks of the longest cached prefix that leaves a token to compute."""
         found: list[int] = []
@@ -140,6 +164,7 @@ class BlockPool:
         if (key := self._hashes[block]) is not None:
             del self._published[key]
             self._hashes[block] = None
+        self._restored.discard(block)
         self._holders[block] = 1
         return block
 

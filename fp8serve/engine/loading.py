@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8serve.engine.accelerator import (
     GraphReport,
@@ -24,6 +24,7 @@ from fp8serve.engine.accelerator import (
 from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import make_row_independent
+from fp8serve.engine.kept_prefixes import KeptPrefixes, kept_prefixes
 from fp8serve.engine.memory import CachePlan, check_length, plan
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
@@ -54,6 +55,7 @@ CACHE = (
     'kv_cache_dtype="fp8", and a trainer of your own with Forward(..., cache=scales).'
 )
 ROLLS = "Scales of inputs follow the traffic (roll_history), and a trainer has those that were stored."
+HEAD = "The head is in FP8 (head_dtype), and training computes logits in BF16."
 GPU_HEAD_DIM = 512  # csrc/cuda/attention.cu
 
 
@@ -69,11 +71,12 @@ class Loaded:
     bans: Bans
     plan: CachePlan
     runner: Runner
-    frozen: dict[str, FrozenLinear]  # FP8 layers, by their names in the checkpoint
+    frozen: dict[str, FrozenLinear]  # FP8 layers but for the head, by their names in the checkpoint
     tiles: dict[str, tuple[int, ...]]  # heights in which a layer runs; see invariant.py
     graphs: GraphReport
     packer: Packer
     traffic: Traffic
+    kept: KeptPrefixes | None
     differences: list[str]  # why log-probabilities are not those of training; see model/parity.py
 
     def info(self) -> dict[str, Any]:
@@ -90,6 +93,7 @@ class Loaded:
             "threads": torch.get_num_threads(),
             "dtype": str(next(self.runner.model.parameters()).dtype).removeprefix("torch."),
             "kv_cache_dtype": options.kv_cache_dtype,
+            "head_dtype": options.head_dtype,
             "max_model_len": self.plan.max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "max_batch_tokens": options.step_tokens,
@@ -135,8 +139,10 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
     sizes = None if on_gpu else plan(config, options, cache_dtype)  # before the weights: it is the cheaper refusal
     check_length(config, options)
-    model = load_servable(model_dir, parse_recipe(options.recipe), _path(options.scales), options.device)
+    recipe, given = parse_recipe(options.recipe), _path(options.scales)
+    model = load_servable(model_dir, recipe, given, options.device, head=options.head_dtype)
     frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+    frozen.pop(model.head_name, None)
     scales_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
     tiles = separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
@@ -155,10 +161,12 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
         log.warning(note)
     calibrated = _calibrated(model_dir, frozen, options)
     traffic = Traffic(frozen, calibrated, options)
+    kept = kept_prefixes(model_dir, config, options, sizes)
     trained = Float8CurrentScaling() if scales_batch else calibrated.rules
     differences = list(parity.differences(trained, config, options.device, sizes.max_model_len))
-    differences += [text for text, holds in ((CACHE, scales is not None), (ROLLS, options.roll_history)) if holds]
-    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, differences
+    of_options = ((CACHE, scales is not None), (ROLLS, options.roll_history), (HEAD, options.head_dtype != "bf16"))
+    differences += [text for text, holds in of_options if holds]
+    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, kept, differences
     return Loaded(model_dir, options, config, *parts)
 
 
@@ -196,10 +204,9 @@ def separate_rows(model: Model, frozen: dict[str, FrozenLinear], options: Engine
 
 def _measured_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
     plain = {name: module for name, module in model.named_modules() if is_plain(module) and name != model.head_name}
-    head = model.head
-    dtype = cast(Tensor, head.weight).dtype
+    dtype = model.embedding.weight.dtype
     tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.step_tokens)
-    tiles |= make_row_independent(model, {model.head_name: head}, dtype, options.max_num_seqs)
+    tiles |= make_row_independent(model, {model.head_name: model.head}, dtype, options.max_num_seqs)
     return tiles
 
 

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Len
 
 from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
-from fp8serve.fp8.recipe import RecipeChoice, to_json
+from fp8serve.fp8.recipe import HeadDtype, RecipeChoice, to_json
 from fp8serve.options import About, check, known_fields
 
 KvDtype = Literal["bf16", "fp8"]
@@ -37,6 +37,9 @@ class EngineOptions:
         int | None, Ge(1), Le(1024), About("Threads that compute on a CPU.", unset="one for each core")
     ] = None
     kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = "bf16"
+    head_dtype: Annotated[HeadDtype, About("Element type of the matrix that makes logits; fp8: cast when loaded.")] = (
+        "bf16"
+    )
     task: Annotated[Task | None, About("What the model is served for.", unset="what its directory is for")] = None
     max_num_seqs: Annotated[int, Ge(1), About("Sequences that run at the same time.")] = 16
     max_model_len: Annotated[
@@ -71,6 +74,15 @@ class EngineOptions:
     cuda_graphs: Annotated[
         bool | None, About("Replay decoding steps.", unset="on a GPU", flag="--cuda-graphs/--no-cuda-graphs")
     ] = None
+    cache_dir: Annotated[
+        str | None,
+        Len(1),
+        About("Directory that keeps the prefix cache across restarts.", unset="none", metavar="DIR", private=True),
+    ] = None
+    cache_dir_bytes: Annotated[int | None, Ge(1), About("Bytes of the prefix cache kept there.", unset="1 GiB")] = None
+    cache_dir_seconds: Annotated[
+        float | None, Gt(0), About("Seconds between two writes while the engine runs.", unset="300")
+    ] = None
     drift_window: Annotated[int, Ge(1), About("Computed tokens between two looks at the range of inputs.")] = 8192
     drift_alarm: Annotated[
         float, Gt(0), About("Times what calibration saw at most, beyond which a layer's inputs are reported.")
@@ -83,6 +95,13 @@ class EngineOptions:
             raise RequestError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), "
                 "or a step could not give every running request a token."
+            )
+        if self.cache_dir is None and (self.cache_dir_bytes or self.cache_dir_seconds):
+            name = "cache_dir_bytes" if self.cache_dir_bytes else "cache_dir_seconds"
+            raise RequestError(f"{name} is for a prefix cache that is kept; name a cache_dir, or leave it out.")
+        if self.cache_dir is not None and self.roll_history:
+            raise RequestError(
+                "cache_dir keeps what fixed scales made, and with roll_history they follow the traffic; leave one out."
             )
         if not self.device.startswith("cuda") and (self.gpu_memory is not None or self.cuda_graphs):
             name = "cuda_graphs" if self.gpu_memory is None else "gpu_memory"

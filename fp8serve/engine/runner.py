@@ -6,7 +6,7 @@ own type or in E4M3 with one scale each per layer. Where attention is over laten
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -37,6 +37,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """FP8 cannot be indexed everywhere; bytes can."""
+    return x.view(torch.uint8)
 
 
 class Runner:
@@ -94,6 +99,35 @@ class Runner:
         with self._counting(buffers.live_rows):
             self.graphs = GraphedDecode(self._compute, capture, buffers, self.block_size)
         self._recorded = Recorded(self.model)
+
+    def caches(self) -> dict[str, Tensor]:
+        """The cache, by names: "k" and "v", or, where both are one tensor, "k"."""
+        return {"k": self.k_cache} if self.v_cache is self.k_cache else {"k": self.k_cache, "v": self.v_cache}
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, in all layers."""
+        return sum(cache.nbytes for cache in self.caches().values()) // self.k_cache.size(1)
+
+    def copies(self, blocks: list[int]) -> dict[str, Tensor]:
+        """What the blocks hold, on the CPU: [layers, len(blocks), block_size, kv_heads, head_dim] each.
+
+        Layer by layer: a GPU that the cache fills has no room for more.
+        """
+        index = torch.tensor(blocks, device=self.device)
+        found = {}
+        for name, cache in self.caches().items():
+            found[name] = torch.empty((len(cache), len(blocks), *cache.shape[2:]), dtype=cache.dtype)
+            for into, layer in zip(found[name], cache, strict=True):
+                _bytes(into).copy_(_bytes(layer).index_select(0, index))
+        return found
+
+    def fill(self, blocks: list[int], tensors: Mapping[str, Tensor]) -> None:
+        """Puts the first of what `copies` gave into the blocks."""
+        index = torch.tensor(blocks, device=self.device)
+        for name, cache in self.caches().items():
+            for layer, given in zip(cache, tensors[name], strict=True):
+                _bytes(layer).index_copy_(0, index, _bytes(given[: len(blocks)]).to(self.device))
 
     @contextmanager
     def _counting(self, live_rows: Tensor) -> Iterator[None]:

@@ -164,6 +164,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queried = 0  # tokens of admitted sequences
         self.num_prefix_hits = 0  # tokens of these that were found in the cache
+        self.num_restored_hits = 0  # tokens of these that an earlier process computed
 
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
@@ -311,4 +312,5 @@ class Scheduler:
         seq.status = Status.RUNNING
         self.num_prefix_queried += len(seq.token_ids)
         self.num_prefix_hits += seq.num_computed
+        self.num_restored_hits += self.pool.restored_tokens(seq)
         return seq

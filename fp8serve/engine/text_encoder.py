@@ -100,6 +100,10 @@ def _check(options: EngineOptions, task: Task) -> None:
         raise RequestError(f"task is {options.task!r}, and the model was opened to {task}; leave one of the two out.")
     if options.speculative_tokens:
         raise RequestError(f"A model that is there to {task} writes nothing to draft; leave speculative_tokens out.")
+    if options.head_dtype != "bf16":
+        raise RequestError(f"A model that is there to {task} makes no logits of tokens; leave head_dtype out.")
+    if options.cache_dir is not None:
+        raise RequestError(f"A model that is there to {task} has no prefix cache to keep; leave cache_dir out.")
     if options.roll_history:
         raise RequestError(f"roll_history is for models that generate, and this one is to {task}; leave it out.")
 

@@ -102,6 +102,7 @@ class Worker:
             if self._deadline is not None and (not self._engine.has_work() or time.monotonic() >= self._deadline):
                 break
         self._send_outputs(self._engine.abort_all())
+        self._engine.save_prefixes()
 
     @property
     def step_seconds(self) -> float:

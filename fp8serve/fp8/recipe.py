@@ -28,6 +28,7 @@ Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # the recipes to tr
 RecipeName = Literal[Fp8Name, "bf16"]
 ServedName = Literal[Fp8Name, "w8a16"]  # those to serve with
 RecipeChoice = Literal["stored", ServedName, "bf16"]  # "stored": what lies in the directory
+HeadDtype = Literal["bf16", "fp8"]  # of the matrix that makes logits, whatever the recipe
 
 MAX_MARGIN = 8  # beyond it fp8_max / 2^margin / amax leaves FP32's range for the largest amax
 

@@ -19,7 +19,7 @@ from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import cast_by_content
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
+from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, delayed
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.building import Model, build_on_meta
@@ -36,6 +36,7 @@ from fp8serve.model.formats.scales import (
     load_scales,
     save_scales,
 )
+from fp8serve.model.head import cast_head
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts
 from fp8serve.model.network.modern_encoder import encoder_class
@@ -83,8 +84,9 @@ def load_servable(
     scales: Path | str | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    head: HeadDtype = "bf16",
 ) -> Model:
-    """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`.
+    """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`; `head`: see head.py.
 
     recipe "stored": the FP8 weights and input scales that lie in the directory, or, for a high-precision directory, its
     weights with the scales of `scales` (or of a scales.safetensors beside them). "bf16" or None: all dequantized. A
@@ -94,7 +96,10 @@ def load_servable(
     checkpoint = open_checkpoint(model_dir)
     model = build_on_meta(checkpoint.config, dtype)
     _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
-    return _complete(model).eval()
+    _complete(model)
+    if head == "fp8":
+        cast_head(model)
+    return model.eval()
 
 
 def _complete(model: Model) -> Model:

@@ -36,6 +36,10 @@ ENGINE_COUNTERS = {
         "Prompt tokens looked up in the prefix cache",
     ),
     "prefix_hit_tokens_total": ("fp8serve_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
+    "prefix_restored_hit_tokens_total": (
+        "fp8serve_prefix_cache_restored_hit_tokens",
+        "Of the prompt tokens found in the prefix cache those that --cache-dir kept from an earlier process",
+    ),
     "drafts_total": ("fp8serve_drafts", "Drafts that were checked"),
     "draft_tokens_total": ("fp8serve_draft_tokens", "Tokens of these drafts"),
     "accepted_draft_tokens_total": ("fp8serve_accepted_draft_tokens", "Tokens of these that became part of an answer"),

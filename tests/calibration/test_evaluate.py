@@ -63,6 +63,16 @@ def test_a_model_against_itself_is_exact(model_dir: Path) -> None:
     assert report.quality.top1_agreement == 1
 
 
+def test_a_head_in_fp8_is_measured(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--samples", "6", "--seq-len", "40", "--recipe", "bf16", "--against", str(model_dir), "--head-dtype", "fp8"]
+    assert main(["eval", str(model_dir), *args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["quality"]["kl_divergence"] < 0.1
+    assert (found["head_dtype"], found["layers"]) == ("fp8", [])
+    assert main(["eval", str(model_dir), *args]) == 0
+    assert "(bf16, head in FP8)" in capsys.readouterr().out
+
+
 def test_other_recipes_and_given_scales(model_dir: Path, fp8_dir: Path) -> None:
     rowwise = evaluate(model_dir, None, model_dir, recipe=from_name("rowwise"), **SMALL)  # type: ignore[arg-type]
     assert rowwise.recipe == "rowwise"

@@ -115,6 +115,7 @@ def test_options_hold(tiny: Path) -> None:
     for option, value, words in (
         ("task", "generate", "opened to embed"),
         ("speculative_tokens", 4, "nothing to draft"),
+        ("head_dtype", "fp8", "no logits of tokens"),
         ("max_model_len", 10**6, "beyond the 256"),
     ):
         with pytest.raises(RequestError, match=words):

@@ -22,7 +22,7 @@ from .tiny import write_model, write_scales
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": "bf16"},
     "stored": {"recipe": DelayedScaling()},
-    "fp8 cache": {"recipe": DelayedScaling(), "kv_cache_dtype": "fp8"},
+    "fp8 cache, fp8 head": {"recipe": DelayedScaling(), "kv_cache_dtype": "fp8", "head_dtype": "fp8"},
     "current": {"recipe": "current"},
     "rowwise": {"recipe": "rowwise"},
     "block": {"recipe": "block"},

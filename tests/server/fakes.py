@@ -147,7 +147,11 @@ class FakeEngine:
 
     async def stats(self) -> dict[str, Any]:
         drafts = {"drafts_total": 3, "draft_tokens_total": 12, "accepted_draft_tokens_total": 7}
-        found = {"prefix_queried_tokens_total": 40, "prefix_hit_tokens_total": 32}
+        found = {
+            "prefix_queried_tokens_total": 40,
+            "prefix_hit_tokens_total": 32,
+            "prefix_restored_hit_tokens_total": 8,
+        }
         live = {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
         return live | drafts | found
 

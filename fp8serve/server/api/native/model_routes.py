@@ -86,8 +86,8 @@ def _home(state: ServerState, name: str, body: LoadBody) -> Source:
     if job is None and directory is None:
         hint = "Sources are ids of fine-tune jobs that succeeded, and the directories of --models-dir."
         raise Fault(Code.MODEL_NOT_FOUND, "There is no such source.", param="source", hint=hint)
-    if "scales" in body.options:
-        message = "scales is a place on the server's disk, which only its command line can name."
+    if place := next((name for name in ("scales", "cache_dir") if name in body.options), None):
+        message = f"{place} is a place on the server's disk, which only its command line can name."
         raise Fault(Code.INVALID_PARAMETER, message, param="options")
     try:
         named = NamedModel(name, directory or Path(), body.options)

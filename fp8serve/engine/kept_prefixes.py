@@ -1,0 +1,158 @@
+"""The prefix cache across restarts: the blocks used last, kept in a file of `cache_dir` (prefix_file.py).
+
+They are written when the engine ends cleanly, and while it runs at most every `cache_dir_seconds`, after a step: the
+blocks are copied, which is what the step's readers wait for (a gigabyte takes some tenths of a second), and a thread
+writes the copy. An engine of the same model and options finds them when it starts and serves hits as its predecessor
+would have; tenants stay apart, because hashes begin with the tenant.
+
+Keys and values depend on weights, scales, recipe, cache type and kernels: all of these are in the fingerprint. Weights
+are told by the names, sizes and times of their files and a sample of their contents, so that a start does not wait
+until gigabytes are read; a copy of the model that has other times begins with an empty cache. What does not fit is
+left alone with one line in the log, and written over later. Scales that follow the traffic (`roll_history`) have no
+fingerprint: EngineOptions refuses the two together.
+"""
+
+import json
+import logging
+import time
+from hashlib import blake2b
+from pathlib import Path
+from threading import Thread
+
+import torch
+
+import fp8serve
+from fp8serve.engine.kv_cache import BlockPool
+from fp8serve.engine.memory import CachePlan
+from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.prefix_file import SUFFIX, Prefixes, read, remove_left_overs, write
+from fp8serve.engine.runner import Runner
+from fp8serve.errors import MachineError, ModelError, RequestError, one_line
+from fp8serve.fp8 import ops
+from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.rope import LongRope
+from fp8serve.model.formats.scales import fingerprint as sampled
+from fp8serve.model.storage.files import present, regular_file
+
+log = logging.getLogger("fp8serve.engine")
+DEFAULT_BYTES, DEFAULT_SECONDS = 2**30, 300.0
+
+
+class KeptPrefixes:
+    """The file of one engine. Call `restore` before the first request, `save_if_due` between steps, `save` at last."""
+
+    def __init__(self, path: Path, model_dir: Path, fingerprint: str, most_bytes: int, seconds: float) -> None:
+        self._path, self._model, self._fingerprint = path, str(model_dir.resolve()), fingerprint
+        self._most_bytes, self._seconds = most_bytes, seconds
+        self._last = time.monotonic()
+        self._written: list[bytes] = []  # hashes of what was written last
+        self._thread: Thread | None = None
+
+    def restore(self, pool: BlockPool, runner: Runner) -> None:
+        """Publishes the blocks of the file, as many as fit; a file that cannot be used is as good as none."""
+        remove_left_overs(self._path.parent)
+        if not present(self._path):
+            return
+        try:
+            found = read(self._path, self._fingerprint, runner.caches())
+        except (ModelError, OSError) as problem:
+            log.warning("The prefix cache starts empty, without %s, %s.", self._path, str(problem).rstrip("."))
+            return
+        blocks = pool.restore(found.hashes)
+        runner.fill(blocks, found.tensors)
+        self._written = found.hashes
+        log.info("The prefix cache starts with %d blocks of %s.", len(blocks), self._path)
+
+    def save_if_due(self, pool: BlockPool, runner: Runner) -> None:
+        """Begins to write when it is time to and something has changed."""
+        writing = self._thread is not None and self._thread.is_alive()
+        if time.monotonic() - self._last < self._seconds or writing:
+            return
+        self._last = time.monotonic()
+        self._begin(pool, runner)
+
+    def save(self, pool: BlockPool, runner: Runner) -> None:
+        """Writes, and waits until it is done."""
+        self._wait()
+        self._begin(pool, runner)
+        self._wait()
+
+    def _begin(self, pool: BlockPool, runner: Runner) -> None:
+        chosen = pool.recent()[: self._most_bytes // runner.block_bytes]
+        hashes = [key for key, _ in chosen]
+        if not hashes or hashes == self._written:
+            return
+        try:
+            found = Prefixes(hashes, runner.copies([block for _, block in chosen]))
+        except (RuntimeError, MemoryError) as problem:  # torch's own when memory is short; the cache itself is sound
+            log.warning("The prefix cache is not kept this time, for want of memory: %s.", one_line(problem))
+            return
+        self._thread = Thread(target=self._write, args=(found,), daemon=True)
+        self._thread.start()
+
+    def _write(self, found: Prefixes) -> None:
+        try:
+            write(self._path, found, self._fingerprint, self._model)
+            self._written = found.hashes
+        except OSError as problem:
+            log.warning("The prefix cache cannot be kept in %s: %s.", self._path, problem.strerror or problem)
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+def kept_prefixes(
+    model_dir: Path, config: ModelConfig, options: EngineOptions, sizes: CachePlan
+) -> KeptPrefixes | None:
+    """Of an engine with these options, if they ask for it.
+
+    RequestError: the limit is less than a block. MachineError: the directory cannot be made.
+    """
+    if options.cache_dir is None:
+        return None
+    folder, most_bytes = Path(options.cache_dir), options.cache_dir_bytes or DEFAULT_BYTES
+    if most_bytes < sizes.block_bytes:
+        raise RequestError(
+            f"cache_dir_bytes ({most_bytes:,}) is less than one block of the cache ({sizes.block_bytes:,}); allow more."
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as problem:
+        raise MachineError(
+            f"{folder} cannot hold the prefix cache: {problem.strerror}; give a directory that can be written."
+        ) from None
+    chosen = {name: getattr(options, name) for name in ("recipe", "kv_cache_dtype", "block_size")}
+    chosen["scales"] = None if options.scales is None else str(Path(options.scales).resolve())
+    # only where the angles of keys depend on it: it may be what memory allows, and other at every start
+    is_long = any(isinstance(rope.scaling, LongRope) for rope in config.layer_ropes if rope)
+    chosen["length"] = sizes.max_model_len if is_long else None
+    said = _digest({"model": str(model_dir.resolve()), **chosen})
+    path = folder / f"{model_dir.resolve().name[:64]}-{said[:12]}{SUFFIX}"
+    fingerprint = _digest({**chosen, **_of_weights(model_dir, options), **_of_machine(options)})
+    return KeptPrefixes(path, model_dir, fingerprint, most_bytes, options.cache_dir_seconds or DEFAULT_SECONDS)
+
+
+def _of_weights(model_dir: Path, options: EngineOptions) -> dict[str, object]:
+    """Which model this is, down to the times of its files."""
+    files = {path.name: path for kind in ("*.safetensors", "*.json") for path in model_dir.glob(kind)}
+    files |= {} if options.scales is None else {"scales of the options": Path(options.scales)}
+    states = {name: path.stat() for name, path in files.items() if regular_file(path)}
+    known = {name: (state.st_size, state.st_mtime_ns) for name, state in states.items()}
+    return {"weights": sampled(model_dir), "files": known}
+
+
+def _of_machine(options: EngineOptions) -> dict[str, object]:
+    """What computes."""
+    kind = torch.device(options.device)
+    device = torch.cuda.get_device_name(kind) if kind.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {
+        "version": fp8serve.__version__,
+        "torch": torch.__version__,
+        "kernels": ops.backends(kind.type),
+        "device": device,
+    }
+
+
+def _digest(said: object) -> str:
+    return blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).hexdigest()
