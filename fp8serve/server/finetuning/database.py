@@ -42,7 +42,7 @@ class Database:
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._db.row_factory = sqlite3.Row
-            self._prepare()
+            self._prepare(path)
         except sqlite3.Error as error:
             raise MachineError(
                 f"The job table {path} cannot be used ({error}); put the data directory on a local disk with "
@@ -50,7 +50,7 @@ class Database:
             ) from None
         path.chmod(0o600)
 
-    def _prepare(self) -> None:
+    def _prepare(self, path: Path) -> None:
         if self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
             raise sqlite3.OperationalError("this file system has no shared memory for a write-ahead log")
         self._db.execute("PRAGMA synchronous=FULL")
@@ -59,7 +59,11 @@ class Database:
         if version == 0:
             self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
-            raise sqlite3.OperationalError(f"it was written by another version of fp8serve, layout {version}")
+            self._db.close()
+            raise MachineError(
+                f"The job table {path} has layout {version}, and this fp8serve reads layout {SCHEMA_VERSION}: start "
+                "the version that wrote it, or name another --data-dir."
+            )
 
     def close(self) -> None:
         with self._lock:

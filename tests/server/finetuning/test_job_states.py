@@ -1,5 +1,7 @@
 """The job table against a model of it: any order of calls, with restarts between them."""
 
+import contextlib
+import sqlite3
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from fp8serve.errors import MachineError
 from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning.job_records import NewJob, new_job_id
 from fp8serve.server.finetuning.job_store import JobStore
@@ -115,3 +118,16 @@ TestJobTable = JobTable.TestCase
 TestJobTable.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_a_table_of_another_layout_is_named_and_left_alone(tmp_path: Path) -> None:
+    table = tmp_path / "jobs.sqlite3"
+    with contextlib.closing(sqlite3.connect(table)) as newer:
+        newer.execute("PRAGMA user_version=2")
+    with pytest.raises(
+        MachineError, match="has layout 2, and this fp8serve reads layout 1: start the version that wrote it"
+    ):
+        JobStore(table)
+    with contextlib.closing(sqlite3.connect(table)) as kept:
+        assert kept.execute("PRAGMA user_version").fetchone()[0] == 2
+        assert not kept.execute("SELECT name FROM sqlite_master").fetchall()

@@ -1,0 +1,62 @@
+"""What the hosted workflows do, held against the Makefile, the marks of the tests and the pinned packages."""
+
+import itertools
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+MAKEFILE = (ROOT / "Makefile").read_text()
+MARKS = ("smoke", "slow", "exhaustive", "emulator", "distributed")
+
+
+def workflow(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
+    return found
+
+
+def pinned(package: str) -> str:
+    found = re.search(rf"^{package}==(.+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)
+    assert found, package
+    return found[1]
+
+
+def test_every_test_runs_in_exactly_one_job() -> None:
+    quick = re.search(r"^QUICK = (.+)$", MAKEFILE, flags=re.M)
+    assert quick
+    jobs = [quick[1], *workflow("tests")["jobs"]["long"]["strategy"]["matrix"]["marks"]]
+    for bits in itertools.product([False, True], repeat=len(MARKS)):
+        carried = dict(zip(MARKS, bits, strict=True))
+        runs = [job for job in jobs if eval(job, {"__builtins__": {}}, carried)]
+        assert len(runs) == 1, (carried, runs)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.stem)
+def test_a_workflow_may_only_read_and_runs_pinned_actions(path: Path) -> None:
+    text = path.read_text()
+    content = yaml.safe_load(text)
+    assert content["permissions"] == {"contents": "read"}
+    for action in re.findall(r"uses: (\S.*)", text):
+        assert action.startswith("./") or re.search(r"@[0-9a-f]{40} # v\d+(\.\d+){2}$", action), action
+    for job in content["jobs"].values():
+        assert "timeout-minutes" in job or "uses" in job
+
+
+def test_versions_are_those_of_the_project() -> None:
+    """The formatters of pre-commit, the Pythons of the tests and the image of the CUDA compiler are stated twice."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    revisions = {repo["repo"].rsplit("/", 1)[1]: repo["rev"] for repo in hooks}
+    assert revisions["ruff-pre-commit"] == f"v{pinned('ruff')}"
+    assert revisions["mirrors-clang-format"] == f"v{pinned('clang-format')}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    assert workflow("tests")["jobs"]["quick"]["strategy"]["matrix"]["python"] == named
+    image = workflow("cuda")["jobs"]["compile"]["container"]
+    assert f"FROM {image} AS build" in (ROOT / "docker/Dockerfile.cuda").read_text()
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
