@@ -27,7 +27,6 @@ default_role = "code"  # docstrings put names in single backticks
 highlight_language = "text"
 
 myst_heading_anchors = 4  # headings have the anchors that GitHub gives them
-myst_enable_extensions = ["colon_fence"]
 suppress_warnings = ["misc.highlighting_failure"]  # JSON with an ellipsis in it is an example, not JSON
 
 autodoc_member_order = "bysource"

@@ -1,5 +1,6 @@
 """docs/routes.md, made from the server's own OpenAPI description and its table of scopes: `make routes`."""
 
+import asyncio
 import json
 import tempfile
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ GROUPS = {
 def page() -> str:
     """The whole text."""
     with tempfile.TemporaryDirectory() as data:
-        document = create_app(Settings(model=Path("model"), data_dir=Path(data))).openapi()
+        app = create_app(Settings(model=Path("model"), data_dir=Path(data)))
+        document = app.openapi()
+        asyncio.run(app.state.server.close())
     found: dict[str, list[str]] = {tag: [] for tag in GROUPS}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
