@@ -39,7 +39,7 @@ html_copy_source = False
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_search_scorer = "static/scorer.js"  # headings first
+html_search_scorer = str(ROOT / "docs/static/scorer.js")  # headings first
 html_theme_options = {"navigation_with_keys": True}
 
 
