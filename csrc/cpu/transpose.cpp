@@ -4,7 +4,7 @@
 //
 // Blocks of 128 rows x 256 columns: cast row by row into a buffer, copied to their place and, turned 16 x 16
 // at a time, to the other matrix in pieces of two cache lines. That shape decides the speed
-// (docs/performance.md).
+// (docs/performance-log.md).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

@@ -9,9 +9,9 @@ but its sequence (invariant.py), so answers have every bit that they have withou
 A drafted token costs time, so it is bought. A sequence has a balance, in steps of its own: it begins with a little,
 grows by `ALLOWANCE` a step, pays for every token that it drafts, and earns one for each that is right. Nothing is
 drafted that it cannot pay: what finds nothing to repeat loses `ALLOWANCE` of its time, and `START` steps in all. The
-price of one more row is `ROW` steps of one row, about twice what it costs up to some ten rows (docs/performance.md), so
-that a machine on which it costs that much loses no more; where many sequences share a step, it is a larger share of
-what each pays for that step.
+price of one more row is `ROW` steps of one row, about twice what it costs up to some ten rows
+(docs/performance-log.md), so that a machine on which it costs that much loses no more; where many sequences share a
+step, it is a larger share of what each pays for that step.
 
 Not drafted: answers of a given form (grammar.py) or without bad words (bad_words.py), because what may come would have
 to be found ahead of what was drawn.

@@ -1,0 +1,167 @@
+"""The pages of docs/ that quote the code: error messages, worked examples, commands, and the pages made from code."""
+
+import ast
+import os
+import re
+import shlex
+import textwrap
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import fp8serve
+from fp8serve import routes_page
+from fp8serve.bench import concepts
+from fp8serve.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+UNKNOWN = "…"
+
+
+def pages_of(*folders: str) -> list[Path]:
+    return [page for page in PAGES if page.parent.name in folders]
+
+
+# -- error messages ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def messages() -> str:
+    """Every text in the code, a line each, with an ellipsis for what is put into it."""
+    found = []
+    for path in [*(ROOT / "fp8serve").rglob("*.py"), *(ROOT / "calibrate").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else UNKNOWN for p in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(" ".join(text.split()) for text in found)
+
+
+def quoted_messages() -> list[str]:
+    return re.findall(r'^### "(.+)"$', (DOCS / "troubleshooting.md").read_text(), flags=re.M)
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_a_message_that_is_explained_is_one_of_the_code(message: str) -> None:
+    parts = [re.escape(part) for part in message.split(UNKNOWN)]
+    assert re.search("[^\n]*?".join(parts), messages()), message
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+
+def excerpts() -> list[tuple[str, Path, str]]:
+    """(page, file, code): a block of code under a line "From [`file`](path):"."""
+    pattern = r"From \[`[^`]+`\]\(([^)]+)\)[^\n]*:\n\n```\w+\n(.*?)^```"
+    return [
+        (page.name, (page.parent / path).resolve(), code)
+        for page in pages_of("extending")
+        for path, code in re.findall(pattern, page.read_text(), flags=re.M | re.S)
+    ]
+
+
+@pytest.mark.parametrize(("page", "file", "code"), excerpts(), ids=lambda value: getattr(value, "name", None))
+def test_an_excerpt_stands_in_its_file(page: str, file: Path, code: str) -> None:
+    assert code in file.read_text()
+
+
+def test_every_way_to_extend_shows_code_that_is_run() -> None:
+    shown = {page for page, file, _ in excerpts() if file.is_relative_to(ROOT / "examples")}
+    assert shown == {page.name for page in pages_of("extending")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_in_a_page_is_python(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S):
+        compile(textwrap.dedent(block), str(page), "exec")
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every `fp8serve ...` in a block of shell, behind a prompt or not, with continued lines joined.
+
+    A word in capitals alone stands for what the reader puts there, OPTIONS for several.
+    """
+    blocks = re.findall(r"^```(?:sh|console)?\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    found = [re.match(r"(?:\$ )?(fp8serve [a-z].*)", line) for line in lines]
+    return [_words(match[1]) for match in found if match]
+
+
+def _words(line: str) -> list[str]:
+    words = shlex.split(line, comments=True)
+    ends = [i for i, word in enumerate(words) if word in {"&", "|", "<", ">", "<<<", ";", "&&"}]
+    return [word for word in words[1 : min(ends, default=len(words))] if word != "OPTIONS"]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.stem)
+def test_commands_and_their_options_exist(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is parsed as the program would parse it, options and their values included, and not run."""
+    monkeypatch.chdir(tmp_path)
+    root: Any = typer.main.get_command(app)
+    for words in commands(page):
+        command, name, rest = root, "fp8serve", list(words)
+        while hasattr(command, "commands"):
+            name = rest.pop(0)
+            assert name in command.commands, words
+            command = command.commands[name]
+        command.make_context(name, rest).close()
+
+
+# -- pages made from code ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_routes_is_what_the_code_says() -> None:
+    assert routes_page.page() == (DOCS / "routes.md").read_text(), "run: make routes"
+
+
+def test_the_python_reference_names_everything_that_is_public() -> None:
+    named = re.findall(r"auto(?:class|function):: fp8serve\.(\w+)", (DOCS / "api.md").read_text())
+    assert sorted(named) == sorted(set(fp8serve.__all__) - {"__version__"})
+
+
+def test_the_pictures_of_the_concepts_are_those_that_are_drawn(tmp_path: Path) -> None:
+    """The same words and curves, and places that differ by a pixel at most, however a processor adds."""
+    concepts.draw(tmp_path)
+    number = re.compile(r"-?\d+\.\d+")
+    for path in tmp_path.iterdir():
+        drawn, kept = path.read_text(), (DOCS / "concepts" / path.name).read_text()
+        assert number.sub("", drawn) == number.sub("", kept), "run: make pictures"
+        values = [list(map(float, number.findall(text))) for text in (drawn, kept)]
+        assert values[0] == pytest.approx(values[1], abs=1.0)
+    assert sorted(os.listdir(tmp_path)) == sorted(os.listdir(DOCS / "concepts"))
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub, and the site, give to headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = [title.strip().lower() for title in re.findall(r"^#+ (.+)$", text, flags=re.M)]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for path, anchor in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", prose):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        if anchor:
+            assert anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"^([a-z][\w/-]*)$", (DOCS / "index.md").read_text(), flags=re.M)
+    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES} - {"index"}
+    assert sorted(listed) == sorted(pages)
