@@ -14,7 +14,8 @@ Memory is that of the HTTP process and of the engine's (soak_memory.py). The cac
 zero pages until it is used, so the server is given a small one, and what comes first has to fill it. After the
 warm-up the median of the last quarter may exceed that of the first by `--allow` MB in each process.
 
-Written: a JSON and a picture. Requests follow a seed; which of them meet in a batch depends on the machine.
+What stands behind `--` are further options of `fp8serve serve`. Written: a JSON and a picture. Requests follow a
+seed; which of them meet in a batch depends on the machine.
 """
 
 import argparse
@@ -183,14 +184,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--allow", type=float, default=8.0, help="MB that a process may grow by")
     parser.add_argument("--context", type=int, default=512, help="tokens of the longest request; at least 200")
     parser.add_argument("--recipe", default="stored")
-    parser.add_argument("options", nargs="*", help="further options of fp8serve serve, behind --")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    options, of_server = parser.parse_args(given[:end]), given[end + 1 :]
     from fp8serve.bench.provenance import one_line, provenance
 
     seconds = 60 * options.minutes
     plan = SoakPlan(seconds, 60 * options.warm_up, max(0.1, seconds / 720), options.allow, options.context)
-    said = ["--recipe", options.recipe, *options.options]
+    said = ["--recipe", options.recipe, *of_server]
     command = (
         f"python -m benchmarks.soak {Path(options.model).name} --load {options.load} --minutes {options.minutes:g}"
     )
