@@ -92,6 +92,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", "/finetune/{job_id}/checkpoints"): Route(f.Checkpoints, JOB),
     ("get", "/finetune/{job_id}/metrics"): Route(f.Series, JOB),
     ("post", "/finetune/{job_id}/cancel"): Route(f.JobView, (*JOB, Code.JOB_STATE)),
+    ("post", "/finetune/{job_id}/pause"): Route(f.JobView, (*JOB, Code.JOB_STATE)),
     ("post", "/finetune/{job_id}/resume"): Route(f.JobView, RESUMPTION),
     ("post", "/finetune/{job_id}/activate"): Route(f.Swapped, SWAP),
     ("get", "/models"): Route(f.Models),
@@ -112,6 +113,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", JOBS + "/{job_id}/events"): Route(f.OpenAIEventPage, JOB),
     ("get", JOBS + "/{job_id}/checkpoints"): Route(f.OpenAICheckpointPage, JOB),
     ("post", JOBS + "/{job_id}/cancel"): Route(f.OpenAIJob, (*JOB, Code.JOB_STATE)),
+    ("post", JOBS + "/{job_id}/pause"): Route(f.OpenAIJob, (*JOB, Code.JOB_STATE)),
     ("post", JOBS + "/{job_id}/resume"): Route(f.OpenAIJob, RESUMPTION),
 }
 """A route that is not here fails a test."""

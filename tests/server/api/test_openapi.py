@@ -78,7 +78,7 @@ async def test_every_route_is_described(start: Start) -> None:
                 assert any(status.startswith("2") for status in operation["responses"])
         assert "HTTPValidationError" not in document["components"]["schemas"]
         links = document["paths"]["/finetune"]["post"]["responses"]["202"]["links"]
-        assert len(links) == 7
+        assert len(links) == 8
         assert {link["parameters"]["job_id"] for link in links.values()} == {"$response.body#/id"}
 
 
@@ -101,7 +101,7 @@ async def test_links_lead_somewhere(start: Start) -> None:
     async with start() as server:
         document = (await server.client.get("/openapi.json")).json()
         job = (await server.client.post("/finetune", json=EXAMPLES["/finetune"])).json()["id"]
-        assert len(await follow(server, document, "/finetune", "202", job)) == 7
+        assert len(await follow(server, document, "/finetune", "202", job)) == 8
         form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b'{"text": "x"}\n')}}
         file = (await server.client.post("/v1/files", **form)).json()["id"]
         assert len(await follow(server, document, "/v1/files", "200", file)) == 4
