@@ -105,7 +105,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ),
     ("get", "/v1/files"): Route(f.FilePage, (Code.FILE_NOT_FOUND,)),
     ("get", "/v1/files/{file_id}"): Route(f.FileObject, (Code.FILE_NOT_FOUND,)),
-    ("delete", "/v1/files/{file_id}"): Route(f.DeletedFile, (Code.FILE_NOT_FOUND,)),
+    ("delete", "/v1/files/{file_id}"): Route(f.DeletedFile, (Code.FILE_NOT_FOUND, Code.JOB_STATE)),
     ("get", "/v1/files/{file_id}/content"): Route(None, (Code.FILE_NOT_FOUND,), media=("application/octet-stream",)),
     ("post", JOBS): Route(f.OpenAIJob, (*SUBMISSION, Code.IDEMPOTENCY_MISMATCH), names="job_id"),
     ("get", JOBS): Route(f.OpenAIJobPage, JOB),
