@@ -161,8 +161,9 @@ def serve_and_run(model: str, options: Sequence[str], count: int, plan: SoakPlan
         said = ["--data-dir", f"{folder}/data", "--api-keys", f"{folder}/keys.toml", *options]
         said += ["--max-num-seqs", str(SEQUENCES), "--max-model-len", str(plan.context)]
         said += ["--num-blocks", str(SEQUENCES * plan.context // 16)]
-        bounds = {"queue": count, "streams": count, "queue_tokens": count * plan.context}
-        said += [f"--limit={name}={max(256, value)}" for name, value in bounds.items()]
+        waiting = max(256, count)  # all of them, each as long as can be
+        bounds = {"queue": waiting, "streams": waiting, "queue_tokens": waiting * plan.context}
+        said += [f"--limit={name}={value}" for name, value in bounds.items()]
         with RunningServer(find_model(model), said, log=Path(folder) / "log") as server:
             (engine,) = children(server.pid)
             pids, result = {"server": server.pid, "engine": engine}, dict[str, Any]()
