@@ -33,6 +33,10 @@ class ModelError(Fp8ServeError):
     """A model directory is missing, damaged, or of an architecture we do not run."""
 
 
+class TakenError(ModelError):
+    """Something is already where a model directory is to be written."""
+
+
 class ScalesError(Fp8ServeError):
     """A scale is missing, zero, negative, not finite, never observed, or belongs to another model."""
 

@@ -32,7 +32,8 @@ CONCEPTS: dict[type, str] = {
     "`learning_rate`.",
     CalibrationOptions: "Keyword arguments of `calibrate`.",
     EvaluationOptions: "Keyword arguments of `evaluate`.",
-    ServerLimits: "What a server holds its requests to; `GET /info` shows them as `limits`. Bytes and seconds.",
+    ServerLimits: "What a server holds its requests to: `fp8serve serve --limit NAME=VALUE` sets one, `GET /info` "
+    "shows all as `limits`. Bytes and seconds.",
 }
 
 

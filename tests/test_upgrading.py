@@ -11,7 +11,7 @@ PAGE = (Path(__file__).resolve().parent.parent / "docs/upgrading.md").read_text(
 
 
 def test_the_layouts_are_those_of_the_code() -> None:
-    stated = dict(re.findall(r"^\| (?:a |the )?`?(\w+)[^|]*\| (\d+) \|", PAGE, flags=re.M))
+    stated = dict(re.findall(r"^\| (?:a |the )?`?(\w+)[^|]*\| (\d+)\b", PAGE, flags=re.M))
     assert stated == {
         "scales": scales.VERSION,
         "checkpoint": str(checkpoint.VERSION),

@@ -136,13 +136,13 @@ def _value(option: Option, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def pairs(flag: str, given: Sequence[str]) -> dict[str, Any]:
+def pairs(flag: str, given: Sequence[str], such_as: str = "margin=1") -> dict[str, Any]:
     """{"margin": 1} of ["margin=1"]; a value that is not JSON is a string. Raises RecipeError for one without "="."""
     options = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
-            raise RecipeError(f"{flag} wants NAME=VALUE, such as margin=1, found {text!r}.")
+            raise RecipeError(f"{flag} wants NAME=VALUE, such as {such_as}, found {text!r}.")
         options[name] = _json_or_text(value)
     return options
 

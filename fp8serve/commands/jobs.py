@@ -129,8 +129,20 @@ def cancel(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json:
 
 
 @app.command()
+def pause(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
+    """Stop a job at a checkpoint until it is resumed; its process ends.
+
+    \b
+    Examples:
+      fp8serve jobs pause JOB
+    """
+    with connected(server, api_key_file) as api:
+        _print(client.one_job(api.post(client.place(job, "/pause"))), json)
+
+
+@app.command()
 def resume(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Go on with a job that failed, from its last checkpoint.
+    """Go on with a job that failed or is paused, from its last checkpoint.
 
     \b
     Examples:

@@ -10,20 +10,22 @@ Examples:
   fp8serve serve ./llama-fp8 --train-on share
   fp8serve serve ./llama --recipe current --port 8080
   fp8serve serve ./llama-fp8 --model small=./minilm,recipe=bf16 --models-dir ./more
+  fp8serve serve ./llama-fp8 --limit queue=2048 --limit streams=2048
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fp8serve.commands.from_options import Chosen, with_options
-from fp8serve.errors import MachineError, RequestError
+from fp8serve.commands.from_options import Chosen, pairs, with_options
+from fp8serve.errors import MachineError, RequestError, shown
+from fp8serve.options import options_of
 from fp8serve.server.named_models import NamedModel
-from fp8serve.server.settings import KEY_VARIABLE, Settings
+from fp8serve.server.settings import KEY_VARIABLE, ServerLimits, Settings
 from fp8serve.terminal import MODEL
 
 
@@ -40,6 +42,14 @@ def command(
         ),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, and nothing else.")] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Limit of the server, such as queue=1024 (docs/options.md, ServerLimits); repeat for several.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     secret = find_key(settings.values.get("api_key"), api_key_file)
     models = models_of(model, settings.values)
@@ -47,7 +57,16 @@ def command(
 
     listener = None if fd is None else adopt(fd)
     place = {} if listener is None else dict(zip(("host", "port"), listener.getsockname(), strict=False))
-    run(settings(api_key=secret, **models, **place), listener=listener)
+    run(settings(api_key=secret, limits=limits_of(limit or []), **models, **place), listener=listener)
+
+
+def limits_of(given: Sequence[str]) -> ServerLimits:
+    """The limits, with those of `--limit NAME=VALUE` in place of their defaults. RequestError for one that is none."""
+    found = pairs("--limit", given, such_as="queue=1024")
+    names = [option.name for option in options_of(ServerLimits)]
+    if unknown := next((name for name in found if name not in names), None):
+        raise RequestError(f"--limit: there is no limit {shown(unknown)}; there are {', '.join(names)}.")
+    return ServerLimits(**found)
 
 
 def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:

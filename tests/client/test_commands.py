@@ -147,7 +147,7 @@ def test_a_job_that_fails_is_a_status(fake: FakeServer, call: Any) -> None:
     assert "The disk is full." in out
 
 
-@pytest.mark.parametrize("action", ["show", "cancel", "resume"])
+@pytest.mark.parametrize("action", ["show", "cancel", "pause", "resume"])
 def test_actions_on_a_job(action: str, fake: FakeServer, call: Any) -> None:
     route = "GET /finetune/a%2Fb" if action == "show" else f"POST /finetune/a%2Fb/{action}"
     fake.routes[route] = says(JOB)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8serve.engine.engine import Engine
-from fp8serve.errors import MachineError, ModelError, RequestError
+from fp8serve.errors import MachineError, RequestError, TakenError
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.export import write_calibrated
@@ -110,7 +110,7 @@ def test_a_place_that_is_taken_or_closed_is_one_sentence(plain: Path, tmp_path: 
     source, moved = tmp_path / "source", tmp_path / "moved"
     write_calibrated(source, plain, calibrated(plain))
     rolled(source).save_scales(moved)
-    with pytest.raises(ModelError, match="exists and is not empty"):
+    with pytest.raises(TakenError, match="exists and is not empty"):
         write_rolled(source, source, read_scales(moved))
     with pytest.raises(MachineError, match="cannot be written"):
         write_rolled(source, Path("/proc/nowhere/out"), read_scales(moved))
@@ -161,7 +161,7 @@ async def test_what_a_server_refuses(start: Start) -> None:
     ("said", "code"),
     [
         ({"error": "MachineError", "message": "/a/b/c cannot be written: Permission denied."}, Code.DISK_FULL),
-        ({"error": "ModelError", "message": "/a/b exists and is not empty; choose another."}, Code.NAME_TAKEN),
+        ({"error": "TakenError", "message": "/a/b is somebody's."}, Code.NAME_TAKEN),
         ({"error": "ModelError", "message": "No format here says so."}, Code.NOT_ROLLING),
         (None, Code.INTERNAL),
     ],

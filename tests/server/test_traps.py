@@ -166,6 +166,10 @@ async def test_a_body_too_large_is_refused_unread(start: Start) -> None:
         answer = await server.client.post("/v1/completions", content=b"x" * (limit + 1))
         assert answer.status_code == 413
         assert check("/v1/x", 413, answer.content)["error"]["code"] == "body_too_large"
+        assert "/v1/files" not in answer.text
+        data = await server.client.post("/finetune", content=b"x" * (limit + 1))
+        assert data.status_code == 413
+        assert "Upload data through POST /v1/files." in data.text
 
         async def chunks() -> Any:
             for _ in range(limit // 65536 + 2):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from fp8serve.errors import Fp8ServeError, MachineError, ModelError, one_line, shown
+from fp8serve.errors import Fp8ServeError, MachineError, TakenError, one_line, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def present(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def open_file(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -> BinaryIO:
+def open_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError) -> BinaryIO:
     """A regular file of at most `limit` bytes, open for reading; anything else is an `error`, and at once."""
     try:
         # a FIFO without a writer opens, too
@@ -55,7 +55,7 @@ def _too_large(path: Path, limit: int, error: type[Fp8ServeError]) -> Fp8ServeEr
     return error(f"{path} is larger than {limit >> 20} MiB, the most that is read; give a smaller file.")
 
 
-def read_file(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -> bytes:
+def read_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError) -> bytes:
     """The content of a file that `open_file` opens."""
     with open_file(path, limit, error) as file:
         try:
@@ -67,7 +67,7 @@ def read_file(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -
     return content
 
 
-def read_text(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -> str:
+def read_text(path: Path, limit: int, error: type[Fp8ServeError] = TakenError) -> str:
     """As `read_file`, decoded; a byte-order mark is dropped."""
     try:
         return read_file(path, limit, error).decode("utf-8-sig")
@@ -75,7 +75,7 @@ def read_text(path: Path, limit: int, error: type[Fp8ServeError] = ModelError) -
         raise error(f"{path} is not UTF-8 text: byte {e.start} cannot be read.") from None
 
 
-def read_json(path: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, Any]:
+def read_json(path: Path, error: type[Fp8ServeError] = TakenError) -> dict[str, Any]:
     """The JSON object in `path`; `error` with one sentence when it is missing, unreadable, too large or no object."""
     text = read_text(path, MAX_JSON_BYTES, error)
     try:
@@ -89,7 +89,7 @@ def read_json(path: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, 
     return value
 
 
-def read_optional_json(path: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, Any]:
+def read_optional_json(path: Path, error: type[Fp8ServeError] = TakenError) -> dict[str, Any]:
     """As `read_json`; empty when there is no such file."""
     return read_json(path, error) if present(path) else {}
 
@@ -136,7 +136,7 @@ def _sort_metadata(path: Path) -> None:
         file.write(text.ljust(size))
 
 
-def check_absent(out: Path, error: type[Fp8ServeError] = ModelError) -> None:
+def check_absent(out: Path, error: type[Fp8ServeError] = TakenError) -> None:
     """`error` when something is already at `out`; an empty directory is allowed."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise error(f"{out} exists and is not a directory; choose another output directory.")
@@ -145,7 +145,7 @@ def check_absent(out: Path, error: type[Fp8ServeError] = ModelError) -> None:
 
 
 @contextmanager
-def whole_directory(out: Path, error: type[Fp8ServeError] = ModelError) -> Iterator[Path]:
+def whole_directory(out: Path, error: type[Fp8ServeError] = TakenError) -> Iterator[Path]:
     """A temporary sibling of `out` to write into; on success it becomes `out`, on any exception it is removed.
 
     Costs one fsync per file at the end. `error` when `out` is taken, before or in the meantime; MachineError when the

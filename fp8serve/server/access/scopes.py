@@ -31,11 +31,12 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
     "finetune": (
         "GET /finetune", "POST /finetune", "POST /finetune/validate", "GET /finetune/{job_id}",
         "GET /finetune/{job_id}/events", "GET /finetune/{job_id}/checkpoints", "GET /finetune/{job_id}/metrics",
-        "POST /finetune/{job_id}/cancel", "POST /finetune/{job_id}/resume",
+        "POST /finetune/{job_id}/cancel", "POST /finetune/{job_id}/pause", "POST /finetune/{job_id}/resume",
         "GET /v1/files", "POST /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
         "GET /v1/files/{file_id}/content",
         f"GET {JOBS}", f"POST {JOBS}", f"GET {JOBS}/{{job_id}}", f"GET {JOBS}/{{job_id}}/events",
-        f"GET {JOBS}/{{job_id}}/checkpoints", f"POST {JOBS}/{{job_id}}/cancel", f"POST {JOBS}/{{job_id}}/resume",
+        f"GET {JOBS}/{{job_id}}/checkpoints", f"POST {JOBS}/{{job_id}}/cancel", f"POST {JOBS}/{{job_id}}/pause",
+        f"POST {JOBS}/{{job_id}}/resume",
     ),
     "admin": (
         "POST /finetune/{job_id}/activate", "POST /models/{name:path}/activate", "POST /models/{name:path}/load",

@@ -92,6 +92,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", "/finetune/{job_id}/checkpoints"): Route(f.Checkpoints, JOB),
     ("get", "/finetune/{job_id}/metrics"): Route(f.Series, JOB),
     ("post", "/finetune/{job_id}/cancel"): Route(f.JobView, (*JOB, Code.JOB_STATE)),
+    ("post", "/finetune/{job_id}/pause"): Route(f.JobView, (*JOB, Code.JOB_STATE)),
     ("post", "/finetune/{job_id}/resume"): Route(f.JobView, RESUMPTION),
     ("post", "/finetune/{job_id}/activate"): Route(f.Swapped, SWAP),
     ("get", "/models"): Route(f.Models),
@@ -104,7 +105,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ),
     ("get", "/v1/files"): Route(f.FilePage, (Code.FILE_NOT_FOUND,)),
     ("get", "/v1/files/{file_id}"): Route(f.FileObject, (Code.FILE_NOT_FOUND,)),
-    ("delete", "/v1/files/{file_id}"): Route(f.DeletedFile, (Code.FILE_NOT_FOUND,)),
+    ("delete", "/v1/files/{file_id}"): Route(f.DeletedFile, (Code.FILE_NOT_FOUND, Code.JOB_STATE)),
     ("get", "/v1/files/{file_id}/content"): Route(None, (Code.FILE_NOT_FOUND,), media=("application/octet-stream",)),
     ("post", JOBS): Route(f.OpenAIJob, (*SUBMISSION, Code.IDEMPOTENCY_MISMATCH), names="job_id"),
     ("get", JOBS): Route(f.OpenAIJobPage, JOB),
@@ -112,6 +113,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", JOBS + "/{job_id}/events"): Route(f.OpenAIEventPage, JOB),
     ("get", JOBS + "/{job_id}/checkpoints"): Route(f.OpenAICheckpointPage, JOB),
     ("post", JOBS + "/{job_id}/cancel"): Route(f.OpenAIJob, (*JOB, Code.JOB_STATE)),
+    ("post", JOBS + "/{job_id}/pause"): Route(f.OpenAIJob, (*JOB, Code.JOB_STATE)),
     ("post", JOBS + "/{job_id}/resume"): Route(f.OpenAIJob, RESUMPTION),
 }
 """A route that is not here fails a test."""

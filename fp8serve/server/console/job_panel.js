@@ -102,7 +102,10 @@ export class JobPanel {
     renew(this.numbers, [job.progress, job.status], () => [jobFacts(job)]);
     renew(
       this.actions,
-      [job.status, job.active, job.cancel_requested, models?.served, models?.models, models?.activating !== null],
+      [
+        [job.status, job.active, job.cancel_requested, job.pause_requested],
+        [models?.served, models?.models, models?.activating !== null],
+      ],
       () => this.buttons(job, models),
     );
     renew(this.checkpoints, [checkpoints, job.status, job.active], () =>
@@ -118,11 +121,13 @@ export class JobPanel {
     const isLoaded = job.active || models?.models?.some((model) => model.served?.source === job.id);
     const isDone = job.status === "succeeded";
     const act = (name, work, properties = {}) => button(name, then(work), { report: announce, ...properties });
+    const isOpen = ["queued", "running", "paused"].includes(job.status) && !job.cancel_requested;
+    const canPause = isOpen && job.status !== "paused" && !job.pause_requested;
+    const canResume = isOpen ? !canPause : job.status === "failed";
     return [
-      ["queued", "running"].includes(job.status) &&
-        !job.cancel_requested &&
-        act("Cancel", () => post(`${path}/cancel`)),
-      job.status === "failed" && act("Go on from the last checkpoint", () => post(`${path}/resume`)),
+      canPause && act("Pause", () => post(`${path}/pause`)),
+      canResume && act("Go on from the last checkpoint", () => post(`${path}/resume`)),
+      isOpen && act("Cancel", () => post(`${path}/cancel`)),
       isDone && !isLoaded && act("Serve it", () => serve(job.id, job.fine_tuned_model), { disabled: off }),
       isDone && !isLoaded && models?.models && act("Load it beside its base", () => load(job.id, job.fine_tuned_model)),
       isLoaded && element("a", { href: `#/chat?model=${encodeURIComponent(job.fine_tuned_model)}` }, "Compare in chat"),
@@ -152,7 +157,9 @@ function statusOf(job) {
   const at = total ? `, step ${count(step)} of ${count(total)}` : "";
   if (job.status === "failed") return `Failed${at}. ${job.error?.message ?? ""}`;
   if (job.status === "running" && job.cancel_requested) return `Ending${at}.`;
+  if (job.status === "running" && job.pause_requested) return `Pausing${at}.`;
   const words = {
+    paused: `Paused${at}.`,
     queued: "Waits for its turn.",
     running: `Running${at}.`,
     succeeded: job.active ? `Done${at}, and serving.` : `Done${at}.`,

@@ -14,13 +14,14 @@ from typing import Any
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import disk_fault
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, started_at INTEGER, finished_at INTEGER,
     status TEXT NOT NULL, base TEXT NOT NULL, source TEXT NOT NULL, suffix TEXT NOT NULL, config TEXT NOT NULL,
     training_file TEXT, validation_file TEXT, metadata TEXT NOT NULL, progress TEXT NOT NULL, error TEXT,
-    cancel_requested INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0);
+    cancel_requested INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0,
+    pause_requested INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE events (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL REFERENCES jobs(id), origin INTEGER,
     created_at INTEGER NOT NULL, level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL,
@@ -32,6 +33,8 @@ CREATE TABLE files (
 CREATE TABLE idempotency (key TEXT PRIMARY KEY, created_at INTEGER NOT NULL, request TEXT NOT NULL, job TEXT NOT NULL);
 CREATE TABLE activated (base TEXT PRIMARY KEY, source TEXT NOT NULL, at INTEGER NOT NULL);
 """
+FROM_1 = "ALTER TABLE jobs ADD COLUMN pause_requested INTEGER NOT NULL DEFAULT 0;"
+"""What makes the second layout of the first."""
 
 
 class Database:
@@ -58,6 +61,8 @@ class Database:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version == 1:
+            self._db.executescript(f"BEGIN IMMEDIATE; {FROM_1} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             self._db.close()
             raise MachineError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 _RESULT = re.compile(r"ft:(.+):org-local:[^:]*:[^:]*")  # `Job.model_id`
-Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+Status = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Job:
     error: dict[str, Any] | None
     cancel_requested: bool
     crashes: int
+    pause_requested: bool
 
     @property
     def root(self) -> str:
@@ -97,7 +98,8 @@ def as_job(row: sqlite3.Row) -> Job:
     for name in ("config", "metadata", "progress"):
         values[name] = json.loads(values[name])
     values["error"] = json.loads(values["error"]) if values["error"] else None
-    values["cancel_requested"] = bool(values["cancel_requested"])
+    for name in ("cancel_requested", "pause_requested"):
+        values[name] = bool(values[name])
     return Job(**values)
 
 

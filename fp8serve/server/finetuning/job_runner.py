@@ -71,7 +71,7 @@ class JobRunner:
         shutil.rmtree(self.dir_of(job_id), ignore_errors=True)
 
     def look_again(self) -> None:
-        """A job was added or its cancellation asked for: look at the table now."""
+        """A job was added, or is to end, to pause or to go on: look at the table now."""
         self._wake.set()
 
     def start(self) -> None:
@@ -118,7 +118,7 @@ class JobRunner:
     async def _see_through(self, job: Job) -> None:
         if job.status == "queued" and not await asyncio.to_thread(self._enter, job):
             return
-        if self.closing:
+        if self.closing or await asyncio.to_thread(self._paused_already, job):
             return
         self._worker = worker = await TrainingProcess.start(job.id, self.dir_of(job.id), self.command)
         await self._follow(worker)
@@ -132,15 +132,21 @@ class JobRunner:
             job.id, "running", "The job goes on from its last checkpoint." if again else "The job is running."
         )
 
+    def _paused_already(self, job: Job) -> bool:
+        """Whether it was to pause, and no process of it runs that could be asked to."""
+        asked = self.store.get(job.id).pause_requested and not lock_is_held(self.dir_of(job.id) / "worker.lock")
+        return asked and self.store.move(job.id, "paused", "The job is paused.")
+
     async def _follow(self, worker: "TrainingProcess") -> None:
-        """Until the worker has ended: its events into the table, and a wish to cancel to the worker."""
+        """Until the worker has ended: its events into the table, and a wish to cancel or to pause to the worker."""
         while True:
             ended = worker.ended()
             if await asyncio.to_thread(self._take_in, worker):
                 await self._tell()
             if ended:
                 return
-            if (await asyncio.to_thread(self.store.get, worker.job_id)).cancel_requested:
+            job = await asyncio.to_thread(self.store.get, worker.job_id)
+            if job.cancel_requested or job.pause_requested:
                 await worker.stop(CANCEL_SECONDS)
                 continue
             with contextlib.suppress(TimeoutError):
@@ -167,6 +173,8 @@ class JobRunner:
             self.store.move(
                 job.id, "failed", "The job failed.", level="error", code="training_failed", error=safe_text(reason)
             )
+        elif job.pause_requested:
+            self.store.move(job.id, "paused", "The job is paused; it can go on from its last checkpoint.")
         elif self.closing or worker.code == EXIT_STOPPED:
             self.store.move(
                 job.id, "queued", "The job stopped at a checkpoint and will go on from there.", code="stopped"

@@ -26,10 +26,11 @@ log = logging.getLogger("fp8serve.server")
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 MOVES: dict[str, tuple[Status, ...]] = {
     "running": ("queued",),
-    "queued": ("running", "failed"),
+    "queued": ("running", "paused", "failed"),
+    "paused": ("running", "queued"),
     "succeeded": ("running",),
     "failed": ("running", "queued"),
-    "cancelled": ("running", "queued"),
+    "cancelled": ("running", "queued", "paused"),
 }
 """State -> the states it may be entered from."""
 
@@ -116,21 +117,31 @@ class JobStore:
         level: str = "info",
         code: str | None = None,
         error: str | None = None,
+        only_from: Status | None = None,
     ) -> bool:
         """Puts the job into state `to` and says so in an event; False, and nothing, when it is not in a state that
-        leads there.
+        leads there, or not in `only_from`.
         """
-        if not self._moved(job_id, to, message, level, code or to, error):
+        sources = MOVES[to] if only_from is None else (only_from,)
+        if not self._moved(job_id, to, sources, message, level, code or to, error):
             return False
         said = message if error is None else f"{message} {error}"
         number = logging.ERROR if level == "error" else logging.INFO
         log.log(number, "job %s: %s", job_id, said, extra=logs.fields(job_id=job_id, state=to, code=code or to))
         return True
 
-    def _moved(self, job_id: str, to: Status, message: str, level: str, code: str, error: str | None) -> bool:
+    def _moved(
+        self,
+        job_id: str,
+        to: Status,
+        sources: tuple[Status, ...],
+        message: str,
+        level: str,
+        code: str,
+        error: str | None,
+    ) -> bool:
         """One transaction: the row, and an event."""
         now = int(time.time())
-        sources = MOVES[to]
         with self._write() as db:
             marks = ",".join("?" * len(sources))
             done = db.execute(
@@ -145,30 +156,58 @@ class JobStore:
             if to in FINAL:
                 failure = json.dumps({"code": code, "message": error, "param": None}) if error else None
                 db.execute("UPDATE jobs SET finished_at = ?, error = ? WHERE id = ?", (now, failure, job_id))
+            if to != "running":
+                db.execute("UPDATE jobs SET pause_requested = 0 WHERE id = ?", (job_id,))
             if to == "failed":  # resumed, it is not cancelled for what was asked before
                 db.execute("UPDATE jobs SET cancel_requested = 0 WHERE id = ?", (job_id,))
             _insert_event(db, job_id, level, "message", message, {"code": code})
         return True
 
     def request_cancel(self, job_id: str) -> Job:
-        """Asks a job to end; a queued one is cancelled at once. Fault 409 when it has ended already."""
-        job = self.get(job_id)
-        if job.status in FINAL:
-            raise Fault(Code.JOB_STATE, f"The job has ended already: it {_ENDED[job.status]}.")
+        """Asks a job to end; one that does not run is cancelled at once. Fault 409 when it has ended already."""
+        job = self._not_ended(job_id)
         with self._write() as db:
-            still = "status IN ('queued', 'running')"
+            still = "status IN ('queued', 'running', 'paused')"
             db.execute(f"UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND {still}", (job_id,))
-        if job.status == "queued":
-            self.move(job_id, "cancelled", "The job was cancelled before it ran.")
+        if job.status != "running":
+            where = "before it ran" if job.started_at is None else "while it did not run"
+            self.move(job_id, "cancelled", f"The job was cancelled {where}.")
+        return self.get(job_id)
+
+    def request_pause(self, job_id: str) -> Job:
+        """Asks a job to stop at a checkpoint and wait; one that is queued waits at once. Fault 409 when it has ended
+        already, or is to end.
+        """
+        if self._not_ended(job_id).cancel_requested:
+            raise Fault(Code.JOB_STATE, "The job is being cancelled.")
+        with self._write() as db:  # a queued one may begin to run meanwhile, and is to stop then
+            still = "status IN ('queued', 'running')"
+            db.execute(f"UPDATE jobs SET pause_requested = 1 WHERE id = ? AND {still}", (job_id,))
+        self.move(job_id, "paused", "The job is paused.", only_from="queued")
         return self.get(job_id)
 
     def resume(self, job_id: str) -> Job:
-        """Queues a job that failed; it goes on from its last checkpoint. Fault 409 when it did not fail."""
+        """Queues a job that failed or is paused; it goes on from its last checkpoint. One that was asked to pause and
+        runs still just goes on. Fault 409 for any other.
+        """
         job = self.get(job_id)
+        if job.status == "running" and job.pause_requested:
+            with self._write() as db:
+                db.execute("UPDATE jobs SET pause_requested = 0 WHERE id = ?", (job_id,))
+            job = self.get(job_id)
+            if job.status != "paused":
+                return job
         message = "The job is queued again and goes on from its last checkpoint."
-        if not (job.status == "failed" and self.move(job_id, "queued", message, code="resumed")):
-            raise Fault(Code.JOB_STATE, f"Only a job that failed can be resumed; this one is {job.status}.")
+        if not (job.status in ("failed", "paused") and self.move(job_id, "queued", message, code="resumed")):
+            what = f"Only a job that failed or is paused can be resumed; this one is {job.status}."
+            raise Fault(Code.JOB_STATE, what)
         return self.get(job_id)
+
+    def _not_ended(self, job_id: str) -> Job:
+        job = self.get(job_id)
+        if job.status in FINAL:
+            raise Fault(Code.JOB_STATE, f"The job has ended already: it {_ENDED[job.status]}.")
+        return job
 
     def count_crash(self, job_id: str) -> int:
         """One more death without a word; the number of them since the job last made progress."""
@@ -250,7 +289,7 @@ class JobStore:
         """Forgets a file. Fault 404, and 409 while a job that has not ended needs it."""
         self.file(file_id)
         with self._write() as db:
-            users = "status IN ('queued', 'running') AND ? IN (training_file, validation_file)"
+            users = "status IN ('queued', 'running', 'paused') AND ? IN (training_file, validation_file)"
             if db.execute(f"SELECT count(*) FROM jobs WHERE {users}", (file_id,)).fetchone()[0]:
                 raise Fault(Code.JOB_STATE, "A job that has not ended needs this file; cancel the job first.")
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))

@@ -66,9 +66,15 @@ class Submissions:
         return job, made
 
     async def resume(self, job_id: str) -> Job:
-        """Queues a job that failed. Fault when it did not fail, or no job may run here."""
+        """Queues a job that failed or is paused. Fault when it did neither, or no job may run here."""
         self._refuse_if_not_allowed()
         job = await asyncio.to_thread(self.store.resume, job_id)
+        self.runner.look_again()
+        return job
+
+    async def pause(self, job_id: str) -> Job:
+        """Asks a job to stop at a checkpoint and wait. Fault 409 when it has ended already."""
+        job = await asyncio.to_thread(self.store.request_pause, job_id)
         self.runner.look_again()
         return job
 

@@ -64,7 +64,7 @@ class BodyLimits:
         limit = self.max_bytes
         declared = header(scope, b"content-length")
         if declared is not None and declared.isdigit() and int(declared[:20]) > limit:
-            raise _too_large(limit)
+            raise _too_large(scope, limit)
         body = bytearray()
         while True:
             message = await receive()
@@ -72,7 +72,7 @@ class BodyLimits:
                 return None
             body += message.get("body", b"")
             if len(body) > limit:
-                raise _too_large(limit)
+                raise _too_large(scope, limit)
             holding.hold(len(body))
             if not message.get("more_body", False):
                 return bytes(body)
@@ -112,9 +112,9 @@ def _compressed() -> Fault:
     )
 
 
-def _too_large(limit: int) -> Fault:
+def _too_large(scope: Scope, limit: int) -> Fault:
+    training = scope["path"].startswith("/finetune")
+    hint = "Upload data through POST /v1/files." if training else "Send less in one request."
     return Fault(
-        Code.BODY_TOO_LARGE,
-        f"The request body is larger than this server's limit of {limit} bytes.",
-        hint="Upload data through POST /v1/files.",
+        Code.BODY_TOO_LARGE, f"The request body is larger than this server's limit of {limit} bytes.", hint=hint
     )

@@ -132,5 +132,5 @@ def _place(location: Sequence[Any]) -> str:
 
 
 _BRANCHES = frozenset({"str", "int", "float", "bool"})
-_TAGGED = frozenset({"response_format", "grammar"})
+_TAGGED = frozenset({"response_format", "grammar", "tool_choice"})
 """Fields whose `type` chooses a branch of a union: the branch's name stands behind the field's."""

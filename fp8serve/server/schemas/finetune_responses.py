@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fp8serve.server.schemas.responses import JsonObject, ResponseShape, ServedView
 
-JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 
 # -- fine-tuning -------------------------------------------------------------------------------------------------------
@@ -22,6 +22,7 @@ class JobView(ResponseShape):
     started_at: int | None
     finished_at: int | None
     cancel_requested: bool
+    pause_requested: bool
     progress: JsonObject
     config: JsonObject
     training_file: str | None

@@ -13,7 +13,7 @@ from fp8serve.engine.sampling_params import Tokens
 from fp8serve.server.schemas.answer_form import JsonObjectFormat, TextFormat
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
 from fp8serve.server.schemas.messages import ToolName
-from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema
+from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, Word, choice_of
 
 MAX_PARTS = 256
 NOT_TEXT = frozenset({"input_image", "input_file", "input_audio"})
@@ -128,7 +128,12 @@ class AllowedFunctions(Strict):
     tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-FunctionChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
+FunctionChoice = Annotated[
+    Annotated[Word, Tag("word")]
+    | Annotated[NamedFunction, Tag("function")]
+    | Annotated[AllowedFunctions, Tag("allowed_tools")],
+    choice_of('{"type": "function", "name": ...}', '{"type": "allowed_tools", "mode": ..., "tools": [...]}'),
+]
 
 
 class SchemaFormat(Strict):

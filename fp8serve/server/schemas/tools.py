@@ -1,9 +1,9 @@
 """Tools that a model may call, and which of them it may, as OpenAI's clients say it."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from fp8serve.server.schemas.bodies import Strict
@@ -75,7 +75,35 @@ class AllowedTools(Strict):
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+Word = Literal["none", "auto", "required"]
+
+
+def form_of_choice(choice: Any) -> str | None:
+    """Which of the forms of a `tool_choice` is meant; None: none of them."""
+    if isinstance(choice, str):
+        return "word" if choice in get_args(Word) else None
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return kind if kind in ("function", "allowed_tools") else None
+
+
+def choice_of(named: str, allowed: str) -> Discriminator:
+    """The forms by their tags; the two objects are spelt as in the arguments."""
+    return Discriminator(
+        form_of_choice,
+        custom_error_type="tool_choice",
+        custom_error_message=f'must be "none", "auto" or "required", {named} or {allowed}',
+    )
+
+
+ToolChoice = Annotated[
+    Annotated[Word, Tag("word")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedTools, Tag("allowed_tools")],
+    choice_of(
+        '{"type": "function", "function": {"name": ...}}',
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
+    ),
+]
 
 
 def named_by(choice: ToolChoice | None) -> set[str] | None:

@@ -11,7 +11,7 @@ import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
-from fp8serve.errors import Fp8ServeError, MachineError, ModelError, RequestError
+from fp8serve.errors import Fp8ServeError, MachineError, RequestError, TakenError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.served import Served
 
@@ -64,5 +64,5 @@ def _fault(said: list[str]) -> Fault:
         return Fault(Code.INTERNAL, "The process that saves scales failed; the server's log says how.")
     if found["error"] == MachineError.__name__:
         return Fault(Code.DISK_FULL, found["message"], hint="See who may write beside the model, and how much.")
-    taken = found["error"] == ModelError.__name__ and " exists and is not " in found["message"]
+    taken = found["error"] == TakenError.__name__
     return Fault(Code.NAME_TAKEN if taken else Code.NOT_ROLLING, found["message"])

@@ -1,7 +1,7 @@
 """The description against the server: every route is in it, and live answers, refusals included, have its shapes.
 
 Schemathesis makes requests from the description, valid ones and broken ones, and holds each answer to it: a documented
-status, media type and schema, `Allow` with a 405, and never a 5xx.
+status, media type and schema, `Allow` with a 405, and never a 5xx. It also goes along every link of the description.
 """
 
 import sys
@@ -13,6 +13,7 @@ import pytest
 import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.generation.stateful.state_machine import StepOutput
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -20,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from fp8serve.server.api.openapi_description import EXAMPLES, ROUTES
+from fp8serve.server.api.openapi_description import EXAMPLES, JOBS, ROUTES
 from fp8serve.server.serving import rolled_scales
 from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
@@ -78,7 +79,7 @@ async def test_every_route_is_described(start: Start) -> None:
                 assert any(status.startswith("2") for status in operation["responses"])
         assert "HTTPValidationError" not in document["components"]["schemas"]
         links = document["paths"]["/finetune"]["post"]["responses"]["202"]["links"]
-        assert len(links) == 7
+        assert len(links) == 8
         assert {link["parameters"]["job_id"] for link in links.values()} == {"$response.body#/id"}
 
 
@@ -101,7 +102,7 @@ async def test_links_lead_somewhere(start: Start) -> None:
     async with start() as server:
         document = (await server.client.get("/openapi.json")).json()
         job = (await server.client.post("/finetune", json=EXAMPLES["/finetune"])).json()["id"]
-        assert len(await follow(server, document, "/finetune", "202", job)) == 7
+        assert len(await follow(server, document, "/finetune", "202", job)) == 8
         form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b'{"text": "x"}\n')}}
         file = (await server.client.post("/v1/files", **form)).json()["id"]
         assert len(await follow(server, document, "/v1/files", "200", file)) == 4
@@ -121,3 +122,69 @@ async def test_the_source_of_an_activation_is_described(start: Start) -> None:
     async with start() as server:
         schemas = (await server.client.get("/openapi.json")).json()["components"]["schemas"]
         assert '"base"' in schemas["ActivateBody"]["properties"]["source"]["description"]
+
+
+def links_of(description: Any) -> list[Any]:
+    """Every link of the description, as schemathesis reads it."""
+    found = description.as_state_machine()._transitions.operations.values()
+    return [link for operation in found for link in operation.outgoing if not link.is_inferred]
+
+
+def answered(description: Any, path: str, file_id: str | None = None) -> StepOutput:
+    """The answer of an operation that names something: a job, or a file."""
+    operation = description[path]["POST"]
+    if path == "/v1/files":
+        form = {"purpose": "fine-tune", "file": b'{"text": "x"}\n'}
+        case = operation.Case(body=form, media_type="multipart/form-data")
+    else:
+        body = EXAMPLES.get(path, {"model": "base", "training_file": file_id})
+        case = operation.Case(body=body, media_type="application/json")
+    response = case.call(timeout=PATIENCE)
+    assert response.status_code in (200, 202), response.text
+    return StepOutput(response=response, case=case)
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_every_link_leads_to_answers_as_described(description: Any, mode: GenerationMode) -> None:
+    """The operation behind a link is asked for what the answer before it named, in valid and in broken requests."""
+    file = answered(description, "/v1/files")
+    made = {path: answered(description, path, file.response.json()["id"]) for path in ("/finetune", JOBS)}
+    made["/v1/files"] = file
+    links = sorted(links_of(description), key=lambda link: link.target.method == "delete")
+    assert {link.source.path for link in links} == set(made)
+    for link in links:
+        if mode is GenerationMode.POSITIVE or link.target.body or link.target.query:  # else nothing can be broken
+            follow_with(link, made[link.source.path], mode)
+
+
+def follow_with(link: Any, made: StepOutput, mode: GenerationMode) -> None:
+    """Requests along a link from the answer that `made` something."""
+    taken = link.extract(made)
+    places = {name: found.value.ok() for name, found in taken.parameters.get("path_parameters", {}).items()}
+    body = {} if taken.request_body is None else taken.request_body.value.ok()
+    assert places or body, link.full_name
+
+    @hypothesis.given(link.target.as_strategy(generation_mode=mode))
+    @hypothesis.settings(max_examples=1, deadline=None, derandomize=True, database=None, suppress_health_check=ANY)
+    def hold(case: Any) -> None:
+        case.path_parameters = {**(case.path_parameters or {}), **places}
+        if body and isinstance(case.body, dict):
+            case.body |= body
+        case.call_and_validate(checks=CHECKS, timeout=PATIENCE)
+
+    hold()
+
+
+def test_walks_from_answer_to_answer_meet_nothing_undescribed(description: Any) -> None:
+    """Schemathesis makes jobs and files, valid and broken, and goes on with what the answers named."""
+    walked = description.include(path_regex="^/(finetune|v1/files|v1/fine_tuning)")
+
+    class Walk(walked.as_state_machine()):  # type: ignore[misc]
+        def get_call_kwargs(self, case: Any) -> dict[str, Any]:
+            return {"timeout": PATIENCE}
+
+        def validate_response(self, response: Any, case: Any, *_: Any, **__: Any) -> None:
+            case.validate_response(response, checks=CHECKS)
+
+    options = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": ANY}
+    Walk.run(settings=hypothesis.settings(max_examples=6, stateful_step_count=8, **options))

@@ -154,6 +154,11 @@ def test_items_become_the_messages_of_a_chat() -> None:
         ({"tools": [TOOL | {"parameters": {"type": "string"}}]}, "parameters"),
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tool_choice": {"name": "other"}},
+            'tool_choice: must be "none", "auto" or "required", {"type": "function", "name"',
+        ),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name is missing"),
         ({"text": {"verbosity": "low"}}, "verbosity"),
         ({"reasoning": {"effort": "great"}}, "effort"),
         ({"include": ["message.output_text.logprobs"]}, "include"),

@@ -15,8 +15,10 @@ import pytest
 from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
+from fp8serve.server.finetuning.job_runner import WORKER
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.settings import ServerLimits
+from fp8serve.train.scratch import write_random_model
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
@@ -143,6 +145,71 @@ async def test_cancel(start: Start, mood: str, monkeypatch: pytest.MonkeyPatch) 
         assert (again.status_code, again.headers["x-should-retry"]) == (409, "false")
         with pytest.raises(ProcessLookupError):
             os.kill(lock_owner(server, running["id"]), 0)
+
+
+async def test_a_paused_job_frees_its_process_and_goes_on_where_it_was(start: Start) -> None:
+    """Over a restart of the server; a job behind it runs meanwhile, and one that waits is paused at once."""
+    async with start() as server:
+        job, other = await submit(server, "held"), await submit(server)
+        await wait_for_step(server, job["id"])
+        path = f"/finetune/{job['id']}"
+        assert (await server.client.post(f"/finetune/{other['id']}/pause")).json()["status"] == "paused"
+        assert (await server.client.post(f"/finetune/{other['id']}/resume")).json()["status"] == "queued"
+        assert (await server.client.post(f"{path}/pause")).json()["status"] in ("running", "paused")
+        await wait_for(server, job["id"], "paused")
+        assert (await server.client.post(f"{path}/pause")).json()["status"] == "paused"
+        with pytest.raises(ProcessLookupError):
+            os.kill(lock_owner(server, job["id"]), 0)
+        await wait_for(server, other["id"], "succeeded")
+        assert (await server.client.post(f"/finetune/{other['id']}/pause")).status_code == 409
+    async with start() as server:
+        assert (await server.client.get(path)).json()["status"] == "paused"
+        unblock_job(server, job["id"])
+        resumed = await server.client.post(f"/v1/fine_tuning/jobs/{job['id']}/resume")
+        assert resumed.json()["status"] in ("queued", "running", "succeeded")
+        await wait_for(server, job["id"], "succeeded")
+        events = (await server.client.get(f"{path}/events")).json()["events"]
+        codes = [e["data"]["code"] for e in events if e["type"] == "message"]
+        assert codes == ["queued", "running", "data", "paused", "resumed", "running", "data", "succeeded"]
+        assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start, tmp_path: Path) -> None:
+    """With the real training process, which is paused as soon as it has taken a step."""
+    sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
+    model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
+    async with start(worker=WORKER, model=model) as server:
+        options = {"max_steps": 120, "batch_size": 1, "recipe": "delayed", "save_every": 60}
+        whole = (await submit(server, "a text to learn", **options))["id"]
+        await wait_for(server, whole, "succeeded")
+        parted = (await submit(server, "a text to learn", **options))["id"]
+        await wait_for_step(server, parted)
+        await server.client.post(f"/finetune/{parted}/pause")
+        stopped = await wait_for(server, parted, "paused", "succeeded")
+        assert (stopped["status"], stopped["progress"]["step"] < 120) == ("paused", True)
+        await server.client.post(f"/finetune/{parted}/resume")
+        await wait_for(server, parted, "succeeded")
+        files = [
+            sorted((server.state.runner.dir_of(job) / "out/model").glob("*.safetensors")) for job in (whole, parted)
+        ]
+        assert [path.name for path in files[0]] == ["model.safetensors", "scales.safetensors"]
+        assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+async def test_what_is_asked_of_a_job_that_is_to_pause(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on when it is resumed before it has paused, and ends when it is cancelled while it is."""
+    monkeypatch.setattr("fp8serve.server.finetuning.job_runner.CANCEL_SECONDS", 0.4)
+    async with start() as server:
+        job = await submit(server, "stubborn")
+        await wait_for_step(server, job["id"])
+        path = f"/v1/fine_tuning/jobs/{job['id']}"
+        for action in ("pause", "resume"):
+            assert (await server.client.post(f"{path}/{action}")).status_code == 200
+        assert (await server.client.post(f"{path}/pause")).status_code == 200
+        await wait_for(server, job["id"], "paused")
+        assert (await server.client.post(f"{path}/cancel")).json()["status"] == "cancelled"
+        assert (await server.client.post(f"{path}/resume")).status_code == 409
 
 
 async def test_a_job_outlives_its_server(start: Start) -> None:

@@ -1,8 +1,8 @@
 """The job table against a model of it: any order of calls, with restarts between them."""
 
-import contextlib
 import sqlite3
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from fp8serve.server.finetuning.job_records import NewJob, new_job_id
 from fp8serve.server.finetuning.job_store import JobStore
 
 LEADS_TO = {
-    "queued": {"running", "failed", "cancelled"},
-    "running": {"queued", "succeeded", "failed", "cancelled"},
+    "queued": {"running", "paused", "failed", "cancelled"},
+    "running": {"queued", "paused", "succeeded", "failed", "cancelled"},
+    "paused": {"queued", "cancelled"},
     "failed": {"queued"},
     "succeeded": set(),
     "cancelled": set(),
@@ -33,6 +34,7 @@ STATES = st.sampled_from(sorted(LEADS_TO))
 class Expected:
     status: str = "queued"
     cancel_requested: bool = False
+    pause_requested: bool = False
 
 
 class JobTable(RuleBasedStateMachine):
@@ -69,6 +71,7 @@ class JobTable(RuleBasedStateMachine):
         assert self.store.move(job_id, to, "moved", error="why" if to == "failed" else None) is allowed  # type: ignore[arg-type]
         if job is not None and allowed:
             job.status, job.cancel_requested = to, job.cancel_requested and to != "failed"
+            job.pause_requested = job.pause_requested and to == "running"
 
     @rule(job_id=jobs)
     def cancel(self, job_id: str) -> None:
@@ -79,13 +82,28 @@ class JobTable(RuleBasedStateMachine):
             return
         self.store.request_cancel(job_id)
         job.cancel_requested = True
-        if job.status == "queued":
-            job.status = "cancelled"
+        if job.status != "running":
+            job.status, job.pause_requested = "cancelled", False
+
+    @rule(job_id=jobs)
+    def pause(self, job_id: str) -> None:
+        job = self.expected.get(job_id)
+        if job is None or job.status in FINAL or job.cancel_requested:
+            with pytest.raises(Fault):
+                self.store.request_pause(job_id)
+            return
+        self.store.request_pause(job_id)
+        job.pause_requested = job.status == "running"
+        job.status = "paused" if job.status == "queued" else job.status
 
     @rule(job_id=jobs)
     def resume(self, job_id: str) -> None:
         job = self.expected.get(job_id)
-        if job is None or job.status != "failed":
+        if job is not None and job.status == "running" and job.pause_requested:
+            self.store.resume(job_id)
+            job.pause_requested = False
+            return
+        if job is None or job.status not in ("failed", "paused"):
             with pytest.raises(Fault):
                 self.store.resume(job_id)
             return
@@ -107,11 +125,25 @@ class JobTable(RuleBasedStateMachine):
             counts[expected.status] += 1
             assert job.status == expected.status
             assert job.cancel_requested == expected.cancel_requested
+            assert job.pause_requested == expected.pause_requested
             assert (job.finished_at is not None) == (job.status in FINAL)
             assert (job.error is not None) == (job.status == "failed")
         assert self.store.counts() == counts
         unfinished = [name for name, job in self.expected.items() if job.status in ("queued", "running")]
         assert sorted(job.id for job in self.store.unfinished()) == sorted(unfinished)
+
+
+def test_a_table_of_the_first_layout_is_brought_up_to_date(tmp_path: Path) -> None:
+    path, new = tmp_path / "jobs.db", NewJob(base="base", source="source", config={})
+    store = JobStore(path)
+    store.create(new, "old", WAITING)
+    store.close()
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript("ALTER TABLE jobs DROP COLUMN pause_requested; PRAGMA user_version=1;")
+    store = JobStore(path)
+    store.create(new, "new", WAITING)
+    assert [store.request_pause(job_id).status for job_id in ("old", "new")] == ["paused", "paused"]
+    store.close()
 
 
 TestJobTable = JobTable.TestCase
@@ -122,12 +154,12 @@ TestJobTable.settings = settings(
 
 def test_a_table_of_another_layout_is_named_and_left_alone(tmp_path: Path) -> None:
     table = tmp_path / "jobs.sqlite3"
-    with contextlib.closing(sqlite3.connect(table)) as newer:
-        newer.execute("PRAGMA user_version=2")
+    with closing(sqlite3.connect(table)) as newer:
+        newer.execute("PRAGMA user_version=9")
     with pytest.raises(
-        MachineError, match="has layout 2, and this fp8serve reads layout 1: start the version that wrote it"
+        MachineError, match="has layout 9, and this fp8serve reads layout 2: start the version that wrote it"
     ):
         JobStore(table)
-    with contextlib.closing(sqlite3.connect(table)) as kept:
-        assert kept.execute("PRAGMA user_version").fetchone()[0] == 2
+    with closing(sqlite3.connect(table)) as kept:
+        assert kept.execute("PRAGMA user_version").fetchone()[0] == 9
         assert not kept.execute("SELECT name FROM sqlite_master").fetchall()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from fp8serve.commands.serve import find_key
-from fp8serve.errors import MachineError, RequestError
+from fp8serve.commands.serve import find_key, limits_of
+from fp8serve.errors import Fp8ServeError, MachineError, RequestError
 from fp8serve.server.api.page_routes import PAGES
 from fp8serve.server.http.access_control import presented_key
 from fp8serve.server.http.scope import OPEN_PATHS
@@ -243,3 +243,15 @@ async def test_a_compressed_body_is_refused_as_such(start: Start, path: str) -> 
         assert (answer.status_code, "Content-Encoding" in answer.text) == (415, True)
         plain = {"content-encoding": "identity"}
         assert (await server.client.post("/generate", json={"inputs": "x"}, headers=plain)).status_code == 200
+
+
+def test_limits_are_set_by_name() -> None:
+    limits = limits_of(["queue=7", "body_seconds=0.5"])
+    assert (limits.queue, limits.body_seconds, limits.streams) == (7, 0.5, 512)
+    for wrong, sentence in {
+        "quue=7": "there is no limit 'quue'",
+        "queue=0": "queue must",
+        "queue": "NAME=VALUE",
+    }.items():
+        with pytest.raises(Fp8ServeError, match=sentence):
+            limits_of([wrong])

@@ -1,4 +1,4 @@
-"""The native fine-tune routes: start, list, watch, cancel and activate jobs.
+"""The native fine-tune routes: start, list, watch, pause, cancel and activate jobs.
 
 Events come as a JSON list, or, for a client that accepts `text/event-stream`, as server-sent events that replay from
 `Last-Event-ID` and go on until the job has ended; ids are the event table's, so a reader that reconnects misses
@@ -129,7 +129,13 @@ async def cancel(job_id: str, state: StateDep) -> dict[str, Any]:
     return job_view(state, await state.submissions.cancel(job_id))
 
 
-@router.post("/finetune/{job_id}/resume", summary="Go on with a job that failed, from its last checkpoint")
+@router.post("/finetune/{job_id}/pause", summary="Stop a job at a checkpoint until it is resumed")
+async def pause(job_id: str, state: StateDep) -> dict[str, Any]:
+    """Its process ends, so the device is free; jobs behind it run meanwhile. It ends with the same bytes as without."""
+    return job_view(state, await state.submissions.pause(job_id))
+
+
+@router.post("/finetune/{job_id}/resume", summary="Go on with a job that failed or is paused, from its last checkpoint")
 async def resume(job_id: str, state: StateDep) -> dict[str, Any]:
     """Also what met a full disk, once there is room. Takes the job's place in the queue."""
     return job_view(state, await state.submissions.resume(job_id))
@@ -169,6 +175,7 @@ def job_view(state: ServerState, job: Job) -> dict[str, Any]:
         "started_at": job.started_at,
         "finished_at": job.finished_at,
         "cancel_requested": job.cancel_requested,
+        "pause_requested": job.pause_requested,
         "progress": job.progress,
         "config": job.config,
         "training_file": job.training_file,

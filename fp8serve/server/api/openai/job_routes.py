@@ -42,7 +42,12 @@ async def cancel(job_id: str, state: StateDep) -> dict[str, Any]:
     return view(state, await state.submissions.cancel(job_id))
 
 
-@router.post("/{job_id}/resume", summary="Go on with a job that failed")
+@router.post("/{job_id}/pause", summary="Stop a job at a checkpoint until it is resumed")
+async def pause(job_id: str, state: StateDep) -> dict[str, Any]:
+    return view(state, await state.submissions.pause(job_id))
+
+
+@router.post("/{job_id}/resume", summary="Go on with a job that failed or is paused")
 async def resume(job_id: str, state: StateDep) -> dict[str, Any]:
     return view(state, await state.submissions.resume(job_id))
 

@@ -1,0 +1,174 @@
+"""What the server costs on top of its engine: tokens per second at batch 8, and time to the first token, in pairs.
+
+    python -m benchmarks.overhead MODEL [--rounds 5] [--batch 8] [--prompt 64] [--new 96] [--recipe NAME] [--threads 2]
+
+The engine runs in this process; beside it are servers of the same model: one as it comes, one that sends spans to a
+collector (a small process that takes them and answers 200), one with `--metrics-per-layer`. They take turns: in a
+round each gets `--batch` requests at once, and then `--first` requests one after the other, of random prompts that
+nobody has seen before; the others wait idly. Rates are all tokens of the answers by the time from the first request's
+sending to the last token; the server streams, and its client reads bytes and does nothing with them. A round's figure
+is a ratio to the engine's in that round, or a difference; what is printed, as JSON, are their medians and all rounds.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fp8serve.bench.provenance import provenance
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.hub import find_model
+from fp8serve.running import RunningServer
+
+Prompt = tuple[int, ...]
+Arms = dict[str, Callable[[Sequence[Prompt], int], tuple[float, float]]]
+"""By name what answers prompts with so many tokens each: seconds to the first token of any, and to the last of all."""
+COLLECTOR = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def by_engine(engine: Engine, prompts: Sequence[Prompt], new: int) -> tuple[float, float]:
+    params = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
+    began, first = time.perf_counter(), 0.0
+    for number, prompt in enumerate(prompts):
+        engine.add_request(Request(str(number), prompt, params))
+    while engine.has_work():
+        if engine.step() and not first:
+            first = time.perf_counter() - began
+    return first, time.perf_counter() - began
+
+
+async def by_server(url: str, prompts: Sequence[Prompt], new: int) -> tuple[float, float]:
+    began = time.perf_counter()
+    firsts = await asyncio.gather(*(_stream(url, prompt, new, began) for prompt in prompts))
+    return min(firsts), time.perf_counter() - began
+
+
+async def _stream(url: str, prompt: Prompt, new: int, began: float) -> float:
+    """Seconds from `began` to the first event, when the last one has come."""
+    place = urlsplit(url)
+    body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
+    sent = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        writer.write(f"{head}Connection: close\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        said, first = bytearray(), 0.0
+        while piece := await reader.read(1 << 16):
+            said += piece
+            if not first and b"data: " in said:
+                first = time.perf_counter() - began
+    finally:
+        writer.close()
+    assert said.startswith(b"HTTP/1.1 200"), bytes(said[:300])
+    assert b"data: [DONE]" in said, bytes(said[-300:])
+    return first
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """The address of one that takes everything."""
+    with subprocess.Popen([sys.executable, "-c", COLLECTOR], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.terminate()
+
+
+def measure(
+    arms: Arms, rounds: int, batch: int, prompt: int, new: int, first: int
+) -> dict[str, list[dict[str, float]]]:
+    """By arm a record for each round; the order of the arms changes from round to round."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
+    rng = random.Random(0)
+
+    def prompts(count: int) -> list[Prompt]:
+        return [tuple(rng.randrange(1000) for _ in range(prompt)) for _ in range(count)]
+
+    for number in range(rounds + 1):  # the first one warms up
+        names = list(arms)[number % len(arms) :] + list(arms)[: number % len(arms)]
+        for name in names:
+            _, seconds = arms[name](prompts(batch), new)
+            waits = [arms[name](prompts(1), 2)[0] for _ in range(first)]
+            if number:
+                rate = batch * new / seconds
+                found[name].append({"tokens_per_second": rate, "first_ms": 1e3 * statistics.median(waits)})
+    return found
+
+
+def compared(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    """By server what the rounds say of it beside the engine."""
+    engine, found = rounds["engine"], {}
+    for name, mine in rounds.items():
+        rates = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(mine, engine, strict=True)]
+        later = [a["first_ms"] - b["first_ms"] for a, b in zip(mine, engine, strict=True)]
+        found[name] = {
+            "tokens_per_second": round(statistics.median(one["tokens_per_second"] for one in mine), 1),
+            "first_ms": round(statistics.median(one["first_ms"] for one in mine), 2),
+            "of_the_engine": round(statistics.median(rates), 4),
+            "first_ms_later": round(statistics.median(later), 2),
+            "rounds_of_the_engine": [round(rate, 4) for rate in rates],
+            "rounds_first_ms_later": [round(ms, 2) for ms in later],
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    for name, default in {"rounds": 5, "batch": 8, "prompt": 64, "new": 96, "first": 5, "threads": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--recipe", default="stored")
+    asked = parser.parse_args()
+    model, length = find_model(asked.model), 2 * (asked.prompt + asked.new)
+    said = ["--recipe", asked.recipe, "--threads", str(asked.threads), "--max-num-seqs", str(asked.batch)]
+    said += ["--max-model-len", str(length)]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8serve-overhead-")))
+        spans = ["--otlp-endpoint", stack.enter_context(collector())]
+        kinds: dict[str, list[str]] = {"server": [], "with_spans": spans, "with_layer_metrics": ["--metrics-per-layer"]}
+        arms: Arms = {}
+        for name, more in kinds.items():
+            options = [*said, *more, "--data-dir", str(folder / name)]
+            url = stack.enter_context(RunningServer(model, options, log=folder / f"{name}.log")).url
+            arms[name] = lambda prompts, new, url=url: asyncio.run(by_server(url, prompts, new))  # type: ignore[misc]
+        engine = Engine(
+            model, threads=asked.threads, recipe=asked.recipe, max_num_seqs=asked.batch, max_model_len=length
+        )
+        engine.generate(["warm"], max_new_tokens=2)
+        engine.pack_weights()
+        arms = {"engine": lambda prompts, new: by_engine(engine, prompts, new), **arms}
+        found = measure(arms, asked.rounds, asked.batch, asked.prompt, asked.new, asked.first)
+    made = provenance("python -m benchmarks.overhead")
+    print(
+        json.dumps(
+            {**made, "batch": asked.batch, "prompt": asked.prompt, "new": asked.new, **compared(found)}, indent=1
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

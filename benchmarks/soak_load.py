@@ -1,0 +1,292 @@
+"""Some thousand requests at once, of four tenants that ask for unequally much: fairness, memory, and the books.
+
+All requests are sent in the same moments. Prompts are of every length up to the context's, as texts, token ids and
+chats; half of the answers are streamed. Three things are judged:
+
+* Each tenant has at most twice the 95th percentile of latency that an ideal server would give it: one of the same
+  speed whose time is divided equally among the tenants that still wait. A tenant has then received `a` tokens of work
+  when the server has done the sum, over tenants, of the smaller of `a` and what the tenant asked for (`fair_work`);
+  when it had done that much is read from the run itself. So a machine that others use as well changes both sides
+  alike.
+* Memory is flat while the queue is worked off.
+* `/metrics` tells of every request, of its tenant, of its tokens, and in the end of none in flight.
+"""
+
+import asyncio
+import json
+import random
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.soak_asks import WORDS
+from benchmarks.soak_memory import too_much, watch
+
+SHARES = {"bulk": 0.55, "evening": 0.25, "team": 0.15, "single": 0.05}
+"""Of all requests, each tenant's."""
+LENGTHS = ((0.5, 0.08), (0.35, 0.3), (0.13, 0.8), (0.02, 1.0))
+"""How many prompts are at most how long, as a part of the context; the last ones leave room for their answers alone."""
+MOST_OFF = 2.0  # times the fair latency
+TIMEOUT = 7200.0  # seconds for an answer
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One request: whose, where, what."""
+
+    tenant: str
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Served:
+    """How it went: seconds since the first request was sent, and tokens of the prompt and the answer."""
+
+    tenant: str
+    status: int
+    seconds: float
+    prompt: int = 0
+    answer: int = 0
+    said: str = ""
+
+    @property
+    def work(self) -> int:
+        return self.prompt + self.answer
+
+
+# --- what is asked
+
+
+def wanted(count: int, context: int, seed: int = 0) -> list[Wanted]:
+    """`count` requests in a mixed order, as many of each tenant as `SHARES` says."""
+    rng = random.Random(seed)
+    tenants = [tenant for tenant, share in SHARES.items() for _ in range(round(share * count))]
+    tenants = (tenants + ["bulk"] * count)[:count]
+    rng.shuffle(tenants)
+    return [_request(rng, tenant, context) for tenant in tenants]
+
+
+def _request(rng: random.Random, tenant: str, context: int) -> Wanted:
+    answer = rng.randint(4, 24)
+    ((_, part),) = rng.choices(LENGTHS, [share for share, _ in LENGTHS])
+    longest = context - answer
+    length = longest if part == 1.0 else rng.randint(1, min(longest, int(part * context)))
+    asked = {"max_tokens": answer, "ignore_eos": True, "temperature": 0}
+    if rng.random() < 0.5:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    kind = rng.random()
+    if kind < 0.2 and part < 0.5:
+        text = " ".join(rng.choices(WORDS, k=rng.randint(1, max(1, context // 32))))
+        return Wanted(tenant, "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": text}]})
+    if kind < 0.4 and part < 0.5:
+        return Wanted(
+            tenant, "/v1/completions", asked | {"prompt": " ".join(rng.choices(WORDS, k=max(1, length // 8)))}
+        )
+    return Wanted(tenant, "/v1/completions", asked | {"prompt": [rng.randrange(3, 250) for _ in range(length)]})
+
+
+# --- sending
+
+
+async def _send_all(url: str, keys: Mapping[str, str], asked: Sequence[Wanted]) -> list[Served]:
+    place, began = urlsplit(url), time.monotonic()
+
+    async def one(item: Wanted) -> Served:
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                raw = await _exchange(str(place.hostname), int(place.port or 80), item, keys[item.tenant])
+            return read_answer(item, raw, time.monotonic() - began)
+        except (OSError, ValueError, LookupError) as problem:
+            return Served(item.tenant, 0, time.monotonic() - began, said=f"{type(problem).__name__}: {problem}")
+
+    return await asyncio.gather(*map(one, asked))
+
+
+async def _exchange(host: str, port: int, item: Wanted, key: str) -> bytes:
+    """The whole answer, head and all."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        body = json.dumps(item.body).encode()
+        head = (
+            f"POST {item.path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
+        )
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+def read_answer(item: Wanted, raw: bytes, seconds: float) -> Served:
+    """Raises ValueError or LookupError for what is no whole answer."""
+    head, _, body = raw.partition(b"\r\n\r\n")
+    status, text = int(head.split()[1]), body.decode(errors="replace")
+    if status != 200:
+        return Served(item.tenant, status, seconds, said=text[:200])
+    if item.body.get("stream"):
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        if events[-1] != "[DONE]":
+            return Served(item.tenant, 0, seconds, said=f"the stream broke off: {events[-1][:200]}")
+        usage = json.loads(events[-2])["usage"]
+    else:
+        usage = json.loads(text)["usage"]
+    return Served(item.tenant, 200, seconds, usage["prompt_tokens"], usage["completion_tokens"])
+
+
+# --- what a fair server would do
+
+
+def fair_work(asked: Mapping[str, float], share: float) -> dict[str, float]:
+    """By tenant the work that the server has done when the tenant has `share` of what it asked for, in equal parts."""
+    return {name: sum(min(other, share * mine) for other in asked.values()) for name, mine in asked.items()}
+
+
+def reached(served: Iterable[Served], work: float) -> float:
+    """Seconds until so much work was done."""
+    done, at = 0.0, 0.0
+    for one in sorted(served, key=lambda one: one.seconds):
+        done, at = done + one.work, one.seconds
+        if done >= work:
+            break
+    return at
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all do not exceed."""
+    ranked = sorted(values)
+    return ranked[max(0, -int(-share * len(ranked) // 1) - 1)]
+
+
+def by_tenant(served: Sequence[Served]) -> dict[str, dict[str, float]]:
+    """Figures of each tenant: requests, tokens, latencies in seconds and times the fair one."""
+    names = sorted({one.tenant for one in served})
+    mine = {name: [one for one in served if one.tenant == name] for name in names}
+    work = fair_work({name: float(sum(one.work for one in mine[name])) for name in names}, 0.95)
+    found = {}
+    for name in names:
+        p95, fair = percentile([one.seconds for one in mine[name]], 0.95), reached(served, work[name])
+        found[name] = {
+            "requests": len(mine[name]),
+            "tokens": sum(one.work for one in mine[name]),
+            "p50_seconds": round(percentile([one.seconds for one in mine[name]], 0.5), 2),
+            "p95_seconds": round(p95, 2),
+            "fair_p95_seconds": round(fair, 2),
+            "times_fair": round(p95 / max(fair, 1e-9), 3),
+        }
+    return found
+
+
+# --- the books
+
+
+def metrics(url: str, key: str) -> Counter[str]:
+    """Every sample of the server's metrics by its name and labels, such as `fp8serve_ready` and `name{a=b}`."""
+    request = urllib.request.Request(url + "/metrics", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    found = Counter[str]()
+    for sample in (sample for family in families for sample in family.samples):
+        labels = {name: value for name, value in sample.labels.items() if name not in ("model", "method")}
+        written = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+        found[f"{sample.name}{{{written}}}" if written else sample.name] += sample.value
+    return found
+
+
+def due(served: Sequence[Served]) -> dict[str, float]:
+    """What `/metrics` must have counted of these answers."""
+    count = len(served)
+    found: dict[str, float] = {
+        "fp8serve_requests_accepted_total": count,
+        "fp8serve_requests_finished_total{outcome=ok}": count,
+        "fp8serve_requests_finished_total{outcome=failed}": 0,
+        "fp8serve_requests_finished_total{outcome=cancelled}": 0,
+        "fp8serve_sequences_ended_total{finished_reason=length}": count,
+        "fp8serve_request_seconds_count": count,
+        "fp8serve_time_to_first_token_seconds_count": count,
+        "fp8serve_prompt_tokens_total": sum(one.prompt for one in served),
+        "fp8serve_generated_tokens_total": sum(one.answer for one in served),
+        "fp8serve_requests_in_flight": 0,
+    }
+    for tenant in SHARES:
+        mine = [one for one in served if one.tenant == tenant]
+        found[f"fp8serve_tenant_requests_total{{tenant={tenant}}}"] = len(mine)
+        found[f"fp8serve_tenant_requests_in_flight{{tenant={tenant}}}"] = 0
+        for kind, tokens in (("prompt", [o.prompt for o in mine]), ("generated", [o.answer for o in mine])):
+            found[f"fp8serve_tenant_tokens_total{{kind={kind},tenant={tenant}}}"] = sum(tokens)
+    return found
+
+
+def settled(url: str, key: str, before: Mapping[str, float], served: Sequence[Served]) -> list[str]:
+    """What is `uncounted` when a request's last byte is a while ago: the server counts behind it."""
+    for _ in range(100):
+        if not (found := uncounted(before, metrics(url, key), served)):
+            break
+        time.sleep(0.1)
+    return found
+
+
+def uncounted(before: Mapping[str, float], after: Mapping[str, float], served: Sequence[Served]) -> list[str]:
+    """A sentence for every figure of `/metrics` that is not what the answers say."""
+    found = {name: after.get(name, 0) - before.get(name, 0) for name in due(served)}
+    wrong = [(name, found[name], wants) for name, wants in due(served).items() if found[name] != wants]
+    return [f"/metrics: {name} rose by {rose:g}, and {wants:g} are due." for name, rose, wants in wrong]
+
+
+# --- the run
+
+
+def load(
+    url: str, keys: Mapping[str, str], pids: dict[str, int], asked: Sequence[Wanted], allow: float
+) -> dict[str, Any]:
+    """Figures of the run, and `failed`: sentences, none when all is well. `keys`: of each tenant, one that may read
+    the metrics.
+    """
+    reader = keys["single"]
+    before, ended, peak = metrics(url, reader), threading.Event(), list[tuple[float, float]]()
+    with ThreadPoolExecutor(2) as pool:
+        began = time.monotonic()
+        memory = pool.submit(watch, pids, 1.0, ended)
+        crowd = pool.submit(_count, url, reader, ended, peak, began)
+        try:
+            served = asyncio.run(_send_all(url, keys, asked))
+        finally:
+            ended.set()
+        samples, _ = memory.result(), crowd.result()
+    most, at = max(((number, second) for second, number in peak), default=(0.0, 0.0))
+    tenants = by_tenant(served)
+    grown, failed = too_much(samples, at, allow)
+    failed += [f"{one.tenant}: {one.status}: {one.said}" for one in served if one.status != 200][:20]
+    failed += settled(url, reader, before, served)
+    failed += [
+        f"The tenant {name} has {found['times_fair']} times its fair p95; {MOST_OFF:g} are allowed."
+        for name, found in tenants.items()
+        if found["times_fair"] > MOST_OFF
+    ]
+    figures = {"requests": len(served), "seconds": round(max(one.seconds for one in served), 1), "most_in_flight": most}
+    ends = {name: [round(s.seconds, 2) for s in served if s.tenant == name] for name in tenants}
+    return {**figures, "tenants": tenants, "grown_mb": grown, "failed": failed, "samples": samples, "ends": ends}
+
+
+def _count(url: str, key: str, ended: threading.Event, found: list[tuple[float, float]], began: float) -> None:
+    """Requests in flight, with their times."""
+    while not ended.wait(1.0):
+        number = metrics(url, key)["fp8serve_requests_in_flight"]
+        found.append((time.monotonic() - began, number))
+
+
+def finished(ends: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[float, float]]]:
+    """Curves: by tenant the percentage of its requests that are answered, over minutes."""
+    return {
+        name: [(0.0, 0.0), *((at / 60, 100 * rank / len(mine)) for rank, at in enumerate(sorted(mine), 1))]
+        for name, mine in ends.items()
+    }
