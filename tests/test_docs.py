@@ -50,7 +50,7 @@ def test_python_runs(workplace: Path) -> None:
         run(workplace, sys.executable, "-c", block)
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.py")), ids=lambda p: p.stem)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     assert run(tmp_path, sys.executable, "-W", "error", str(example))
 

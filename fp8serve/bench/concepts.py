@@ -39,7 +39,7 @@ def scale_picture() -> str:
     """Weights of a linear layer, cast without a scale and with 448 / amax: the error of the values of each size."""
     weights = _noise(1 << 18) * 0.02
     binades = weights.abs().clamp(min=2.0**-16).log2().floor()
-    exponents = [int(b) for b in binades.unique().tolist() if b > -16]
+    exponents = [int(b) for b in sorted(set(binades.tolist())) if b > -16]
     share = [(float(e), 100 * float((binades == e).float().mean())) for e in exponents]
     fitting = float(LARGEST / weights.abs().amax())
     errors = {
@@ -93,7 +93,7 @@ def _input_scale(linear: Any) -> float:
 def travels_picture() -> str:
     """The input of a network's second layer, and the range that its scale covers, over all four stages."""
     torch.manual_seed(0)
-    model = convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+    model: Any = convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
     seen: list[float] = []
     model[-1].register_forward_pre_hook(lambda _, given: seen.append(float(given[0].detach().abs().amax())))
     optimizer, target = torch.optim.AdamW(model.parameters(), lr=1e-2), _noise(32, 32, seed=5)
@@ -106,7 +106,7 @@ def travels_picture() -> str:
     def tune(x: Tensor) -> None:
         with autocast(recipe=recipe):
             loss = (model(x) - x @ target).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
