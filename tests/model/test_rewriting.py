@@ -144,7 +144,7 @@ def test_a_scale_that_was_repeated_is_not_called_stale(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", [(), ("--format", "fp8"), ("--format", "gguf")])
 def test_what_is_not_there_is_said(more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "model"), "--out", str(tmp_path / "out"), *more]) == 1
-    assert f"There is no {tmp_path / 'model'}; give a model directory or a GGUF file." in capsys.readouterr().err
+    assert f"{tmp_path / 'model'} is not a directory; give a model directory" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_gguf_is_not_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

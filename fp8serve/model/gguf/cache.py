@@ -17,14 +17,20 @@ def cached(path: Path, say: Callable[[str], None], sha256: str | None = None) ->
     """
     from huggingface_hub import constants
 
-    found = file_hash(path)
-    if sha256 not in (None, found):
-        raise ModelError(f"{path} has the SHA-256 {found}, not {sha256}; install the package that it came in again.")
+    found = file_hash(path) if sha256 is None else check_hash(path, sha256)
     out = Path(constants.HF_HOME) / "fp8serve" / _WRITER / f"{path.stem}-{found[:16]}"
     if not (out / "config.json").exists():
         say(f"Converting {path} into {out}, once...")
         _convert_or_find(path, out)
     return out
+
+
+def check_hash(path: Path, sha256: str) -> str:
+    """The hash of the file's content. ModelError: it is not this one."""
+    found = file_hash(path)
+    if found != sha256:
+        raise ModelError(f"{path} has the SHA-256 {found}, not {sha256}; install the package that it came in again.")
+    return found
 
 
 def file_hash(path: Path) -> str:

