@@ -38,7 +38,7 @@ class OwnLinear(nn.Linear):
         if weight.dim() == 2:
             return apply_linear(x, weight, bias)
         y: Tensor = _packed_mm(x.flatten(0, -2), weight, None, None, bias, None, x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 def own_products(device: str) -> bool:

@@ -68,10 +68,12 @@ def test_trainer_and_server_compute_the_same_bits(
     with torch.enable_grad():
         result, setup = trained(configure, recipe=recipe, recipe_options=options, master_weights=place, max_steps=3)
     assert result.model is not None
-    rows, in_bf16 = setup.rows[:6], recipe == "bf16" or "override_linear_precision" in options
-    assert sum(isinstance(m, FrozenLinear) for m in load_servable(result.model).modules()) == (0 if in_bf16 else 14)
-    found = served(result.model, rows, **({"recipe": "bf16"} if in_bf16 else {}))
-    assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), found)
+    in_bf16 = recipe == "bf16" or "override_linear_precision" in options
+    how: Any = {"recipe": "bf16"} if in_bf16 else {}
+    layers = load_servable(result.model, **how).modules()
+    assert sum(isinstance(module, FrozenLinear) for module in layers) == (0 if in_bf16 else 14)
+    rows = setup.rows[:6]
+    assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows, **how))
 
 
 def test_a_recipe_that_depends_on_its_batch_says_so(configure: Configure) -> None:
