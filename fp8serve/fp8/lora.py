@@ -34,7 +34,8 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 def _inner(x: Tensor, a: Tensor, scaling: float) -> Tensor:
     """s A x, BF16 [M, r]."""
-    return (_mm(x, a, None, torch.float32) * scaling).to(torch.bfloat16)
+    wide: Tensor = _mm(x, a, None, torch.float32)
+    return (wide * scaling).to(torch.bfloat16)
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -126,10 +127,10 @@ class LoraLinear(nn.Module):
             return y
         a, b = (p.detach().to(torch.bfloat16) for p in (self.lora_A, self.lora_B))
         norm = row_norms(self.base, self.get_buffer("weight_squares"), a, b, self.scaling)
-        bias = self.base.bias
+        bias = cast(Tensor | None, self.base.bias)
         z = y if bias is None else y - bias
         z = _Rescaled.apply(z, self.lora_magnitude_vector, norm)  # type: ignore[no-untyped-call]
-        return z if bias is None else z + bias  # type: ignore[no-any-return, operator]
+        return z if bias is None else z + bias
 
 
 def weight_of(base: nn.Module) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -48,8 +49,8 @@ def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
     model = build_on_meta(config)
     turned = transposed_linears(model)
     names = (name for name in model.linear_names() if ".experts." not in name and name not in turned)
-    shapes = {name: model.get_submodule(name).weight.shape for name in names}  # type: ignore[union-attr]
-    return {name: (int(shape[0]), int(shape[1])) for name, shape in shapes.items()}  # type: ignore[operator, index]
+    shapes = {name: cast(Tensor, model.get_submodule(name).weight).shape for name in names}
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
 
 
 def chosen(linears: Sequence[str], patterns: Sequence[str]) -> list[str]:
@@ -105,9 +106,9 @@ def _low_rank(
 ) -> LowRank:
     rows, cols = shape
     rank = peft.rank_of(linear)
-    wanted = {"lora_A": (rank, cols), "lora_B": (rows, rank)}
+    wanted: dict[str, tuple[int, ...]] = {"lora_A": (rank, cols), "lora_B": (rows, rank)}
     wanted |= {"lora_magnitude_vector": (rows,)} if peft.dora else {}
-    for part in {**wanted, **parts}:
+    for part in sorted(wanted.keys() | parts.keys()):
         tensor, expected = parts.get(part), wanted.get(part)
         if tensor is None or expected is None or tuple(tensor.shape) != expected:
             shape_found = "none" if tensor is None else str(list(tensor.shape))

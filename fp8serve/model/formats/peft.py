@@ -85,7 +85,7 @@ def read_config(directory: Path) -> PeftConfig:
 def _rank(path: Path, name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
         raise ModelError(f"{path}: {name} must be an integer from 1 to {MAX_RANK}, found {shown(value)}.")
-    return value
+    return int(value)
 
 
 def _number(path: Path, name: str, value: Any) -> float:

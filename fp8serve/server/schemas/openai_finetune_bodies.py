@@ -65,5 +65,5 @@ class JobBody(Body):
         if chosen.learning_rate_multiplier != "auto":
             named["learning_rate"] = LEARNING_RATE * chosen.learning_rate_multiplier
         chosen_here = {k: v for k, v in named.items() if v is not None and v != "auto"}
-        files = {"file_id": self.training_file, "validation_file_id": self.validation_file}
+        files: dict[str, Any] = {"file_id": self.training_file, "validation_file_id": self.validation_file}
         return FinetuneBody(model=self.model, **files, **chosen_here, **given(self, TrainConfig))
