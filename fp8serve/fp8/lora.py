@@ -129,7 +129,7 @@ class LoraLinear(nn.Module):
         norm = row_norms(self.base, self.get_buffer("weight_squares"), a, b, self.scaling)
         bias = cast(Tensor | None, self.base.bias)
         z = y if bias is None else y - bias
-        z = _Rescaled.apply(z, self.lora_magnitude_vector, norm)  # type: ignore[no-untyped-call]
+        z = cast(Tensor, _Rescaled.apply(z, self.lora_magnitude_vector, norm))  # type: ignore[no-untyped-call]
         return z if bias is None else z + bias
 
 
@@ -151,12 +151,12 @@ def squared_norms(base: nn.Module) -> Tensor:
     """FP32 [N]: of each row of the weight, of which a few rows at a time are widened."""
     weight = weight_of(base)
     if not isinstance(base, FrozenLinear):
-        return torch.cat([part.float().square().sum(1) for part in weight.split(ROWS_AT_ONCE)])
+        return torch.cat([part.float().square().sum(1) for part in torch.split(weight, ROWS_AT_ONCE)])
     scale = base.weight_scale_inv
     if scale.dim() and len(scale) != len(weight):  # blocks of 128 rows
-        parts = zip(weight.split(ROWS_AT_ONCE), scale.split(ROWS_AT_ONCE // 128), strict=True)
+        parts = zip(torch.split(weight, ROWS_AT_ONCE), torch.split(scale, ROWS_AT_ONCE // 128), strict=True)
         return torch.cat([dequantize(part, of_part).square().sum(1) for part, of_part in parts])
-    sums = torch.cat([part.float().square().sum(1) for part in weight.split(ROWS_AT_ONCE)])
+    sums = torch.cat([part.float().square().sum(1) for part in torch.split(weight, ROWS_AT_ONCE)])
     return sums * scale.flatten().square()
 
 
