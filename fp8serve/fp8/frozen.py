@@ -1,16 +1,20 @@
-"""FrozenLinear: what serving runs. FP8 weights at rest, an input scale stored or computed per call, no gradient.
+"""FrozenLinear: what serving runs. FP8 weights at rest, an input scale stored or computed per call, nothing to train.
 
 It calls the same ops as the forward pass of `Linear`, in the same order: with the scales that training ended with, it
 gives the same bits. It also watches its input: `amax` is the largest magnitude since `reset_counters`, `saturated` how
 many elements were cut off at +-448. Watching costs a comparison per call, and a pass over the values only in the
 rare call that saturates; on a GPU, where looking would mean waiting, a kernel compares and decides.
+
+An input that wants a gradient gets it through the FP8 weight, which an adapter's training needs (lora.py): see
+`input_gradient`. The cast counts as the identity, as in `Linear`.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.casting import content_cast
@@ -33,6 +37,7 @@ _scaled_mm = torch.ops.fp8serve.scaled_mm.default
 _scaled_mm_add = torch.ops.fp8serve.scaled_mm_add.default
 _silu_mul = torch.ops.fp8serve.silu_mul.default
 _silu_mul_quantize = torch.ops.fp8serve.silu_mul_quantize.default
+_transpose = torch.ops.fp8serve.transpose_fp8.default
 
 
 def _valid_scale(name: str, scale: Tensor) -> Tensor:
@@ -128,9 +133,14 @@ class FrozenLinear(nn.Module):
         weight_q, weight_scale_inv = _quantized_weight(linear, specs["weight"], weight_scale)
         return cls(weight_q, weight_scale_inv, linear.bias, input_scale, specs["input"].at_rest(), out_dtype)
 
-    @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]."""
+        """x [..., K] -> [..., N]; differentiable with respect to x."""
+        if x.requires_grad and torch.is_grad_enabled():
+            return cast(Tensor, _ThroughFrozen.apply(x, self))  # type: ignore[no-untyped-call]
+        return self._run(x)
+
+    @torch.no_grad()
+    def _run(self, x: Tensor) -> Tensor:
         y = self.product(*self.cast(x.reshape(-1, self.in_features)), self.out_dtype or x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -245,6 +255,38 @@ class FrozenLinear(nn.Module):
         kind, granularity = "dynamic" if self.input_scale is None else "static", self.input_spec.granularity
         kind = kind if self.input_spec.is_fp8 else "unquantized"
         return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {granularity}"
+
+
+class _ThroughFrozen(torch.autograd.Function):
+    """A frozen layer in a graph: keeps nothing of its input, for no gradient of the weight is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
+        ctx.layer, ctx.dtype = layer, x.dtype
+        return layer._run(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        layer: FrozenLinear = ctx.layer
+        dx = input_gradient(layer, dy.reshape(-1, layer.out_features)).to(ctx.dtype)
+        return dx.view(*dy.shape[:-1], layer.in_features), None
+
+
+def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
+    """dX [M, K] = dY [M, N] W, both in BF16, with the FP8 weight as it is.
+
+    dY stays in BF16: there is no state that would give it a scale, and on a CPU the product takes as long as one of two
+    FP8 operands and needs no cast. The transposed weight, a byte an element, lives for this product only; a scale for
+    each of its columns, which this product contracts, multiplies dY instead. ValueError for a packed weight.
+    """
+    if layer.is_packed:
+        raise ValueError("A packed weight has no transpose; load the model anew to train on it.")
+    dy, scale = dy.to(torch.bfloat16), layer.weight_scale_inv
+    if tuple(scale.shape) == (layer.out_features, 1):
+        dy, scale = (dy * scale.t()).to(torch.bfloat16), torch.ones((), device=dy.device)
+    one = torch.ones((), device=dy.device)
+    return multiply(dy, one, _transpose(layer.weight_q), scale.t().contiguous(), None, torch.bfloat16)
 
 
 def multiply(

@@ -2,7 +2,8 @@
 
     model.safetensors       FP32 master weights under their Hugging Face names; with the files of the next line
     model.safetensors.index.json, config.json, tokenizer
-                            (carried over, quantization removed) the directory is itself a model directory
+                            (carried over, quantization removed) the directory is itself a model directory; of an
+                            adapter only its masters, `{linear}.lora_A` and so on
     optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`
     scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`
     random.safetensors      torch's generator state

@@ -20,6 +20,7 @@ from fp8serve.errors import JobError, RecipeError
 from fp8serve.fp8 import recipe
 from fp8serve.fp8.recipe import Recipe, RecipeName
 from fp8serve.model.formats.file_formats import FileFormat
+from fp8serve.model.formats.peft import MAX_RANK
 from fp8serve.model.text.data_files import DATA, STDIN
 from fp8serve.options import About, check
 
@@ -36,6 +37,8 @@ _FREE_ON_RESUME = {
     *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
     *("format", "on_divergence"),
 }
+ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "dora", "lora_dropout")
+_OF_MASTERS = ("recipe_options", "amax_history_len", "master_weights", "format")
 LENGTH = frozenset({"epochs", "max_steps"})  # may differ, too: the run goes on to the new end
 
 
@@ -54,6 +57,9 @@ class TrainConfig:
     `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens. Longer texts are cut into windows of
     `seq_len`, longer conversations are truncated. The last step always gets a checkpoint. A served model is told the
     day of each request, a model that trains `template_date`. What made a model worse: `train.divergence`.
+
+    With `lora_rank` the model stays as it is and computes as it is served, under "delayed" by the scales that are
+    stored with it; what is trained, and what `out/model/` holds, is an adapter (`train.lora`).
     Raises JobError for a value that cannot be used.
     """
 
@@ -96,6 +102,18 @@ class TrainConfig:
     eval_data: Annotated[Files, About("File to validate on.", unset="none", metavar="PATH")] = ()
     eval_every: Annotated[int | None, Ge(1), Le(MANY), About("Steps between validations.", unset="at the end")] = None
     format: Annotated[FileFormat, About("Spelling of the result's FP8 weights.")] = "compressed-tensors"
+    lora_rank: Annotated[
+        int | None, Ge(1), Le(MAX_RANK), About("Train an adapter of this rank beside the frozen model.", unset="none")
+    ] = None
+    lora_alpha: Annotated[
+        float | None, Gt(0), Le(1_000_000), About("The adapter counts alpha / rank times.", unset="2 x rank")
+    ] = None
+    lora_targets: Annotated[
+        Files,
+        About("Layers with an adapter, by name or pattern.", unset="all projections", metavar="PATTERN"),
+    ] = ()
+    dora: Annotated[bool, About("DoRA: train the lengths of the weights' rows, too.")] = False
+    lora_dropout: Annotated[float, Ge(0), Lt(1), About("Dropout on the adapter's input.")] = 0.0
     device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
     template_date: Annotated[
         str | None, About("Date that chat templates are told.", unset="day of the first checkpoint", metavar="DATE")
@@ -112,6 +130,7 @@ class TrainConfig:
         if STDIN in (*self.data, *self.eval_data):
             raise JobError("Data are read again when a run goes on, so standard input ('-') will not do; name a file.")
         _check_recipe(self)
+        _check_adapter(self)
 
     @property
     def today(self) -> date | None:
@@ -165,6 +184,16 @@ def _check_recipe(config: TrainConfig) -> None:
     inputs = None if made is None else made.specs.linear["input"]
     if inputs is not None and inputs.source == "current" and inputs.scale_format != "fp32":
         raise RecipeError("Served models compute their scales unrounded; leave power_2_scale off in training.")
+
+
+def _check_adapter(config: TrainConfig) -> None:
+    usual = {f.name: f.default for f in dataclasses.fields(config)}
+    given = [n for n in ADAPTER if getattr(config, n) != usual[n]]
+    if config.lora_rank is None and given:
+        raise JobError(f"{given[0]} is an adapter's; give lora_rank, too, or leave it out.")
+    changed = [n for n in _OF_MASTERS if getattr(config, n) not in (usual[n], None, {})]
+    if config.lora_rank is not None and changed:
+        raise JobError(f"{changed[0]} is of a model's own training, and lora_rank leaves it as it is; leave one out.")
 
 
 def _date(name: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 Every event has `type`, `level` ("info", "warn" or "error") and `message` (one sentence for a person). By type:
 
-    message      `code` says which: data, rows_dropped, kept, seeded, scales_observed, resumed, sweep,
+    message      `code` says which: data, rows_dropped, kept, seeded, adapter, scales_observed, resumed, sweep,
                  checkpoint_broken, machine_changed, length_changed, step_skipped, diverged, stopped, exported,
                  readers, error
     metrics      step, total_steps, epoch, train_loss, train_mean_token_accuracy, learning_rate, grad_norm,

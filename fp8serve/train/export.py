@@ -3,8 +3,8 @@
 No calibration pass: for delayed scaling, the input and weight scales that the next training step would have used are
 the serving scales, and weights are quantized from the same high-precision values by the same op. So the served model
 computes what the trainer's own evaluation computed, bit for bit. Recipes that take scales from the tensors need none
-stored; a run whose forward pass was not in FP8 becomes a BF16 directory. Weights are read lazily, one tensor in memory
-at a time.
+stored; a run whose forward pass was not in FP8 becomes a BF16 directory, one that trained an adapter the files of that
+adapter. Weights are read lazily, one tensor in memory at a time.
 """
 
 import json
@@ -21,9 +21,11 @@ from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint
 from fp8serve.model.export import write_calibrated, write_hf_directory
-from fp8serve.model.storage.files import read_json
+from fp8serve.model.storage.files import read_json, whole_directory
+from fp8serve.model.storage.shards import SINGLE
 from fp8serve.train.checkpoint import require_whole
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.lora import write_result
 
 
 def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
@@ -35,6 +37,8 @@ def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
     require_whole(source)
     meta = read_json(source / "trainer.json", JobError)
     config = TrainConfig.from_dict(meta["config"])
+    if config.lora_rank:
+        return _adapter(source, out, config, meta)
     extra = {"training.json": training_record(meta)}
     weights = _as_computed(source, config)
     if served_in_fp8(config.fp8_recipe):
@@ -44,6 +48,13 @@ def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
     else:
         base = read_json(source / "config.json", JobError)
         write_hf_directory(out, base, weights, carry_from=source, extra_files=extra)
+    return out
+
+
+def _adapter(source: Path, out: Path, config: TrainConfig, meta: Mapping[str, Any]) -> Path:
+    with whole_directory(out) as folder:
+        write_result(folder, config, load_file(source / SINGLE))
+        (folder / "training.json").write_text(training_record(meta), encoding="utf-8")
     return out
 
 

@@ -3,8 +3,9 @@
 `Network` wraps the decoder so that its parameters can be swapped for BF16 casts in one call
 (`torch.func.functional_call`): autograd then carries gradients through the cast into the FP32 masters. The weights of
 FP8 layers are handed over as they are, for their quantizer reads FP32 and a BF16 rounding in between would be a second
-one. Attention runs in FP8 where the recipe says so (`fp8_dpa`, `fp8_mha`). Only positions whose next token carries loss
-go through `lm_head`: with masked prompts most of the largest matrix product is never computed.
+one; so are those of adapters, which round them themselves (fp8/lora.py). Attention runs in FP8 where the recipe says so
+(`fp8_dpa`, `fp8_mha`). Only positions whose next token carries loss go through `lm_head`: with masked prompts most of
+the largest matrix product is never computed.
 
 The terms of the loss are log-probabilities with the bits that a server of the same weights and scales returns on a CPU;
 `Forward.differences` says where that cannot be (model/parity.py).
@@ -21,6 +22,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.linear import Linear
+from fp8serve.fp8.lora import LoraLinear
 from fp8serve.fp8.own_linear import own_products, use_own_products
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, unreduced
 from fp8serve.fp8.served_attention import KvScale, served_attention
@@ -80,6 +82,8 @@ class Forward:
         self._linears = {name: m for name, m in decoder.named_modules() if isinstance(m, Linear)}
         self._as_is = {f"decoder.{name}.weight" for name in self._linears} if recipe is not None else set()
         self._as_is |= {name for name, _ in self.network.named_parameters() if keeps_fp32(name)}
+        adapters = {f"decoder.{name}" for name, m in decoder.named_modules() if isinstance(m, LoraLinear)}
+        self._as_is |= {name for name, _ in self.network.named_parameters() if name.rpartition(".")[0] in adapters}
 
     def scaled(self) -> Iterator[tuple[str, Stateful]]:
         """Every module that keeps scales, by its name in the model."""

@@ -26,6 +26,8 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     In the backward pass activations go as gradients come, so the peak has the larger of the two; where gradients are
     accumulated those of the microbatch before are there from the start, and it has both.
     """
+    if config.lora_rank is not None:
+        return _of_adapter(model, config, tokens, fraction)
     linears, others = parameter_counts(model)
     every, in_model = linears + others, config.master_weights == "model"
     recipe = config.fp8_recipe
@@ -40,6 +42,35 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     passing = parts["activations"] + parts["logits"]
     both = max(parts["gradients"], passing) if config.accumulate == 1 else parts["gradients"] + passing
     return {**parts, "total": parts["weights"] + parts["casts"] + both}
+
+
+def _of_adapter(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
+    """weights: the base as it is served, and an adapter's masters and moments, as if every projection had one."""
+    linears, others = parameter_counts(model)
+    sides, rank = _sides(model), config.lora_rank or 0
+    adapter = rank * sides + (sides // 2 if config.dora else 0)  # about half of them are outputs
+    parts = {
+        "weights": linears * (2 if config.recipe == "bf16" else 1) + 2 * others + 12 * adapter,
+        "gradients": 4 * adapter,
+        "casts": model.hidden_size * model.intermediate_size,  # the transpose of the largest weight
+        "activations": tokens * (_activations(model) + 2 * rank * 7 * model.num_layers),
+        "logits": int(tokens * fraction) * model.vocab_size * 12,
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def _sides(model: ModelConfig) -> int:
+    """Inputs and outputs of all projections that can have an adapter, added up: not those of routed experts."""
+    width, heads, latent = model.hidden_size, model.num_heads * model.head_dim, model.latent
+    attention = 4 * width + 2 * heads + 2 * model.num_kv_heads * model.head_dim
+    if latent is not None:
+        query = model.num_heads * (latent.still + latent.turned)
+        queries = width + query if latent.q_rank is None else width + 2 * latent.q_rank + query
+        attention = queries + 2 * width + latent.rank + latent.turned + model.num_heads * latent.value
+    sparse, experts = _sparse_layers(model), model.experts
+    shared = 0 if experts is None or not experts.shared_size else 3 * (width + experts.shared_size)
+    dense = (model.num_layers - sparse) * 3 * (width + model.intermediate_size)
+    return model.num_layers * attention + dense + sparse * shared
 
 
 def parameter_counts(model: ModelConfig) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Everything a run needs before its first step: rows, model, optimizer, from a base model or from a checkpoint.
 
-A checkpoint is itself a model directory, so a resumed job needs nothing of the base model any more.
+A checkpoint is itself a model directory, so a resumed job needs nothing of the base model any more. A job that trains
+an adapter needs its base model.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from fp8serve.train.data import Row, RowCounts, check_length, fingerprint, load_
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.export import served_in_fp8
 from fp8serve.train.forward import Forward
+from fp8serve.train.lora import adapted_model, trained
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.order import total_steps
 
@@ -52,7 +54,11 @@ class Setup:
 
 
 def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
-    """Load data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError, JobError."""
+    """Load data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError, JobError.
+
+    A checkpoint of an adapter is no model: there the base model is read again.
+    """
+    source = Path(config.model) if config.lora_rank else source
     check_format(config)
     check_length(config.seq_len, read_config(source))
     recipe = config.fp8_recipe
@@ -61,17 +67,21 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
     rows, report = load_rows(config.data, tokenizer, config.seq_len)
     report_data(report, on_event)
     eval_rows = load_rows(config.eval_data, tokenizer, config.seq_len)[0] if config.eval_data else []
-    kept = () if recipe is None else kept_linears(source)
+    kept = () if recipe is None or config.lora_rank else kept_linears(source)
     if kept:
         text = f"{len(kept)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
         on_event(message("kept", text, kept=len(kept)))
-    decoder = _decoder(source, recipe, kept, config)
-    forward = Forward(decoder, recipe)
+    decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, kept, config)
+    forward = Forward(decoder, None if config.lora_rank else recipe)
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
     for reason in forward.differences():
         on_event(message("log_probs_differ", f"A server will return other log-probabilities than this run: {reason}"))
-    optimizer = Optimizer(dict(decoder.named_parameters()), config)
+    parameters = trained(decoder) if config.lora_rank else dict(decoder.named_parameters())
+    if config.lora_rank:
+        count = sum(parameter.numel() for parameter in parameters.values())
+        on_event(message("adapter", f"An adapter of {count} parameters is trained", parameters=count))
+    optimizer = Optimizer(parameters, config)
     return Setup(
         rows=rows,
         eval_rows=eval_rows,
@@ -80,9 +90,13 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
         optimizer=optimizer,
         total_steps=total_steps([r.tokens for r in rows], config),
         data_fingerprint=fingerprint(rows),
-        carry=carried_files(source),
+        carry=_nothing if config.lora_rank else carried_files(source),
         kept=kept,
     )
+
+
+def _nothing(directory: Path) -> None:
+    """What an adapter's checkpoint takes over from the base model."""
 
 
 def check_format(config: TrainConfig) -> None:

@@ -6,7 +6,7 @@ killed at any instant and started again ends with the same bytes. That holds for
 kernels; a resume on a different machine works and says that the bits may differ.
 
     out/checkpoints/step-N/   each one resumable, loadable as a model, and convertible by `train.export`
-    out/model/                the result: FP8, servable, its scales those that training kept
+    out/model/                the result: FP8, servable, its scales those that training kept; or an adapter
     out/run.lock              held while a run lives: two cannot share a directory
 
 The loss of a step is the mean over all targets of all its microbatches, so neither packing nor accumulation changes
@@ -299,7 +299,7 @@ class _Run:
         if not model.exists():
             export(self._newest(), model)
             self.on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
-            for note in reader_notes(open_checkpoint(model)):
+            for note in () if self.config.lora_rank else reader_notes(open_checkpoint(model)):
                 self.on_event(events.message("readers", note, level="warn"))
         return self._result("succeeded", str(model))
 

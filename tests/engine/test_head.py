@@ -8,9 +8,9 @@ import torch
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
-from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
+from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.checkpoint import load_servable
 
 from .tiny import write_model

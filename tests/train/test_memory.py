@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8serve.model.adapters import adaptable
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.train.memory import memory_estimate, parameter_counts
@@ -52,3 +53,15 @@ def test_weights_gradients_and_moments_are_foreseen(
     plan = memory_estimate(read_config(tmp_path), config, 0, 0.0)
     assert plan["weights"] == pytest.approx(sum(held.values()) + moments, rel=0.03)
     assert plan["gradients"] == pytest.approx(grads, rel=0.03)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_an_adapters_weights_are_foreseen(family: str, tmp_path: Path, configure: Configure) -> None:
+    make_model(KINDS[family], tmp_path)
+    config = read_config(tmp_path)
+    job: Any = configure(amax_history_len=None, lora_rank=8, dora=True)
+    adapter = sum(8 * (rows + cols) + rows for rows, cols in adaptable(config).values())
+    linears, others = parameter_counts(config)
+    plan = memory_estimate(config, job, 0, 0.0)
+    assert plan["gradients"] == pytest.approx(4 * adapter, rel=0.06)
+    assert plan["weights"] == pytest.approx(linears + 2 * others + 12 * adapter, rel=0.06)

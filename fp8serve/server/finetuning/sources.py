@@ -34,6 +34,9 @@ class Sources:
         directory = self.runner.result_dir(job)
         if job.status != "succeeded" or not directory.is_dir():
             raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
+        if _is_adapter(job):
+            hint = "Train without lora_rank for a model that can be served."
+            raise Fault(Code.JOB_STATE, "The job's result is an adapter, which is not served yet.", hint=hint)
         options = replace(home.options, recipe="stored", scales=None)
         return replace(home, key=job.id, model_id=job.model_id, directory=directory, options=options)
 
@@ -47,8 +50,8 @@ class Sources:
             return [home]
 
     def results(self, most: int = 1000) -> list[Job]:
-        """Jobs that succeeded, newest first."""
-        return self.jobs.jobs(limit=most, status="succeeded")
+        """Jobs that succeeded with a model as their result, newest first."""
+        return [job for job in self.jobs.jobs(limit=most, status="succeeded") if not _is_adapter(job)]
 
     def result(self, name: str) -> Job | None:
         """The job that succeeded whose id, or whose result's, is `name`."""
@@ -73,6 +76,11 @@ class Sources:
             return None if key == BASE else self.jobs.get(key)
         except Fault:
             return None
+
+
+def _is_adapter(job: Job) -> bool:
+    """Whether its result is one, which is no model by itself."""
+    return job.config.get("lora_rank") is not None
 
 
 def _trained_model(directory: Path) -> str | None:

@@ -46,7 +46,8 @@ def _field(option: Option, optional: bool) -> tuple[Any, Any]:
     kind = _as_json(option)
     if optional:
         return kind | None, Field(None, description=option.about.text)
-    return kind, Field(option.default, description=option.about.text)
+    default = list(option.default) if isinstance(option.default, tuple) else option.default
+    return kind, Field(default, description=option.about.text)
 
 
 def _as_json(option: Option) -> Any:

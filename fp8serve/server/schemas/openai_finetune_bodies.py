@@ -1,16 +1,18 @@
 """The body of `POST /v1/fine_tuning/jobs`.
 
 `method` must be supervised; anything else is refused, never replaced by it. `"auto"` means the default of the native
-route. OpenAI's `learning_rate_multiplier` multiplies that default.
+route. OpenAI's `learning_rate_multiplier` multiplies that default. Fields beyond OpenAI's make an adapter.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from fp8serve.options import options_of
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
+from fp8serve.server.schemas.derived import fields_of, given
 from fp8serve.server.schemas.finetune_bodies import FileId, FinetuneBody, Suffix
-from fp8serve.train.config import TrainConfig
+from fp8serve.train.config import ADAPTER, TrainConfig
 
 LEARNING_RATE = TrainConfig.lr
 
@@ -30,6 +32,7 @@ class Method(Strict):
     supervised: Supervised = Supervised()
 
 
+@fields_of(TrainConfig, leave_out=[o.name for o in options_of(TrainConfig) if o.name not in ADAPTER], optional=True)
 class JobBody(Body):
     """`POST /v1/fine_tuning/jobs`."""
 
@@ -61,7 +64,6 @@ class JobBody(Body):
         }
         if chosen.learning_rate_multiplier != "auto":
             named["learning_rate"] = LEARNING_RATE * chosen.learning_rate_multiplier
-        given = {k: v for k, v in named.items() if v is not None and v != "auto"}
-        return FinetuneBody(
-            file_id=self.training_file, validation_file_id=self.validation_file, model=self.model, **given
-        )
+        chosen_here = {k: v for k, v in named.items() if v is not None and v != "auto"}
+        files: dict[str, Any] = {"file_id": self.training_file, "validation_file_id": self.validation_file}
+        return FinetuneBody(model=self.model, **files, **chosen_here, **given(self, TrainConfig))

@@ -1,0 +1,178 @@
+"""An adapter beside a frozen model: what it learns, what its files hold, and that a killed run ends with its bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.errors import Fp8ServeError, JobError, ModelError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.model.adapters import read_adapter
+from fp8serve.model.config.decoder import read_config
+from fp8serve.train import job_process
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.lora import adapted_model, trained
+from fp8serve.train.trainer import Trainer
+
+from .conftest import Configure
+from .test_job_process import finish, make_job
+from .test_resume import TIMES, every_file
+
+TARGETS = ["q_proj", "model.layers.1.mlp.*"]
+
+
+@pytest.fixture(scope="session")
+def fp8_dir(model_dir: Path) -> Path:
+    """The tiny model, calibrated."""
+    out = model_dir.parent / "fp8"
+    calibrate(model_dir, out=out, samples=4, seq_len=16)
+    return out
+
+
+@pytest.fixture
+def lora(configure: Configure, fp8_dir: Path) -> Configure:
+    def make(**values: Any) -> TrainConfig:
+        base = {"model": str(fp8_dir), "amax_history_len": None, "lora_rank": 4, "lr": 1e-2}
+        return configure(**{**base, **values})
+
+    return make
+
+
+def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, lora: Configure) -> None:
+    options = {"max_steps": 6, "save_every": 2, "accumulate": 2, "template_date": "2026-01-31"}
+    job = make_job(tmp_path / "job", lora, dora=True, lora_dropout=0.1, **options)
+    described = (job / "job.json").read_bytes()
+    assert job_process.main([str(job)]) == job_process.EXIT_DONE
+    job.rename(tmp_path / "whole")
+    job.mkdir()
+    (job / "job.json").write_bytes(described)
+    assert finish(job, "random", "3") >= 1
+    whole, killed = every_file(tmp_path / "whole"), every_file(job)
+    names = ("model/adapter_model.safetensors", "model/adapter_config.json", "checkpoints/step-6/manifest.json")
+    assert {f"out/{name}" for name in names} <= whole.keys()
+    differing = {name for name in whole.keys() | killed.keys() if whole.get(name) != killed.get(name)}
+    assert differing <= TIMES | {"worker.lock"}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "bf16"])
+def test_what_is_trained_and_written(lora: Configure, model_dir: Path, recipe: str) -> None:
+    base = {} if recipe == "delayed" else {"model": str(model_dir)}
+    config = lora(recipe=recipe, lora_targets=TARGETS, lora_alpha=6.0, max_steps=12, **base)
+    before = every_file(Path(config.model))
+    losses: list[float] = []
+    result = Trainer(config).run(lambda e: losses.append(e["train_loss"]) if e["type"] == "metrics" else None)
+    assert losses[-1] < losses[0] - 0.2
+    assert every_file(Path(config.model)) == before
+
+    out = Path(str(result.model))
+    described = json.loads((out / "adapter_config.json").read_text())
+    layers = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    layers += [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert (described["r"], described["lora_alpha"], described["use_dora"]) == (4, 6, False)
+    assert described["target_modules"] == sorted(layers)  # "gate_proj" alone would be layer 0's, too
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert set(tensors) == {f"base_model.model.{name}.lora_{part}.weight" for name in layers for part in "AB"}
+
+    masters = load_file(Path(str(result.checkpoint)) / "model.safetensors")
+    read = read_adapter(out, read_config(config.model))
+    for name in layers:
+        assert torch.equal(read[name].a, masters[f"{name}.lora_A"].bfloat16())
+        assert torch.equal(read[name].b, masters[f"{name}.lora_B"].bfloat16())
+        assert read[name].scaling == 1.5
+        assert read[name].magnitude is None
+
+
+def test_the_base_is_as_it_is_served(lora: Configure) -> None:
+    model = adapted_model(lora(dora=True))
+    frozen = [m for m in model.modules() if isinstance(m, FrozenLinear)]
+    assert len(frozen) == 14
+    assert all(layer.input_scale is not None for layer in frozen)
+    assert all(layer.weight_q.dtype == torch.float8_e4m3fn for layer in frozen)
+    masters = trained(model)
+    assert len(masters) == 3 * 14
+    assert all(p.dtype == torch.float32 for p in masters.values())
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == set(masters)
+
+
+def test_another_base_is_another_job(lora: Configure, model_dir: Path) -> None:
+    Trainer(lora(max_steps=2, recipe="current")).run()
+    with pytest.raises(JobError, match="was trained from another model"):
+        Trainer(lora(max_steps=3, recipe="current", model=str(model_dir))).run()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lora_rank": None, "dora": True}, "dora is an adapter's; give lora_rank, too"),
+        ({"lora_rank": 0}, "lora_rank must be greater than or equal to 1"),
+        ({"master_weights": "optimizer"}, "master_weights is of a model's own training"),
+        ({"amax_history_len": 16}, "amax_history_len is of a model's own training"),
+        ({"recipe_options": {"margin": 1}}, "recipe_options is of a model's own training"),
+        (
+            {"lora_targets": ["lm_head"]},
+            "No linear layer is called 'lm_head'; those that can have an adapter are q_proj",
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(lora: Configure, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(Fp8ServeError) as caught:
+        Trainer(lora(**values)).run()
+    assert said in str(caught.value)
+
+
+def test_a_base_without_scales_is_refused(lora: Configure, model_dir: Path) -> None:
+    with pytest.raises(ModelError, match="stores no scales; calibrate it, or choose --recipe current"):
+        Trainer(lora(model=str(model_dir))).run()
+
+
+def peft_directory(folder: Path, *, rank: int = 2, part: str = "", **changes: Any) -> Path:
+    """What peft writes of an adapter of one projection of the tiny model; a value of None takes a field away."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]} | changes
+    (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    owner = f"base_model.model.model.layers.0.self_attn.{part or 'q_proj'}"
+    torch.manual_seed(0)
+    tensors = {f"{owner}.lora_A.weight": torch.randn(2, 64), f"{owner}.lora_B.weight": torch.randn(64, 2)}
+    if changes.get("use_dora"):
+        tensors[f"{owner}.lora_magnitude_vector"] = torch.rand(64)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_files_of_peft_are_read(tmp_path: Path, model_dir: Path) -> None:
+    name, config = "model.layers.0.self_attn.q_proj", read_config(model_dir)
+    plain = read_adapter(peft_directory(tmp_path / "1"), config)[name]
+    assert plain.scaling == 4
+    assert plain.a.dtype == plain.b.dtype == torch.bfloat16
+    assert read_adapter(peft_directory(tmp_path / "2", use_rslora=True), config)[name].scaling == 8 / 2**0.5
+    dora = read_adapter(peft_directory(tmp_path / "3", use_dora=True), config)[name]
+    assert dora.magnitude is not None
+    assert dora.magnitude.shape == (64,)
+    by_name = {"rank_pattern": {"self_attn.q_proj": 2}, "alpha_pattern": {"q_proj": 3}}
+    assert read_adapter(peft_directory(tmp_path / "4", rank=16, **by_name), config)[name].scaling == 1.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peft_type": "IA3"}, "is of the method 'IA3'"),
+        ({"bias": "all"}, "has bias='all', which is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "has modules_to_save="),
+        ({"init_lora_weights": "pissa"}, "began with pissa, which changes the base's weights"),
+        ({"alpha_pattern": {"(a+)+$": 1}}, "patterns are not supported"),
+        ({"rank": 3}, "lora_A of model.layers.0.self_attn.q_proj must be [3, 64] in this model, found [2, 64]"),
+        ({"rank": True}, "r must be an integer from 1 to 4096, found True"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number above 0"),
+        ({"part": "x_proj"}, "this model has no such layer"),
+        ({"r": None}, "r must be an integer"),
+    ],
+)
+def test_what_is_not_supported_is_refused(tmp_path: Path, model_dir: Path, changes: dict[str, Any], said: str) -> None:
+    folder = peft_directory(tmp_path / "a", **changes)
+    with pytest.raises(ModelError) as caught:
+        read_adapter(folder, read_config(model_dir))
+    assert said in str(caught.value)
