@@ -12,8 +12,9 @@ from torch import Tensor
 from fp8serve.bench import parity
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.engine import Engine
+from fp8serve.engine.loading import CACHE
+from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear, convert
-from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import (
     load_scales,
@@ -117,9 +118,13 @@ def test_calibrate_and_serve(name: str, made: ModelDir, calibrated: Callable[[st
     told: dict[str, Any] = {"logprobs": 0, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eos": True}
     done = engine.generate([IDS[:100].tolist()], max_new_tokens=8, **told)[0]
     assert len(done.token_ids) == 8
-    if own_products("cpu"):  # training, too, has these bits, of a prompt and of an answer
+    row = [*IDS[:100].tolist(), *done.token_ids]
+    if engine.loaded.differences == [CACHE]:  # training, too, has these bits, of a prompt and of an answer
         found = [item.logprob for part in (done.prompt_logprobs, done.logprobs) for item in part or ()]
-        assert found == parity.training(out, "delayed", "fp8")([[*IDS[:100].tolist(), *done.token_ids]])[0].tolist()
+        assert found == parity.training(out, "delayed", "fp8")([row])[0].tolist()
+    else:
+        with pytest.raises(RecipeError, match="would not be a server's"):
+            parity.training(out, "delayed", "fp8")([row])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
