@@ -36,8 +36,11 @@ def watch(pids: dict[str, int], every: float, ended: threading.Event) -> list[Sa
 
 
 def growth(samples: Sequence[Sample], warm_up: float, process: str) -> float:
-    """MB of anonymous memory that the last quarter after the warm-up has more than the first quarter."""
+    """MB of anonymous memory that the last quarter after the warm-up has more than the first quarter; 0 where no sample
+    is of later."""
     values = [sample[process]["anonymous"] for sample in samples if sample["seconds"] >= warm_up]
+    if not values:
+        return 0.0
     quarter = max(1, len(values) // 4)
     return statistics.median(values[-quarter:]) - statistics.median(values[:quarter])
 

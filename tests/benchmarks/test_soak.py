@@ -27,6 +27,7 @@ def samples(*anonymous: float) -> list[dict[str, Any]]:
         ([50.0, 90.0, *[100.0] * 16], 0.0),  # the warm-up is not judged
         ([50.0, 90.0, *[100.0 + i for i in range(16)]], 12.0),
         ([50.0, 90.0, *[100.0] * 7, 180.0, *[100.0] * 8], 0.0),  # nor is one peak
+        ([50.0, 90.0], 0.0),  # it ended with its warm-up
     ],
 )
 def test_growth_is_that_of_the_quarters(curve: list[float], grown: float) -> None:
