@@ -147,10 +147,14 @@ def test_amax_and_saturation_are_counted() -> None:
     assert (frozen.amax.item(), frozen.saturated.item()) == (0.0, 0)
 
 
-def test_no_gradient_flows_and_repr_tells_the_input() -> None:
+def test_only_the_input_has_a_gradient_and_repr_tells_its_kind() -> None:
     recipe = DelayedScaling(amax_history_len=4)
     layer = trained(recipe)
     frozen = FrozenLinear.from_linear(layer, recipe)
-    assert not frozen(torch.randn(2, 200, requires_grad=True)).requires_grad
+    x, dy = torch.randn(2, 200, requires_grad=True), torch.randn(2, 150)
+    assert not frozen(x.detach()).requires_grad
+    frozen(x).backward(dy)
+    assert not list(frozen.parameters())
+    torch.testing.assert_close(x.grad, dy @ dequantize(frozen.weight_q, frozen.weight_scale_inv), atol=0.02, rtol=0.02)
     assert "in_features=200, out_features=150, input=static tensor" in repr(frozen)
     assert scaling_state(layer)["input"].scale == frozen.input_scale

@@ -15,6 +15,7 @@ from fp8serve.server.schemas.finetune_bodies import FileId, FinetuneBody, Suffix
 from fp8serve.train.config import ADAPTER, TrainConfig
 
 LEARNING_RATE = TrainConfig.lr
+NOT_OF_ADAPTERS = [option.name for option in options_of(TrainConfig) if option.name not in ADAPTER]
 
 
 class HyperParameters(Strict):
@@ -32,7 +33,7 @@ class Method(Strict):
     supervised: Supervised = Supervised()
 
 
-@fields_of(TrainConfig, leave_out=[o.name for o in options_of(TrainConfig) if o.name not in ADAPTER], optional=True)
+@fields_of(TrainConfig, leave_out=NOT_OF_ADAPTERS, optional=True)
 class JobBody(Body):
     """`POST /v1/fine_tuning/jobs`."""
 
@@ -66,4 +67,4 @@ class JobBody(Body):
             named["learning_rate"] = LEARNING_RATE * chosen.learning_rate_multiplier
         chosen_here = {k: v for k, v in named.items() if v is not None and v != "auto"}
         files: dict[str, Any] = {"file_id": self.training_file, "validation_file_id": self.validation_file}
-        return FinetuneBody(model=self.model, **files, **chosen_here, **given(self, TrainConfig))
+        return FinetuneBody(model=self.model, **files, **chosen_here, **given(self, TrainConfig, NOT_OF_ADAPTERS))

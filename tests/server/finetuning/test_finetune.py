@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fp8serve.errors import MachineError
 from fp8serve.server.finetuning.job_runner import WORKER
 from fp8serve.server.http.uploads import RowBounds
+from fp8serve.server.schemas.openai_finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
 from fp8serve.train.scratch import write_random_model
 from tests.patience import PATIENCE, eventually
@@ -68,8 +69,15 @@ async def test_an_adapters_job_says_that_its_result_is_no_model(start: Start) ->
         assert "is an adapter" in answer.text
         assert done["fine_tuned_model"] not in (await server.client.get("/v1/models")).text
         refused = await server.client.post("/finetune", json={"data": [{"text": "a"}], "dora": True})
-        assert refused.status_code == 400
+        assert refused.status_code == 422
         assert "give lora_rank, too" in refused.text
+
+
+def test_an_openai_job_takes_the_fields_of_an_adapter() -> None:
+    body = JobBody(model="tiny", training_file="file-1", seed=3, lora_rank=8, lora_targets=["q_proj"])  # type: ignore[call-arg]
+    asked = body.native().hyper_parameters()
+    assert asked["seed"] == 3
+    assert (asked["lora_rank"], asked["lora_targets"], asked["dora"]) == (8, ["q_proj"], False)
 
 
 async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
