@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -30,7 +31,7 @@ from fp8serve.fp8.autocast import Frame, current
 from fp8serve.fp8.casting import Operand, Quantized, cast_current, cast_delayed, from_quantized, has_infinity, unhidden
 from fp8serve.fp8.microbatch import Kept, checked
 from fp8serve.fp8.ops import DTYPES, arithmetic
-from fp8serve.fp8.own_product import apply_linear, product
+from fp8serve.fp8.own_product import product
 from fp8serve.fp8.recipe import Precisions, Recipe, delayed
 from fp8serve.fp8.recompute import planned, refuse_reentrant
 from fp8serve.fp8.recording import expect_backward, prepare, record
@@ -241,8 +242,9 @@ class Linear(Stateful, nn.Linear):
         return torch.ops.aten._unsafe_view(y, shape)  # type: ignore[no-any-return]
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
+        """Without a recipe a converted model has the bits of the one that it was made of."""
         bias = self._bias()
-        return apply_linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _bias(self) -> Tensor | None:
         """What the GEMM adds."""
