@@ -71,6 +71,7 @@ async def test_metric_names_are_stable_and_parse(start: Start) -> None:
             "succeeded",
             "failed",
             "cancelled",
+            "paused",
         }
 
 

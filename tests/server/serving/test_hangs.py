@@ -179,6 +179,9 @@ def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.Mon
         def abort_all(self) -> list[Any]:
             return []
 
+        def save_prefixes(self) -> None:
+            """It has none."""
+
     class Line:
         def __init__(self) -> None:
             from queue import SimpleQueue
