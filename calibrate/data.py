@@ -155,8 +155,9 @@ def as_text(example: ChatExample) -> TextExample:
 
 
 def _key(example: Example, seed: int) -> bytes:
-    """A hash of what the example says; where it says it does not count."""
-    content = {k: v for k, v in asdict(example).items() if k != "source"}
+    """A hash of what the example says; where it says it does not count. No tools are no word: a chat without any keeps
+    the key that it had when there were none, and with it the samples that a seed chooses."""
+    content = {k: v for k, v in asdict(example).items() if k != "source" and (k != "tools" or v)}
     return hashlib.sha256(f"{seed} {json.dumps(content, sort_keys=True)}".encode()).digest()
 
 

@@ -12,6 +12,7 @@ from fp8serve.calibration.data import (
     PASSAGES,
     Batch,
     Sample,
+    _key,
     as_text,
     calibration_batches,
     load_samples,
@@ -100,6 +101,13 @@ def test_a_seed_gives_the_same_samples_and_another_seed_others(tokenizer: Tokeni
     first, again, other = (load_samples(None, tokenizer, VOCAB, count=20, seq_len=64, seed=s) for s in (1, 1, 2))
     assert first == again
     assert first != other
+
+
+def test_what_orders_chats_stays_as_versions_before_had_it_and_tools_count() -> None:
+    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"})
+    plain, tools = ChatExample(messages, "a:1"), ({"type": "function", "function": {"name": "f"}},)
+    assert _key(plain, 0).hex().startswith("bdb2c9e0b35fa88e")
+    assert _key(plain, 0) == _key(ChatExample(messages, "b:2"), 0) != _key(ChatExample(messages, "a:1", tools), 0)
 
 
 def test_short_examples_are_kept_and_long_texts_become_windows(tokenizer: Tokenizer, tmp_path: Path) -> None:
