@@ -177,10 +177,10 @@ def test_the_main_job_on_real_weights(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
     said = list[str]()
-    figures = OnSmolLM2("a test", tmp_path, said.append, effort=0.2).run()
+    figures = OnSmolLM2("a test", tmp_path, said.append, effort=0.5).run()
     assert [line[:10].strip() for line in said if line[0] != " "] == [*SMOLLM2_STAGES, "done"]
     calibrated = figures["calibrate"]
-    assert calibrated["perplexity_fp8"] == pytest.approx(calibrated["perplexity_bf16"], rel=0.2)  # of 13 samples
+    assert calibrated["perplexity_fp8"] == pytest.approx(calibrated["perplexity_bf16"], rel=0.2)  # of 32 samples
     assert 0 < calibrated["kl_divergence"] < 0.1
     assert "Paris" in figures["ask"]["answers"][GENERAL[0]]
     assert figures["finetune"]["last_loss"] < figures["finetune"]["first_loss"]
