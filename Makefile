@@ -33,7 +33,7 @@ DOCS_REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"
   print(*p["project"]["optional-dependencies"]["docs"], sep="\n")
 
 
-.PHONY: help setup weights options routes pictures compatibility docs demo test test-all lint format typecheck cuda gpu wheel lock clean
+.PHONY: help setup weights options routes pictures compatibility docs demo test test-all coverage lint format typecheck cuda gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -94,6 +94,9 @@ test: setup ## the tests that a person waits for; PYTEST_ARGS="tests/fp8 -k satu
 
 test-all: setup ## every test
 	$(PYTEST) $(PYTEST_ARGS)
+
+coverage: setup ## every test, half as long again, and the lines that none of them runs
+	$(PYTEST) --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 lint: setup typecheck ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check

@@ -9,13 +9,38 @@ import sys
 from functools import cache
 from typing import Any
 
+KEPT = 256 << 20  # bytes: what the temporaries of a small model leave; their pages would cost a tenth of the time again
+
+
+_USAGE = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _Usage(ctypes.Structure):
+    """glibc's `struct mallinfo2`; `fordblks` are the free bytes of its heaps."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _USAGE.split()]
+
 
 def trim() -> None:
-    """Return what glibc's malloc holds and nobody uses; nothing happens with another C library."""
-    if malloc_trim := _malloc_trim():
-        malloc_trim(0)
+    """Return what glibc's malloc holds and nobody uses, if that is more than `KEPT`.
+
+    Nothing happens with another C library; a glibc older than 2.33, which cannot count, returns everything.
+    """
+    if (libc := _glibc()) and held(libc) > KEPT:
+        libc.malloc_trim(0)
+
+
+def held(libc: Any) -> float:
+    """The bytes that malloc holds and nobody uses; infinite where glibc cannot say."""
+    return float(libc.mallinfo2().fordblks) if hasattr(libc, "mallinfo2") else float("inf")
 
 
 @cache
-def _malloc_trim() -> Any:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+def _glibc() -> Any:
+    """The C library if it is glibc, else None."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(libc, "malloc_trim"):
+        return None
+    if hasattr(libc, "mallinfo2"):
+        libc.mallinfo2.restype = _Usage  # type: ignore[union-attr]
+    return libc

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import dequantize, quantize
+from fp8serve.fp8.served_attention import served_attention
 from fp8serve.model.building import Model
 from fp8serve.model.network.decoder import Attend, rotated
 
@@ -41,7 +41,7 @@ def attending(decoder: Model, batch: Batch, tap: Tap | None = None) -> Attend:
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = tap(names[layer], k, v) if tap else (k, v)
-        return causal_attention(q, k, v, batch.lengths, *decoder.attention_options(layer))
+        return served_attention(q, k, v, batch.lengths, *decoder.attention_options(layer))
 
     return rotated(attend)
 

@@ -99,8 +99,7 @@ def torchrun() -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
-    dist.init_process_group("gloo", timeout=PATIENCE)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    ranks = _joined()
     try:
         yield ranks
     except Fp8ServeError:
@@ -109,3 +108,16 @@ def torchrun() -> Iterator[Ranks]:
         raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
+
+
+def _joined() -> Ranks:
+    """This process among all that torchrun has started, once each has a connection to every other.
+
+    Without the barrier a rank that refuses its input at once would close connections that another still makes.
+    """
+    try:
+        dist.init_process_group("gloo", timeout=PATIENCE)
+        dist.barrier()
+    except RuntimeError as error:
+        raise MachineError(f"The processes that torchrun started could not connect: {error}") from error
+    return Ranks(dist.get_rank(), dist.get_world_size())

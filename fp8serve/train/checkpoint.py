@@ -137,10 +137,14 @@ def sweep(root: Path) -> list[str]:
     return [p.name for p in left]
 
 
-def keep_last(root: Path, count: int) -> None:
-    """Remove all but the newest `count` checkpoints. The rename comes first: a listed checkpoint is never half gone."""
+def keep_last(root: Path, count: int, best: int | None = None) -> None:
+    """Remove all but the newest `count` checkpoints and that of step `best`.
+
+    The rename comes first: a listed checkpoint is never half gone.
+    """
     for path in list_checkpoints(root)[:-count]:
-        _remove(path)
+        if path.name != f"step-{best}":
+            _remove(path)
 
 
 def _set_aside(path: Path) -> None:

@@ -27,6 +27,8 @@ from fp8serve.options import About, check
 MasterWeights = Literal["model", "optimizer"]
 Packing = Literal["rows", "tokens"]
 OnDivergence = Literal["fail", "keep"]
+Schedule = Literal["cosine", "linear", "constant"]
+Which = Literal["last", "best"]
 Files = tuple[Annotated[str, Len(1)], ...]
 MANY = 10**9  # steps
 RowLength = Annotated[int, Ge(2), Le(1 << 20)]  # tokens
@@ -35,11 +37,11 @@ RowLength = Annotated[int, Ge(2), Le(1 << 20)]  # tokens
 # often something is written or reported. Every other field changes the trained bits.
 _FREE_ON_RESUME = {
     *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
-    *("format", "on_divergence"),
+    *("format", "on_divergence", "result"),
 }
 ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "dora", "lora_dropout")
 _OF_MASTERS = ("recipe_options", "amax_history_len", "master_weights", "format")
-LENGTH = frozenset({"epochs", "max_steps"})  # may differ, too: the run goes on to the new end
+LENGTH = frozenset({"epochs", "max_steps", "patience"})  # may differ, too: the run goes on to the new end
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,13 @@ class TrainConfig:
     served attends in high precision over a BF16 or an FP8 cache; the delayed recipe brings that cache the scales of its
     keys and values. `amax_history_len` is shorthand for the delayed recipe's field of that name.
 
-    The learning rate rises linearly over `warmup_steps` and falls as a cosine to `lr * min_lr_ratio`. With
-    `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens. Longer texts are cut into windows of
-    `seq_len`, longer conversations are truncated. The last step always gets a checkpoint. A served model is told the
+    The learning rate rises linearly over `warmup_steps` and falls by `lr_schedule` to `lr * min_lr_ratio`, or stays.
+    With `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens. Longer texts are cut into windows
+    of `seq_len`, longer conversations are truncated. The last step always gets a checkpoint. A served model is told the
     day of each request, a model that trains `template_date`. What made a model worse: `train.divergence`.
+
+    A run that validates (`eval_data`, `eval_every`) may end early, after `patience` validations in a row without a loss
+    below the lowest before, and with `result="best"` its model is made of the checkpoint with the lowest.
 
     With `lora_rank` the model stays as it is and computes as it is served, under "delayed" by the scales that are
     stored with it; what is trained, and what `out/model/` holds, is an adapter (`train.lora`).
@@ -84,6 +89,7 @@ class TrainConfig:
     accumulate: Annotated[int, Ge(1), Le(65536), About("Microbatches in an optimizer step.")] = 1
     lr: Annotated[float, Ge(1e-12), Le(10), About("Peak learning rate.")] = 2e-5
     warmup_steps: Annotated[int | None, Ge(0), Le(MANY), About("Steps of linear rise.", unset="3 % of all")] = None
+    lr_schedule: Annotated[Schedule, About("How the rate falls after its rise.")] = "cosine"
     min_lr_ratio: Annotated[float, Ge(0), Le(1), About("Where the rate ends, as a part of the peak.")] = 0.0
     weight_decay: Annotated[float, Ge(0), Le(10), About("AdamW's weight decay.")] = 0.01
     betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.95)
@@ -101,6 +107,10 @@ class TrainConfig:
     log_every: Annotated[int, Ge(1)] = 1
     eval_data: Annotated[Files, About("File to validate on.", unset="none", metavar="PATH")] = ()
     eval_every: Annotated[int | None, Ge(1), Le(MANY), About("Steps between validations.", unset="at the end")] = None
+    patience: Annotated[
+        int | None, Ge(1), Le(MANY), About("Validations without a lower loss that end the run.", unset="none")
+    ] = None
+    result: Annotated[Which, About("Make the model of the last step, or of the lowest validation loss.")] = "last"
     format: Annotated[FileFormat, About("Spelling of the result's FP8 weights.")] = "compressed-tensors"
     lora_rank: Annotated[
         int | None, Ge(1), Le(MAX_RANK), About("Train an adapter of this rank beside the frozen model.", unset="none")
@@ -127,6 +137,9 @@ class TrainConfig:
             _date("template_date", self.template_date)
         if self.eval_every is not None and not self.eval_data:
             raise JobError("eval_every was given without eval_data; name the files to validate on, or leave it out.")
+        if (self.patience is not None or self.result == "best") and self.eval_every is None:
+            name = "patience" if self.patience is not None else 'result="best"'
+            raise JobError(f"{name} compares validations; give eval_data and eval_every, too, or leave it out.")
         if STDIN in (*self.data, *self.eval_data):
             raise JobError("Data are read again when a run goes on, so standard input ('-') will not do; name a file.")
         _check_recipe(self)

@@ -2,7 +2,8 @@
 
 Single steps are a poor witness, for each sees other rows. So the first microbatch is evaluated once before training and
 once at the end. Those rows were trained on: their loss falls. A run has diverged when it is not finite, when it rose by
-more than one nat (each token became less than 1/e times as likely), or when no step was taken at all.
+more than one nat (each token became less than 1/e times as likely), or when no step was taken at all. Where rows are
+held out, a run has failed, too, when its model ends with a higher loss on them than it began with.
 """
 
 import math
@@ -19,14 +20,19 @@ class Outcome:
     after: float
     steps: int
     skipped: int
+    held_out_before: float | None = None
+    held_out_after: float | None = None
 
     @property
     def problem(self) -> str | None:
-        """Why the run has diverged, in words; None when it has not."""
+        """Why the run has failed, in words; None when it has not."""
         if self.steps and self.skipped == self.steps:
-            return f"the gradients of all {self.steps} steps were not finite, so nothing was learnt"
+            return f"Training diverged: the gradients of all {self.steps} steps were not finite, so nothing was learnt"
         if not math.isfinite(self.after):
-            return f"the loss of its first rows is {self.after} after the last step"
+            return f"Training diverged: the loss of its first rows is {self.after} after the last step"
         if self.before is not None and self.after > self.before + RISE:
-            return f"the loss of its first rows rose from {self.before:.2f} to {self.after:.2f}"
+            return f"Training diverged: the loss of its first rows rose from {self.before:.2f} to {self.after:.2f}"
+        before, after = self.held_out_before, self.held_out_after
+        if before is not None and after is not None and after > before:
+            return f"Training made the model worse: its loss on held-out rows rose from {before:.4f} to {after:.4f}"
         return None

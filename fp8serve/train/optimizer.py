@@ -25,13 +25,16 @@ def warmup_steps(config: TrainConfig, total: int) -> int:
 
 
 def learning_rate(config: TrainConfig, step: int, total: int) -> float:
-    """Rate of step `step` (from 0): linear to `lr` over the warm-up, then a half cosine down to `lr * min_lr_ratio`."""
+    """Rate of step `step` (from 0): linear to `lr` over the warm-up, then by the schedule down to `lr * min_lr_ratio`.
+
+    "cosine" is half a period, "linear" a straight line; "constant" stays at `lr`.
+    """
     warm = warmup_steps(config, total)
     if step < warm:
         return config.lr * (step + 1) / warm
-    done = (step - warm) / max(1, total - warm)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+    done = min(1.0, (step - warm) / max(1, total - warm))
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.lr_schedule]
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
 class Optimizer:

@@ -44,7 +44,7 @@ from fp8serve.train.divergence import Outcome
 from fp8serve.train.events import OnEvent
 from fp8serve.train.export import export
 from fp8serve.train.forward import summed_loss
-from fp8serve.train.held_out import held_out_metrics
+from fp8serve.train.held_out import HeldOut, held_out_metrics
 from fp8serve.train.identity import check_same_job, dated, identity_of
 from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.order import Cursor, Step, walk
@@ -82,6 +82,7 @@ class Progress:
     skipped_in_a_row: int = 0
     total_steps: int | None = None
     first_loss: float | None = None
+    held_out: HeldOut = field(default_factory=HeldOut)
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -133,6 +134,7 @@ class _Run:
         else:
             self._warm_scales()
             self.progress.first_loss = self._finite_first_loss()
+            self._validate_first()
 
     def _sweep(self) -> Path | None:
         for root in (self.root, self.out):
@@ -150,7 +152,8 @@ class _Run:
         self._tell_changes(saved.meta)
         state.restore(self.setup.forward, self.setup.optimizer, saved)
         values = dict(saved.meta["progress"])
-        self.progress = Progress(**{**values, "cursor": Cursor(**values["cursor"])})
+        held_out = HeldOut(**values.pop("held_out", {}))  # a checkpoint of an older version has none
+        self.progress = Progress(**{**values, "cursor": Cursor(**values["cursor"]), "held_out": held_out})
         self.on_event(events.message("resumed", f"Resumed from step {self.progress.step}", step=self.progress.step))
 
     def _warm_scales(self) -> None:
@@ -191,6 +194,8 @@ class _Run:
         for step, cursor in walk(self.lengths, self.config, self.progress.cursor, left):
             if stop():
                 return self._stopped()
+            if self._is_early_end():
+                break
             self._take(step)
             self.progress.cursor = cursor
             if self._time_to_save():
@@ -198,7 +203,20 @@ class _Run:
         self._save()
         return self._finished()
 
+    def _is_early_end(self) -> bool:
+        held_out, patience = self.progress.held_out, self.config.patience
+        if patience is None or held_out.since_best < patience:
+            return False
+        text = (
+            f"Ended early: {held_out.since_best} validations in a row had no lower loss than the {held_out.best:.4f} "
+            f"of step {held_out.best_step}"
+        )
+        self.on_event(events.message("early_end", text, step=self.progress.step, best_step=held_out.best_step))
+        return True
+
     def _time_to_save(self) -> bool:
+        if self.config.result == "best" and self.progress.held_out.best_step == self.progress.step:
+            return True
         if self.config.save_every is not None:
             return self._due(self.config.save_every)
         return time.monotonic() - self.saved_at >= 60 * self.config.save_minutes
@@ -262,12 +280,20 @@ class _Run:
             "trained_tokens": self.progress.trained_tokens,
         }
         if self.setup.eval_rows and (self._due(self.config.eval_every) or self.progress.step == self.setup.total_steps):
-            values |= held_out_metrics(
-                self.setup.forward, self.setup.eval_rows, self.config.batch_size, self.config.device
-            )
+            values |= self._validated()
+            self.progress.held_out.note(values["valid_loss"], self.progress.step)
         self.progress.metrics = {k: v if math.isfinite(v) else None for k, v in values.items()}
         if self._due(self.config.log_every) or "valid_loss" in values or self.progress.step == self.setup.total_steps:
             self.on_event(events.metrics({**self.progress.metrics, "tokens_per_second": speed}))
+
+    def _validated(self) -> dict[str, float]:
+        return held_out_metrics(self.setup.forward, self.setup.eval_rows, self.config.batch_size, self.config.device)
+
+    def _validate_first(self) -> None:
+        """What the model says of the held-out rows before any step: the run is judged by it at its end."""
+        if self.setup.eval_rows:
+            loss = self.progress.held_out.first = self._validated()["valid_loss"]
+            self.on_event(events.message("validated", f"Validation loss before the first step: {loss:.4f}", loss=loss))
 
     def _save(self) -> None:
         if self.latest is not None and self.latest.name == f"step-{self.progress.step}":
@@ -283,7 +309,8 @@ class _Run:
         saved = state.capture(self.setup.forward, self.setup.optimizer, meta)
         self.latest = checkpoint.write_checkpoint(self.root, saved, self.setup.carry)
         self.on_event(events.checkpoint(str(self.latest), {**self.progress.metrics, "step": self.progress.step}))
-        checkpoint.keep_last(self.root, self.config.keep_last)
+        best = self.progress.held_out.best_step if self.config.result == "best" else None
+        checkpoint.keep_last(self.root, self.config.keep_last, best)
         self.saved_at = time.monotonic()
 
     def _stopped(self) -> TrainResult:
@@ -293,28 +320,44 @@ class _Run:
         return self._result("stopped", None)
 
     def _finished(self) -> TrainResult:
-        self._judge()
+        chosen = self._chosen()
+        self._judge(chosen)
         model = self.out / "model"
-        self._set_aside(model)
+        self._set_aside(model, chosen)
         if not model.exists():
-            export(self._newest(), model)
+            export(chosen, model)
             self.on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
             for note in () if self.config.lora_rank else reader_notes(open_checkpoint(model)):
                 self.on_event(events.message("readers", note, level="warn"))
         return self._result("succeeded", str(model))
 
-    def _judge(self) -> None:
-        """JobError, or a warning where the owner asked for the model all the same, when the run has diverged."""
-        outcome = Outcome(self.progress.first_loss, self._first_loss(), self.progress.step, self.progress.skipped)
+    def _chosen(self) -> Path:
+        """The checkpoint that the result is made of; it is what the model computes with from here on."""
+        best = self.root / f"step-{self.progress.held_out.best_step}"
+        if self.config.result == "last" or self.latest is None or best == self.latest:
+            return self._newest()
+        if (why := checkpoint.verify(best)) is not None:
+            text = f"The best checkpoint, {best.name}, cannot be used ({why}): the result is made of the last one"
+            self.on_event(events.message("best_lost", text, level="warn"))
+            return self.latest
+        state.restore(self.setup.forward, self.setup.optimizer, checkpoint.read_checkpoint(best))
+        return best
+
+    def _judge(self, chosen: Path) -> None:
+        """JobError, or a warning where the owner asked for the model all the same, when the run made it worse."""
+        held_out = self.progress.held_out
+        outcome = Outcome(
+            self.progress.first_loss, self._first_loss(), self.progress.step, self.progress.skipped, held_out.first,
+            held_out.best if chosen != self.latest else held_out.last,
+        )  # fmt: skip
         if outcome.problem is None:
             return
-        text = f"Training diverged: {outcome.problem}"
         if self.config.on_divergence == "fail":
             raise JobError(
-                f"{text}; lower lr ({self.config.lr}), or make a model of {self._newest()} by starting again with "
+                f"{outcome.problem}; lower lr ({self.config.lr}), or make a model of {chosen} by starting again with "
                 'on_divergence="keep" (--on-divergence keep).'
             )
-        self.on_event(events.message("diverged", text, level="warn"))
+        self.on_event(events.message("diverged", outcome.problem, level="warn"))
 
     def _first_loss(self) -> float:
         """Nats per target of the first microbatch, with the weights as they are; changes nothing."""
@@ -330,9 +373,9 @@ class _Run:
             )
         return loss
 
-    def _set_aside(self, model: Path) -> None:
-        """A model of an earlier end of this run keeps its files under another name: somebody may be serving them."""
-        if model.exists() and (step := read_json(model / "training.json", JobError)["step"]) != self.progress.step:
+    def _set_aside(self, model: Path, chosen: Path) -> None:
+        """A model of another step of this run keeps its files under another name: somebody may be serving them."""
+        if model.exists() and f"step-{(step := read_json(model / 'training.json', JobError)['step'])}" != chosen.name:
             model.rename(model.with_name(f"model-step-{step}"))
 
     def _newest(self) -> Path:

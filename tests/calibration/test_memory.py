@@ -22,7 +22,7 @@ def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 
 kept, freed = [], []
-for _ in range(2000):
+for _ in range(6000):
     freed.append(torch.ones(16 * 1024))  # 64 KiB, which come from the heap
     kept.append(torch.ones(64))
 before = anonymous()
@@ -35,7 +35,7 @@ print(before - anonymous())
 @linux
 def test_what_was_freed_goes_back_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 100 * MIB  # of 125
+    assert int(done.stdout) > 350 * MIB  # of 375
 
 
 def resident(folder: Path) -> dict[str, int]:

@@ -25,3 +25,11 @@ def test_outcome(before: float | None, after: float, steps: int, skipped: int, p
     found = Outcome(before, after, steps, skipped).problem
     assert (found is None) == (problem is None)
     assert problem is None or problem in (found or "")
+
+
+@pytest.mark.parametrize(("before", "after", "worse"), [(2.0, 2.1, True), (2.0, 2.0, False), (None, 2.0, False)])
+def test_held_out_rows_judge_too(before: float | None, after: float, worse: bool) -> None:
+    found = Outcome(5.0, 4.0, 10, 0, before, after).problem
+    assert found == (
+        "Training made the model worse: its loss on held-out rows rose from 2.0000 to 2.1000" if worse else None
+    )
