@@ -18,7 +18,7 @@ log = logging.getLogger("fp8serve.server")
 
 WATCH_SECONDS = 0.2
 LAYERS_SECONDS = 2.0
-HISTORY_SECONDS = 10.0
+HISTORY_SECONDS = 5.0
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STATS_SECONDS = 5.0
 

@@ -126,6 +126,12 @@ def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_p
         browser.type("Enter")
         browser.until("document.querySelector('.facts-line.error')?.textContent.includes('Serving is paused')")
         browser.press("Fine-tune")
+        browser.press("Pause")
+        browser.until("document.getElementById('job-status').textContent.startsWith('Paused, step')")
+        browser.until("document.getElementById('state').textContent === 'ready'")  # the device is free meanwhile
+        browser.press("Go on from the last checkpoint")
+        browser.until("document.getElementById('job-status').textContent.startsWith('Running, step')")
+        browser.until("document.getElementById('state').textContent === 'paused'")
         browser.press("Cancel")
         browser.until("document.getElementById('state').textContent === 'ready'")
         browser.until("document.getElementById('job-status').textContent.startsWith('Cancelled')")

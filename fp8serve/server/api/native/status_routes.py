@@ -102,7 +102,7 @@ async def scales(state: StateDep, model: ModelName = None) -> dict[str, Any]:
 
 @router.get("/scales/history", summary="How the inputs of one FP8 layer have moved since its weights serve")
 async def history(state: StateDep, layer: LayerName, model: ModelName = None) -> dict[str, Any]:
-    """About every ten seconds a look; of a long time neighbours are one entry, with the larger inputs of both."""
+    """About every five seconds a look; of a long time neighbours are one entry, with the larger inputs of both."""
     found = state.models.default if model is None else state.models.find(model, "model")
     served, kept = found.resolve(), found.history
     entries = kept.of(layer) if kept.weight_version == served.weight_version else []
