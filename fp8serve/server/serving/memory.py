@@ -7,7 +7,6 @@ taken yet but will: pages of a cache are taken when they are first written, and 
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from fp8serve.errors import MachineError
 from fp8serve.model.config.decoder import read_config

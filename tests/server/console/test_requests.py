@@ -28,6 +28,7 @@ def test_a_request_is_seen_and_ended(browser: Browser, echoing: Process) -> None
         "POST", "/v1/completions", json=body, headers={"x-request-id": "the-long-one"}
     ) as answer:
         browser.until("document.querySelector('#under-way tbody tr')?.textContent.startsWith('the-long-one')")
+        browser.until("document.querySelector('#under-way tbody tr')?.textContent.includes('decode')")
         row = browser.run("return [...document.querySelectorAll('#under-way tbody td')].map((one) => one.textContent)")
         assert row[:3] == ["anonymous", "echo", "decode"]
         assert row[4].endswith(" of 500")
