@@ -122,6 +122,7 @@ def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_p
         browser.press("Scales")
         browser.until("document.querySelectorAll('.map td[role]').length === 14")
         browser.press("Chat")
+        browser.until("document.querySelector('#prompt') !== null")
         browser.fill("#prompt", "Why?")
         browser.type("Enter")
         browser.until("document.querySelector('.facts-line.error')?.textContent.includes('Serving is paused')")
