@@ -162,6 +162,7 @@ class Engine:
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
+            "prefilling": [seq.request_id for seq in scheduler.running if seq.first_token is None],
             "kv_blocks": pool.num_blocks,
             "kv_blocks_used": pool.num_used,
             "kv_usage": pool.num_used / pool.num_blocks,

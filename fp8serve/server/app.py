@@ -18,6 +18,7 @@ from fp8serve.server.api.native import (
     finetune_routes,
     generation_routes,
     model_routes,
+    request_routes,
     status_routes,
     token_routes,
 )
@@ -44,7 +45,7 @@ SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the res
 ROUTES = (
     generation_routes, token_routes, completion_routes, response_routes, message_routes, embedding_routes,
     classifying_routes, model_list_routes, finetune_routes, model_routes, activation_routes, file_routes, job_routes,
-    status_routes, page_routes,
+    request_routes, status_routes, page_routes,
 )  # fmt: skip
 
 

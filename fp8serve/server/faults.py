@@ -30,7 +30,9 @@ class Code(Enum):
     MODEL_NOT_FOUND = "model_not_found"
     JOB_NOT_FOUND = "job_not_found"
     FILE_NOT_FOUND = "file_not_found"
+    REQUEST_NOT_FOUND = "request_not_found"
     REQUEST_TIMEOUT = "request_timeout"
+    REQUEST_CANCELLED = "request_cancelled"
     JOB_STATE = "job_state"
     IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
     ALIAS_BUSY = "alias_busy"
@@ -81,6 +83,8 @@ KINDS: dict[Code, Kind] = {
     Code.MODEL_NOT_FOUND: _MISSING,
     Code.JOB_NOT_FOUND: _MISSING,
     Code.FILE_NOT_FOUND: _MISSING,
+    Code.REQUEST_NOT_FOUND: _MISSING,
+    Code.REQUEST_CANCELLED: _CONFLICT,
     Code.REQUEST_TIMEOUT: Kind(408, 408, "invalid_request_error", "validation"),
     Code.JOB_STATE: _CONFLICT,
     Code.IDEMPOTENCY_MISMATCH: _CONFLICT,

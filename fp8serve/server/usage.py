@@ -24,8 +24,14 @@ class Answer:
 
 @dataclass
 class Usage:
-    """Tokens. A prompt counts once, however many answers it has; what is generated counts as it comes."""
+    """Tokens. A prompt counts once, however many answers it has; what is generated counts as it comes.
 
+    `request_id`: by which the log and the client know the request; a client may give two of them the same. `tenant`:
+    that of the key.
+    """
+
+    request_id: str = ""
+    tenant: str = ""
     prompt: int = 0
     generated: int = 0
     model: str | None = None  # that answers

@@ -63,3 +63,16 @@ def test_it_crosses_the_socket_as_it_is() -> None:
     again = RequestOutput.from_json(output.to_json())
     assert again.timing == output.timing == Timing(1.5, 0.25, 0.5, None)
     assert "timing" not in RequestOutput("a").to_json()
+
+
+def test_statistics_name_the_requests_whose_prompts_are_read(model: Path) -> None:
+    engine = Engine(model, recipe="bf16", max_num_seqs=1, max_batch_tokens=16)
+    for name in ("a", "b"):
+        engine.add_request(Request(name, tuple(range(1, 30)), PARAMS))
+    seen = [engine.stats()["prefilling"]]
+    for _ in range(2):
+        engine.step()
+        seen.append(engine.stats()["prefilling"])
+    assert seen == [[], ["a"], []]  # of 29 tokens 16 in the first step, and a token came after the second
+    run(engine)
+    assert engine.stats()["prefilling"] == []

@@ -62,6 +62,7 @@ class FakeEngine:
         self.step_seconds = 0.0
         self.killed: str | None = None
         self.running: set[str] = set()
+        self.prefilling: set[str] = set()
         self.finished: list[str] = []
         self.aborted: list[str] = []
         self.closed = False
@@ -153,6 +154,7 @@ class FakeEngine:
             "prefix_restored_hit_tokens_total": 8,
         }
         live = {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
+        live |= {"prefilling": sorted(self.prefilling)}
         return live | drafts | found
 
     async def scales(self) -> list[dict[str, Any]]:

@@ -59,6 +59,7 @@ class Visit:
 
     def __init__(self, caller: Caller, books: Books, usage: Usage, metrics: Metrics, clock: Clock) -> None:
         self.usage = usage
+        usage.tenant = caller.tenant
         self._limits, self._tenant = caller.limits, caller.tenant
         self._books, self._metrics, self._clock = books, metrics, clock
         self._set_aside = 0

@@ -21,7 +21,9 @@ WITH_ANY_KEY = (
 """What every client asks for, and pages that say nothing of this server."""
 
 OPENED_BY: dict[Scope, tuple[str, ...]] = {
-    "read": ("GET /info", "GET /scales", "GET /metrics", "GET /models"),
+    "read": (
+        "GET /info", "GET /scales", "GET /scales/history", "GET /metrics", "GET /models", "GET /requests",
+    ),
     "generate": (
         "POST /", "POST /generate", "POST /generate_stream", "POST /generate/stream", "POST /tokenize",
         "POST /detokenize", "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings",
@@ -41,6 +43,7 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
     "admin": (
         "POST /finetune/{job_id}/activate", "POST /models/{name:path}/activate", "POST /models/{name:path}/load",
         "POST /models/{name:path}/unload", "POST /models/{name:path}/alias", "POST /scales/save",
+        "POST /requests/{request_id}/cancel",
     ),
 }  # fmt: skip
 

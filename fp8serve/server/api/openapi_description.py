@@ -19,6 +19,7 @@ from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas import anthropic_answers as m
 from fp8serve.server.schemas import finetune_responses as f
 from fp8serve.server.schemas import item_answers as i
+from fp8serve.server.schemas import request_views as r
 from fp8serve.server.schemas import responses as a
 
 JsonObject = dict[str, Any]
@@ -41,7 +42,7 @@ class Route:
 
 
 DOWN = (Code.STARTING, Code.ENGINE_DOWN, Code.MODEL_NOT_FOUND)
-GENERATION = (*DOWN, Code.QUEUE_FULL, Code.RATE_LIMITED, Code.GENERATION_FAILED)
+GENERATION = (*DOWN, Code.QUEUE_FULL, Code.RATE_LIMITED, Code.REQUEST_CANCELLED, Code.GENERATION_FAILED)
 EMBEDDING = (*DOWN, Code.RATE_LIMITED, Code.CONTEXT_LENGTH_EXCEEDED)
 JOB = (Code.JOB_NOT_FOUND,)
 SUBMISSION = (
@@ -67,6 +68,9 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", "/version"): Route(a.Version),
     ("get", "/scales"): Route(a.Scales, DOWN),
     ("post", "/scales/save"): Route(a.SavedScales, SAVING),
+    ("get", "/scales/history"): Route(a.ScaleHistory, (*DOWN, Code.INVALID_PARAMETER)),
+    ("get", "/requests"): Route(r.RequestList),
+    ("post", "/requests/{request_id}/cancel"): Route(r.RequestView, (Code.REQUEST_NOT_FOUND,)),
     ("get", "/metrics"): Route(None, media=(CONTENT_TYPE.partition(";")[0],)),
     ("post", "/generate"): Route(a.Generated, GENERATION, media=(EVENTS,)),
     ("post", "/generate_stream"): Route(None, GENERATION, media=(EVENTS,)),

@@ -13,6 +13,8 @@ export class Answer {
     this.queue = new TokenQueue();
     this.content = "";
     this.reasoning = "";
+    this.pieces = []; // of the content
+    this.thoughts = []; // of the reasoning
     this.calls = []; // as /v1/chat/completions has them
     this.state = "running"; // then done, stopped or failed
     this.text = element("div", { className: "text" });
@@ -40,19 +42,30 @@ export class Answer {
   }
 
   addText(text) {
-    this.content += text;
-    this.text.append(...this.queue.cut(text).map(tokenSpan));
+    this.showText(this.queue.cut(text));
+  }
+
+  /** `pieces`: as TokenQueue cuts them. */
+  showText(pieces) {
+    this.content += textOf(pieces);
+    this.pieces.push(...pieces);
+    this.text.append(...pieces.map(tokenSpan));
     makeReachable(this.text);
   }
 
   addReasoning(text) {
+    this.showReasoning(this.queue.cut(text));
+  }
+
+  showReasoning(pieces) {
     if (!this.reasoning) {
       this.thought = element("div", { className: "text" });
       tellTokens(this.thought);
       this.folded.prepend(element("details", { className: "part" }, element("summary", {}, "Reasoning"), this.thought));
     }
-    this.reasoning += text;
-    this.thought.append(...this.queue.cut(text).map(tokenSpan));
+    this.reasoning += textOf(pieces);
+    this.thoughts.push(...pieces);
+    this.thought.append(...pieces.map(tokenSpan));
     makeReachable(this.thought);
   }
 
@@ -87,14 +100,42 @@ export class Answer {
       this.text.append(element("span", { className: "quiet" }, "(an empty answer)"));
   }
 
-  stop() {
+  stop(why = "Stopped.") {
     this.state = "stopped";
-    say(this.facts, "Stopped. What came so far is a part of the conversation.");
+    say(this.facts, this.content ? `${why} What came so far is a part of the conversation.` : why);
   }
 
   fail(sentence) {
     this.state = "failed";
     say(this.facts, `${sentence} This turn is not a part of the conversation.`, true);
+  }
+
+  /** Plain data that `Answer.from` makes the same answer of. `brief`: without the probabilities of its tokens. */
+  kept(brief) {
+    const pieces = (all) => (brief ? [{ text: textOf(all) }] : all);
+    return {
+      state: this.state,
+      weights: this.weights,
+      said: this.facts.textContent,
+      content: this.content ? pieces(this.pieces) : [],
+      reasoning: this.reasoning ? pieces(this.thoughts) : [],
+      calls: this.calls.map(({ id, function: called }) => ({ id, function: called })),
+    };
+  }
+
+  /** An answer of before the page was loaded again. One that was not whole then has been stopped by that. */
+  static from({ state, weights, said, content, reasoning, calls }) {
+    const answer = new Answer();
+    answer.weights = weights;
+    if (reasoning.length) answer.showReasoning(reasoning);
+    answer.showText(content);
+    calls.forEach((call, index) => answer.addCall({ ...call, index }));
+    if (state === "running") answer.stop("Stopped, because the page was loaded again.");
+    else {
+      answer.state = state;
+      say(answer.facts, said, state === "failed");
+    }
+    return answer;
   }
 
   /** Whether a conversation can go on from it. */
@@ -118,6 +159,8 @@ export class Answer {
     };
   }
 }
+
+const textOf = (pieces) => pieces.map(({ text }) => text).join("");
 
 function indented(text) {
   try {

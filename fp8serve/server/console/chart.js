@@ -5,6 +5,7 @@ import { drawn, element, say } from "./dom.js";
 import { number } from "./numbers.js";
 
 const HEIGHT = 200;
+const DOTTED = 40; // points; with more of them dots hide the line
 const [LEFT, RIGHT, TOP, BOTTOM] = [52, 10, 10, 24];
 
 export class Chart {
@@ -74,7 +75,7 @@ export class Chart {
   line({ kind, points }) {
     const path = points.map(([x, y]) => `${this.x(x).toFixed(1)},${this.y(y).toFixed(1)}`).join(" ");
     const line = drawn("polyline", { class: `line ${kind}`, points: path });
-    if (points.length > 1 && kind !== "second") return [line];
+    if (points.length > 1 && (kind !== "second" || points.length > DOTTED)) return [line];
     return [
       line,
       ...points.map(([x, y]) =>

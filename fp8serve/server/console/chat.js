@@ -3,12 +3,14 @@
 import { ChatSettings } from "./chat_settings.js";
 import { Column } from "./column.js";
 import { button, element, say } from "./dom.js";
+import { forget, keep, kept } from "./kept.js";
 import { addRow } from "./rows.js";
 import { announce } from "./state.js";
 
 const HINT =
   "Point at a word of an answer, or reach it by Tab and the arrow keys, to see how probable it was and what else could have " +
-  "stood there. Words that were less probable than 50 % are underlined.";
+  "stood there. Words that were less probable than 50 % are underlined. The conversation is kept in this browser until " +
+  "New conversation forgets it.";
 
 export function chatView(section) {
   const chat = new Chat();
@@ -32,8 +34,42 @@ class Chat {
     this.composer();
     this.hint = element("p", { className: "quiet hint" }, HINT);
     this.settings = new ChatSettings(() => this.arrange());
+    this.restore();
     this.node = element("div", {}, this.settings.node, this.hint, this.area, this.form);
     this.settings.begin();
+    addEventListener("pagehide", () => this.keepAll());
+  }
+
+  /** What was said before the page was loaded again. */
+  restore() {
+    const found = kept();
+    if (!found) return;
+    try {
+      this.settings.restore(found.settings);
+      for (const turns of found.columns) this.addColumn().restore(turns);
+    } catch {
+      forget(); // of another version of this page
+    }
+  }
+
+  /** Without the probabilities where they leave no room. */
+  keepAll() {
+    if (!this.begun) return;
+    const form = (brief) => () => ({
+      settings: this.settings.kept,
+      columns: this.made.map((column) => column.kept(brief)),
+    });
+    if (!keep(form(false), form(true)) && !this.busy)
+      say(this.note, "This browser does not keep the conversation: a reload ends it.");
+  }
+
+  addColumn() {
+    this.made.push(new Column(this.settings, () => this.update()));
+    return this.made.at(-1);
+  }
+
+  get begun() {
+    return this.columns.some((column) => column.turns.length > 0);
   }
 
   composer() {
@@ -74,7 +110,7 @@ class Chat {
   arrange() {
     const names = this.settings.chosen;
     const wanted = Math.max(1, names.length);
-    while (this.made.length < wanted) this.made.push(new Column(this.settings, () => this.update()));
+    while (this.made.length < wanted) this.addColumn();
     for (const column of this.made.slice(wanted)) column.stop(); // and keeps what was said, for when it is shown again
     this.columns = this.made.slice(0, wanted);
     this.columns.forEach((column, i) => column.name(names[i] ?? "", wanted === 1));
@@ -95,11 +131,12 @@ class Chat {
   }
 
   update() {
-    const begun = this.columns.some((column) => column.turns.length > 0);
+    const { begun } = this;
     this.go.disabled = this.busy;
     this.halt.hidden = !this.busy;
     this.hint.hidden = begun;
     if (begun) this.warn();
+    this.keepAll();
     for (const one of [this.redo, this.anew, this.keep, this.save]) one.hidden = !begun;
     for (const one of [this.redo, this.keep, this.save]) one.disabled = this.busy;
   }
@@ -129,6 +166,7 @@ class Chat {
 
   restart() {
     for (const column of this.made) column.clear();
+    forget();
     say(this.note, "");
     this.update();
     this.prompt.focus();

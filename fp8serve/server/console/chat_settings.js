@@ -79,8 +79,9 @@ export class ChatSettings {
       names.map((name) => element("option", { value: name, selected: name === chosen }, name));
     const unloaded = models.filter((model) => model.state === "available");
     const later = unloaded.map(({ id }) => element("option", { value: id, disabled: true }, `${id}: not loaded`));
-    const [model, other] = [this.model.value, this.wanted ?? this.other.value];
+    const [model, other] = [this.before ?? this.model.value, this.wanted ?? this.other.value];
     this.model.replaceChildren(...options(model));
+    if (names.includes(model)) this.before = undefined;
     this.other.replaceChildren(element("option", { value: "" }, "No other model"), ...options(other), ...later);
     if (names.includes(other)) this.wanted = undefined;
     const length = models[0]?.max_model_len;
@@ -97,6 +98,26 @@ export class ChatSettings {
       this.wanted = undefined;
       this.changed();
     }
+  }
+
+  /** What a person chose, as plain data, for `restore`. */
+  get kept() {
+    const fields = Object.entries(this.fields).map(([name, field]) => [name, field.value]);
+    const [model, other] = [this.before ?? this.model.value, this.wanted ?? this.other.value];
+    return { ...Object.fromEntries(fields), model, other, likely: this.likely.checked };
+  }
+
+  /** Models are chosen again when the server offers them. */
+  restore({ likely, model, other, ...values }) {
+    for (const [name, field] of Object.entries(this.fields)) if (name in values) field.value = values[name];
+    this.likely.checked = likely;
+    this.before = model;
+    if (other) this.wanted = other;
+  }
+
+  get fields() {
+    const { model, mode, system, temperature, topP, tokens, seed, tools } = this;
+    return { model, mode, system, temperature, topP, tokens, seed, tools };
   }
 
   /** The names in the columns. */

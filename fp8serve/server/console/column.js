@@ -6,13 +6,25 @@ import { element } from "./dom.js";
 
 /** A turn: what was put to the model, and the answers to it, of which one is shown and counts. */
 class Turn {
-  constructor(messages, input) {
-    this.messages = messages; // of the user, or results of tools
+  /** `messages`: one of the user, or results of tools, whose `names` are shown. */
+  constructor(messages, names) {
+    Object.assign(this, { messages, names });
     this.answers = [];
     this.chosen = -1;
     this.place = element("div");
     this.switch = element("p", { className: "variants", hidden: true });
-    this.node = element("li", { className: "turn" }, input, this.place, this.switch);
+    this.node = element(
+      "li",
+      { className: "turn" },
+      ...messages.map(({ content }, i) => bubble(content, names[i])),
+      this.place,
+      this.switch,
+    );
+  }
+
+  kept(brief) {
+    const answers = this.answers.map((answer) => answer.kept(brief));
+    return { messages: this.messages, names: this.names, answers, chosen: this.chosen };
   }
 
   get answer() {
@@ -50,6 +62,11 @@ class Turn {
   }
 }
 
+function bubble(content, name) {
+  const before = name ? element("b", {}, `${name}: `) : element("span", { className: "unseen" }, "You: ");
+  return element("div", { className: "said" }, before, element("span", {}, content));
+}
+
 export class Column {
   constructor(settings, changed) {
     this.settings = settings;
@@ -70,17 +87,11 @@ export class Column {
 
   /** Puts a new text of the user to the model. */
   ask(text) {
-    const bubble = element(
-      "div",
-      { className: "said" },
-      element("span", { className: "unseen" }, "You: "),
-      element("span", {}, text),
-    );
-    return this.run(this.begin([{ role: "user", content: text }], bubble), this.settings.parameters(0));
+    return this.run(this.begin([{ role: "user", content: text }]), this.settings.parameters(0));
   }
 
-  begin(messages, input) {
-    const turn = new Turn(messages, input);
+  begin(messages, names = []) {
+    const turn = new Turn(messages, names);
     this.turns.push(turn);
     this.log.append(turn.node);
     return turn;
@@ -100,6 +111,22 @@ export class Column {
     this.stop();
     this.turns = [];
     this.log.replaceChildren();
+  }
+
+  /** Plain data of all turns, for `restore`. */
+  kept(brief) {
+    return this.turns.map((turn) => turn.kept(brief));
+  }
+
+  /** Shows the turns of before the page was loaded again; a call that was not answered can be answered now. */
+  restore(turns) {
+    for (const { messages, names, answers, chosen } of turns) {
+      const turn = this.begin(messages, names);
+      for (const answer of answers) turn.add(Answer.from(answer));
+      turn.show(chosen);
+    }
+    const last = this.turns.at(-1);
+    if (last) this.offerResults(last.answer);
   }
 
   /** All that was said, for the next request or for training data. */
@@ -134,7 +161,7 @@ export class Column {
     } finally {
       this.running = null;
       this.log.setAttribute("aria-busy", "false");
-      this.offerResults(turn, answer);
+      this.offerResults(answer);
       this.changed();
     }
   }
@@ -155,7 +182,7 @@ export class Column {
   }
 
   /** A form for what the called tools return: a person stands in for them. */
-  offerResults(turn, answer) {
+  offerResults(answer) {
     if (answer.state !== "done" || !answer.calls.length) return;
     const fields = answer.calls.map((call) =>
       element("textarea", {
@@ -174,10 +201,8 @@ export class Column {
         tool_call_id: call.id,
         content: fields[i].value,
       }));
-      const shown = messages.map((message, i) =>
-        element("div", { className: "said" }, element("b", {}, `${answer.calls[i].function.name}: `), message.content),
-      );
-      this.run(this.begin(messages, element("div", {}, ...shown)), this.settings.parameters(0));
+      const names = answer.calls.map((call) => call.function.name);
+      this.run(this.begin(messages, names), this.settings.parameters(0));
     });
     answer.node.append(form);
     form.scrollIntoView({ block: "nearest" });

@@ -5,6 +5,7 @@ import { Chart } from "./chart.js";
 import { element, facts, renew, table } from "./dom.js";
 import { Samples } from "./metrics.js";
 import { count, percent, seconds } from "./numbers.js";
+import { UnderWay } from "./under_way.js";
 
 const KEPT = 150; // looks: five minutes
 
@@ -20,6 +21,7 @@ class Requests {
     this.speeds = []; // [seconds, generated tokens/s, prompt tokens/s]
     this.tiles = element("ul", { className: "tiles", id: "tiles" });
     this.chart = new Chart("Tokens per second", { across: (at) => `${Math.round(at)} s`, fromZero: true });
+    this.underWay = new UnderWay();
     this.latency = element("div", { className: "card" });
     this.ends = element("div", { className: "card" });
     this.tenants = element("div", { className: "card", hidden: true });
@@ -27,6 +29,7 @@ class Requests {
       "div",
       {},
       this.tiles,
+      this.underWay.node,
       element("div", { className: "card" }, element("h3", {}, "Tokens per second"), this.chart.node),
       element("div", { className: "sides" }, this.latency, this.ends),
       this.tenants,
@@ -34,6 +37,7 @@ class Requests {
   }
 
   async refresh() {
+    await this.underWay.refresh();
     const samples = new Samples(await (await ask("metrics")).text());
     this.measure(samples);
     this.drawTiles(samples);

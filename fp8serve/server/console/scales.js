@@ -5,11 +5,10 @@ import { Chart } from "./chart.js";
 import { writes } from "./chat_settings.js";
 import { element, facts, renew, say, table } from "./dom.js";
 import { COLOURS, HeatMap } from "./heatmap.js";
-import { number, percent } from "./numbers.js";
+import { moment, number, percent } from "./numbers.js";
 import { onModels } from "./state.js";
 import { level, sentence, trouble, verdict } from "./trouble.js";
 
-const KEPT = 900; // looks: half an hour
 const LISTED = 8;
 const HINT = "Choose a tensor to see its numbers and how they have moved: by a click, or by Tab and the arrow keys.";
 
@@ -21,8 +20,7 @@ export function scalesView(section) {
 
 class Scales {
   constructor() {
-    this.history = new Map(); // name -> [[seconds, amax, window amax]]
-    this.started = Date.now();
+    this.past = { entries: [] }; // of the layer in detail, as /scales/history has it
     this.verdict = element("p", { id: "verdict", className: "verdict", role: "status" });
     this.list = element("ol", { className: "troubles" });
     this.by = element(
@@ -35,7 +33,7 @@ class Scales {
     onModels((models) => this.offer(models));
     this.map = new HeatMap((layers) => this.choose(layers));
     this.detail = element("div", { id: "detail", className: "card" }, element("p", { className: "quiet" }, HINT));
-    this.chart = new Chart("Largest input over time", { across: (at) => `${Math.round(at)} s`, fromZero: true });
+    this.chart = new Chart("Largest input over time", { across: clock, fromZero: true });
     this.all = element("div");
     this.weights = element("p", { className: "quiet" });
     this.node = element(
@@ -72,24 +70,30 @@ class Scales {
   }
 
   async refresh() {
-    const { layers, weight_version: version } = await get(
-      this.which.hidden ? "scales" : `scales?model=${encodeURIComponent(this.model.value)}`,
-    );
-    if (version !== this.version) this.history.clear();
+    const { layers, weight_version: version } = await this.ask("scales");
     this.version = version;
     this.layers = layers;
-    this.remember(layers);
     this.draw();
+    await this.look();
   }
 
-  remember(layers) {
-    const now = (Date.now() - this.started) / 1000;
-    for (const { name, amax, window_amax: window } of layers) {
-      if (amax === null) continue;
-      const past = this.history.get(name) ?? [];
-      past.push([now, amax, window]);
-      this.history.set(name, past.slice(-KEPT));
-    }
+  ask(path, query = {}) {
+    const asked = new URLSearchParams({ ...query, ...(!this.which.hidden && { model: this.model.value }) });
+    return get(asked.size ? `${path}?${asked}` : path);
+  }
+
+  /** Asks for the history of the layer in detail, and draws it. */
+  async look() {
+    const layer = this.inDetail;
+    if (!layer || layer.scale === null) return;
+    const past = await this.ask("scales/history", { layer: layer.name });
+    if (past.layer !== this.inDetail?.name) return; // another was chosen meanwhile
+    this.past = past;
+    this.drawHistory(layer);
+  }
+
+  get inDetail() {
+    return this.layers?.find(({ name }) => name === this.chosen?.[0]);
   }
 
   draw() {
@@ -119,11 +123,12 @@ class Scales {
     this.chosen = [...layers].sort((a, b) => trouble(b) - trouble(a)).map((layer) => layer.name);
     history.replaceState(null, "", `#/scales/${encodeURIComponent(this.chosen[0])}`);
     this.showDetail();
+    this.look().catch(() => {}); // the next refresh asks again
   }
 
   /** The layer that was chosen; of several in one cell the one with most trouble, and how many there are. */
   showDetail() {
-    const layer = this.layers?.find(({ name }) => name === this.chosen?.[0]);
+    const layer = this.inDetail;
     if (!layer) return;
     renew(this.detail, [layer, this.chosen.length], () => [
       element("h3", {}, layer.name),
@@ -142,39 +147,25 @@ class Scales {
   }
 
   drawHistory(layer) {
-    const past = this.history.get(layer.name) ?? [];
-    if (past.length === 0) return this.chart.draw([]);
-    const [from, to] = [past[0][0], past.at(-1)[0]];
-    const limit = layer.amax !== null && layer.headroom ? layer.amax * layer.headroom : null;
-    const windows = past.filter(([, , window]) => window !== null).map(([at, , window]) => [at, window]);
-    const series = [
-      { name: "largest since the start", kind: "first", points: past.map(([at, amax]) => [at, amax]) },
-      { name: "of the last window", kind: "second", points: windows },
-      {
-        name: "calibrated",
-        kind: "third",
-        points:
-          layer.calibrated_amax === null
-            ? []
-            : [
-                [from, layer.calibrated_amax],
-                [to, layer.calibrated_amax],
-              ],
-      },
-      {
-        name: "cut off above",
-        kind: "limit",
-        points:
-          limit === null
-            ? []
-            : [
-                [from, limit],
-                [to, limit],
-              ],
-      },
-    ];
-    this.chart.draw(series, "Since this page was opened, read every two seconds.");
+    const { layer: name, weight_version: version, entries } = this.past;
+    if (name !== layer.name || version !== this.version || entries.length === 0) return this.chart.draw([]);
+    const line = (of) => entries.map((entry) => [entry.at, of(entry)]).filter(([, value]) => value !== null);
+    const limit = layer.amax && layer.headroom ? layer.amax * layer.headroom * layer.scale : null; // times the scale
+    this.chart.draw(
+      [
+        { name: "largest since the start", kind: "first", points: line(({ amax }) => amax) },
+        { name: "of the last window", kind: "second", points: line((entry) => entry.window_amax) },
+        { name: "calibrated", kind: "third", points: line(() => layer.calibrated_amax) },
+        { name: "cut off above", kind: "limit", points: line(({ scale }) => limit && limit / scale) },
+      ],
+      `As the server has seen it since ${moment(entries[0].at)}.`,
+    );
   }
+}
+
+/** A time of a history as a clock shows it. */
+function clock(at) {
+  return new Date(at * 1000).toLocaleTimeString("en-GB");
 }
 
 function detailFacts(layer) {

@@ -46,7 +46,7 @@ class AccessLog:
             return await self.app(scope, receive, send)
         given = (header(scope, b"x-request-id") or b"").decode("latin-1")
         scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        scope["usage"] = Usage()
+        scope["usage"] = Usage(scope["request_id"])
         with logs.request_fields(request_id=scope["request_id"]):
             if (around := self._begin(scope)) is not None:
                 logs.bind(trace_id=around.trace_id, span_id=around.span_id)

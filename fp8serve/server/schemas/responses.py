@@ -113,6 +113,23 @@ class Scales(ResponseShape):
     layers: list[LayerScale]
 
 
+class ScaleEntry(ResponseShape):
+    """`at`: Unix time of its last look. `window_amax`: of the last window, null before one ended."""
+
+    at: float
+    amax: float | None
+    window_amax: float | None
+    scale: float | None
+
+
+class ScaleHistory(ResponseShape):
+    """Oldest first; empty until the engine was first asked."""
+
+    weight_version: str
+    layer: str
+    entries: list[ScaleEntry]
+
+
 class SavedScales(ResponseShape):
     """`name`: of the directory, beside the model. `scales`: how many follow the traffic."""
 

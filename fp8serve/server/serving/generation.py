@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request
@@ -24,6 +25,7 @@ from fp8serve.server.serving.served import Served
 from fp8serve.server.usage import Answer, Usage
 
 Item = tuple[int, RequestOutput] | Fault
+State = Literal["queued", "prefill", "decode"]
 
 
 class Generation:
@@ -43,7 +45,8 @@ class Generation:
         self.n = n
         self.started = time.perf_counter()
         self.seconds = seconds
-        self._usage = usage
+        self.usage = usage
+        self._pumps: list[asyncio.Task[None]] = []
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._answers = [Answer(request) for request in requests]
         self._lease = contextlib.ExitStack()
@@ -65,16 +68,35 @@ class Generation:
         """Of all prompts, each counted once however many choices (`n`) it has."""
         return sum(len(request.prompt_token_ids) for request in self.requests[:: self.n])
 
+    @property
+    def under_way(self) -> bool:
+        """Whether one of its requests has not ended."""
+        return any(ticket.open for ticket in self._tickets)
+
+    @property
+    def generated(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(answer.generated for answer in self._answers)
+
+    @property
+    def state(self) -> State:
+        """How far the answer that is furthest is, as the engine said last."""
+        if self.generated:
+            return "decode"
+        return "queued" if self.served.prefilling.isdisjoint(r.request_id for r in self.requests) else "prefill"
+
     def fail(self, fault: Fault) -> None:
-        """Ends the generation from outside; its reader sees `fault`."""
+        """Ends the generation from outside, at once even where its reader is slow; the reader sees `fault`."""
+        for pump in self._pumps:
+            pump.cancel()
         self._queue.put_nowait(fault)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all requests until each has finished. Raises Fault."""
-        pumps = [
+        self._pumps = [
             asyncio.create_task(self._pump(i, request, self._tickets[i])) for i, request in enumerate(self.requests)
         ]
-        running = len(pumps)
+        running = len(self._pumps)
         alarm = None if self.seconds is None else asyncio.get_running_loop().call_later(self.seconds, self._late)
         try:
             while running:
@@ -86,16 +108,16 @@ class Generation:
         finally:
             if alarm is not None:
                 alarm.cancel()
-            await self._close(pumps)
+            await self._close()
 
     def _late(self) -> None:
         message = f"The answer was not done within {self.seconds:g} seconds, this server's limit."
         self.fail(Fault(Code.REQUEST_TIMEOUT, message, hint="Ask for fewer tokens."))
 
-    async def _close(self, pumps: list[asyncio.Task[None]]) -> None:
-        for pump in pumps:
+    async def _close(self) -> None:
+        for pump in self._pumps:
             pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*self._pumps, return_exceptions=True)
         if lengths := [answer.generated for answer in self._answers if answer.finish_reason is not None]:
             self.metrics.longest.observe(max(lengths))
         self.discard()
@@ -109,7 +131,7 @@ class Generation:
     async def _pump(self, index: int, request: Request, ticket: Ticket) -> None:
         """One request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
         answer = self._answers[index]
-        clock = _Clock(self.metrics, self._usage, self.started)
+        clock = _Clock(self.metrics, self.usage, self.started)
         outcome: Outcome = "cancelled"
         try:
             async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:

@@ -7,9 +7,9 @@ taken yet but will: pages of a cache are taken when they are first written, and 
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from fp8serve.errors import MachineError
+from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.memory import free_memory
 from fp8serve.server.serving.served import EngineHandle, Source
 
@@ -22,7 +22,7 @@ def fitted(source: Source, others: Iterable[EngineHandle]) -> Source:
     others, options = list(others), source.options
     if not others or not options.device.startswith("cpu"):
         return source
-    free, weights = free_memory() - sum(map(_still_to_take, others)), _weight_bytes(source.directory)
+    free, weights = free_memory() - sum(map(_still_to_take, others)), _weight_bytes(source)
     left = free - weights - PROCESS
     cache = options.kv_cache_bytes or left // CACHE_SHARE
     if cache <= 0 or cache > left:
@@ -39,8 +39,19 @@ def _still_to_take(engine: EngineHandle) -> int:
     return max(0, int(planned) - engine.resident_bytes) if engine.alive else 0
 
 
-def _weight_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors") if path.name != "scales.safetensors")
+def _weight_bytes(source: Source) -> int:
+    files = (path for path in source.directory.glob("*.safetensors") if path.name != "scales.safetensors")
+    return sum(path.stat().st_size for path in files) + _cast_head_bytes(source)
+
+
+def _cast_head_bytes(source: Source) -> int:
+    """Of a head that is cast when it is loaded: FP8 elements and an FP32 scale a row, beside the matrix of the file,
+    which is read meanwhile. A BF16 head is in the files, as a matrix of its own or as the embedding.
+    """
+    if source.options.head_dtype == "bf16":
+        return 0
+    config = read_config(source.directory)
+    return config.vocab_size * (config.hidden_size + 4)
 
 
 def _said(size: int) -> str:

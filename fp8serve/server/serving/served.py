@@ -80,6 +80,7 @@ class Served:
     answers: AnswerFormat = PLAIN
     heartbeat: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
     proven: bool = False  # it has answered since it serves
+    prefilling: frozenset[str] = frozenset()  # ids of requests whose prompts it computed when it was asked last
     leases: int = 0
     free: asyncio.Event = field(default_factory=asyncio.Event)
 

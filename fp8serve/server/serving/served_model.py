@@ -19,6 +19,7 @@ from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.server.answers.choice import choose
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.admission import Admission
+from fp8serve.server.serving.scale_history import ScaleHistory
 from fp8serve.server.serving.served import EngineHandle, Launch, Served, Source, weight_version
 from fp8serve.server.settings import Deadlines
 
@@ -47,6 +48,7 @@ class ServedModel:
         self.reported: tuple[Served | None, dict[str, Any]] = (None, {})  # what an engine said last about itself
         self.asks_layers = False  # whether it is asked about its layers, too
         self.reported_layers: tuple[Served | None, list[dict[str, Any]]] = (None, [])
+        self.history = ScaleHistory()
         self._launch = start_engine
         # what a swap is loading, and since when on the monotonic clock
         self.activating: tuple[str, float] | None = None

@@ -18,6 +18,7 @@ log = logging.getLogger("fp8serve.server")
 
 WATCH_SECONDS = 0.2
 LAYERS_SECONDS = 2.0
+HISTORY_SECONDS = 5.0
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STATS_SECONDS = 5.0
 
@@ -33,8 +34,7 @@ class EngineSupervisor:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_alive())
             tasks.create_task(self._keep_informed())
-            if self.model.asks_layers:
-                tasks.create_task(self._keep_informed_of_layers())
+            tasks.create_task(self._keep_informed_of_layers())
 
     async def _keep_informed(self) -> None:
         while True:
@@ -44,13 +44,24 @@ class EngineSupervisor:
                 served.proven |= await self._read_stats(served)
 
     async def _keep_informed_of_layers(self) -> None:
+        """New weights at once; then as often as metrics by layer are read, or for the history alone, less often."""
+        seconds = LAYERS_SECONDS if self.model.asks_layers else HISTORY_SECONDS
+        asked: tuple[Served | None, float] = (None, 0.0)
         while True:
-            served = self.model.current
-            if served is not None and served.engine.alive:
-                with contextlib.suppress(Fp8ServeError, OSError, TimeoutError):
-                    async with asyncio.timeout(STATS_SECONDS):
-                        self.model.reported_layers = served, await served.engine.scales()
-            await asyncio.sleep(LAYERS_SECONDS)
+            served, now = self.model.current, time.monotonic()
+            if served is not None and served.engine.alive and (served is not asked[0] or now - asked[1] >= seconds):
+                asked = served, now
+                await self._read_layers(served)
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _read_layers(self, served: Served) -> None:
+        with contextlib.suppress(Fp8ServeError, OSError, TimeoutError):
+            async with asyncio.timeout(STATS_SECONDS):
+                layers = await served.engine.scales()
+            if self.model.asks_layers:
+                self.model.reported_layers = served, layers
+            if served is self.model.current:
+                self.model.history.take(served.weight_version, layers)
 
     async def _keep_alive(self) -> None:
         last = time.monotonic()
@@ -80,7 +91,8 @@ class EngineSupervisor:
     async def _read_stats(self, served: Served) -> bool:
         try:
             async with asyncio.timeout(STATS_SECONDS):
-                self.model.reported = (served, await served.engine.stats())
+                self.model.reported = (served, stats := await served.engine.stats())
+                served.prefilling = frozenset(stats.get("prefilling", ()))
         except (Fp8ServeError, OSError, TimeoutError):
             return False
         return True

@@ -135,6 +135,12 @@ class Browser:
         value = "dark" if is_dark else "light"
         self.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
 
+    def forget(self) -> None:
+        """Leaves the page, and takes away what it kept."""
+        origin = self.run("return location.origin")
+        self.ask(f"{self.session}/url", {"url": "about:blank"})
+        self.cdp("Storage.clearDataForOrigin", origin=origin, storageTypes="local_storage")
+
     def complaints(self) -> list[str]:
         """What the browser says went wrong since this was last asked."""
         said = self.ask(f"{self.session}/se/log", {"type": "browser"})

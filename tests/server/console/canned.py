@@ -18,6 +18,9 @@ window.fetch = (url, options = {}) => {
 };
 """
 
+NO_HISTORY = {"weight_version": "base-0", "layer": "of nobody", "entries": []}
+"""An answer of /scales/history, for layers that the server behind the page has not."""
+
 
 def answer_with(browser: Browser, path: str, value: Any) -> None:
     """From now on the open page gets `value` for requests to `path`: JSON, a text, or a list of chunks as a stream."""

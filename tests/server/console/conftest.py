@@ -24,6 +24,7 @@ def browser(session: Browser) -> Iterator[Browser]:
     """The browser, which every test leaves as it found it, and without a word against the page's policy."""
     yield session
     assert session.violations() == []
+    session.forget()
     session.size(0, 0)
     session.dark(False)
 

@@ -86,6 +86,67 @@ def test_an_answer_can_be_stopped_and_the_conversation_goes_on(browser: Browser,
     assert browser.complaints() == []
 
 
+def test_a_conversation_outlives_a_reload_until_it_is_forgotten(browser: Browser, server: Process) -> None:
+    kept = "return Object.keys(localStorage).length"
+    ready(browser, server.url + "/#/chat")
+    browser.press("Settings: system prompt, sampling, tools")
+    browser.fill("#chat-system", "Be <b>kind</b>.")
+    browser.fill("#chat-tokens", "6")
+    say(browser, "Why?")
+    browser.click("#again")
+    browser.until("document.querySelector('.variants')?.textContent.includes('Answer 2 of 2')")
+    browser.until(IDLE)
+    text = browser.text(".answer")
+    answer_with(browser, "/v1/chat/completions", [
+        chunk(tool_calls=[{"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": "{}"}}]),
+        chunk(finish="tool_calls"),
+    ])  # fmt: skip
+    say(browser, "And here?")
+    assert browser.run(kept) == 1
+    ready(browser, server.url + "/#/chat")  # as a reload: nothing of the page is left
+    assert browser.count(".turn") == 2
+    assert browser.text(".answer") == text
+    assert "Answer 2 of 2" in browser.text(".variants")
+    browser.run(  # by a script: a model that learnt nothing writes characters without a width
+        "document.querySelector('.answer .token').dispatchEvent(new PointerEvent('pointerover', { bubbles: true }))"
+    )
+    browser.until("document.querySelectorAll('.hover tr').length >= 5")
+    answer_with(browser, "/v1/chat/completions", [chunk(content="Warm."), chunk(finish="stop")])
+    browser.fill(".results textarea", "30 degrees")  # the call waits for its result, as before
+    browser.press("Send results")
+    browser.until("document.querySelectorAll('.turn').length === 3")
+    browser.until(IDLE)
+    sent = browser.run("return window.bodies.at(-1)")
+    roles = [message["role"] for message in sent["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "tool"]
+    assert (sent["messages"][0]["content"], sent["max_tokens"]) == ("Be <b>kind</b>.", 6)
+    browser.click("#new")
+    assert browser.run(kept) == 0
+    ready(browser, server.url + "/#/chat")
+    assert browser.count(".turn") == 0
+    browser.run("localStorage.setItem(`fp8serve chat ${location.pathname}`, '{\"columns\": 1}')")  # of another version
+    ready(browser, server.url + "/#/chat")
+    assert (browser.count(".turn"), browser.run(kept)) == (0, 0)
+    assert browser.complaints() == []
+
+
+def test_an_answer_that_a_reload_cut_off_is_kept_as_far_as_it_came(browser: Browser, echoing: Process) -> None:
+    ready(browser, echoing.url + "/#/chat")
+    browser.fill("#prompt", "abc")
+    browser.type("Enter")
+    browser.until("document.querySelectorAll('.answer .token').length > 5")
+    ready(browser, echoing.url + "/#/chat")
+    assert browser.count(".answer .token") > 5
+    assert browser.text(".facts-line").startswith("Stopped, because the page was loaded again.")
+    browser.run("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    browser.press("Settings: system prompt, sampling, tools")
+    browser.fill("#chat-tokens", "4")
+    say(browser, "def")
+    assert browser.text(".composer p.quiet").startswith("This browser does not keep the conversation")
+    browser.click("#new")
+    assert browser.complaints() == []
+
+
 def test_a_refusal_is_a_sentence_and_not_a_part_of_the_conversation(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/chat")
     browser.press("Settings: system prompt, sampling, tools")

@@ -10,7 +10,7 @@ from fp8serve.server.access.keys import line_of
 from fp8serve.server.api.page_routes import PAGES
 from tests.server.console.accessibility import landmarks, nameless, pale
 from tests.server.console.browser import Browser
-from tests.server.console.canned import answer_with, layer
+from tests.server.console.canned import NO_HISTORY, answer_with, layer
 from tests.server.fakes import model_dir
 from tests.server.process import Process, serving
 
@@ -58,6 +58,7 @@ def test_every_view_can_be_read_and_used_by_everybody(
 ) -> None:
     ready(coloured, f"{server.url}/#/{view}")
     answer_with(coloured, "/scales", TROUBLED)
+    answer_with(coloured, "/scales/history", NO_HISTORY)
     if view == "scales":
         coloured.until("document.querySelectorAll('.map td[role]').length === 4")
         coloured.click(".map td[role]")

@@ -20,6 +20,25 @@ def test_live_numbers_of_a_server(browser: Browser, echoing: Process) -> None:
     assert browser.complaints() == []
 
 
+def test_a_request_is_seen_and_ended(browser: Browser, echoing: Process) -> None:
+    ready(browser, echoing.url + "/#/requests")
+    browser.until("document.querySelector('#under-way')?.textContent.includes('No request.')")
+    body = {"prompt": "abc", "max_tokens": 500, "stream": True}
+    with echoing.client.stream(
+        "POST", "/v1/completions", json=body, headers={"x-request-id": "the-long-one"}
+    ) as answer:
+        browser.until("document.querySelector('#under-way tbody tr')?.textContent.startsWith('the-long-one')")
+        browser.until("document.querySelector('#under-way tbody tr')?.textContent.includes('decode')")
+        row = browser.run("return [...document.querySelectorAll('#under-way tbody td')].map((one) => one.textContent)")
+        assert row[:3] == ["anonymous", "echo", "decode"]
+        assert row[4].endswith(" of 500")
+        browser.press("Cancel")
+        assert '"request_cancelled"' in answer.read().decode()
+    browser.until("document.querySelector('#under-way').textContent.includes('No request.')")
+    assert browser.text("#notice") == "The request the-long-one was cancelled."
+    assert browser.complaints() == []
+
+
 def test_any_metrics_can_be_read(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/requests")
     tenants = [

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.server.console.browser import Browser
-from tests.server.console.canned import answer_with, layer
+from tests.server.console.canned import NO_HISTORY, answer_with, layer
 from tests.server.console.test_frame import ready
 from tests.server.process import Process
 
@@ -13,6 +13,7 @@ CELLS = "document.querySelectorAll('.map td[role]').length"
 
 def show(browser: Browser, *layers: dict[str, object]) -> None:
     answer_with(browser, "/scales", {"weight_version": "base-0", "layers": list(layers)})
+    answer_with(browser, "/scales/history", NO_HISTORY)
 
 
 def test_live_scales_have_a_map_a_detail_and_a_history(browser: Browser, scaled: Process) -> None:
@@ -24,6 +25,16 @@ def test_live_scales_have_a_map_a_detail_and_a_history(browser: Browser, scaled:
     browser.until("document.querySelector('#detail h3')?.textContent === 'model.layers.0.self_attn.q_proj'")
     browser.until("document.querySelectorAll('#detail .chart polyline').length >= 2")
     assert browser.run("return decodeURIComponent(location.hash)") == "#/scales/model.layers.0.self_attn.q_proj"
+    name = "model.layers.0.self_attn.q_proj"
+    looks = len(scaled.client.get("/scales/history", params={"layer": name}).json()["entries"])
+    assert looks >= 1
+    ready(browser, f"{scaled.url}/#/scales/{name}")  # opened late: what was before is there
+    browser.until("document.querySelectorAll('#detail .chart polyline').length >= 2")
+    points = browser.run(
+        "return document.querySelector('#detail polyline.first').getAttribute('points').split(' ').length"
+    )
+    assert points >= looks
+    assert "As the server has seen it since" in browser.text("#detail figcaption")
     browser.press("All numbers, most trouble first")
     assert browser.count("#all-scales tbody tr") == 14
     assert browser.complaints() == []

@@ -226,6 +226,11 @@ async def test_a_model_that_does_not_fit_is_refused_before_anything_starts(
         assert (await load(server, "x", "a")).status_code == 200
         weights = (more / "a" / "model.safetensors").stat().st_size
         assert server.launcher.sources[-1].options.kv_cache_bytes == ((400 << 20) - weights) // 4
+        config = {"vocab_size": 500_000, "hidden_size": 1024}  # whose head in FP8 is 490 MiB
+        fields = json.loads((more / "b" / "config.json").read_text())
+        (more / "b" / "config.json").write_text(json.dumps(fields | config))
+        assert (await load(server, "h", "b", head_dtype="fp8")).status_code == 409
+        assert (await load(server, "h", "b", head_dtype="bf16")).status_code == 200  # is in the files
         wanted = await load(server, "y", "b", kv_cache_bytes=600 << 20)
         assert "its cache 600.0 MiB" in wanted.json()["error"]
 

@@ -22,6 +22,7 @@ from fp8serve.server.schemas.finetune_bodies import SaveScalesBody
 
 router = APIRouter(tags=["server"])
 ModelName = Annotated[str | None, Query(max_length=512, description="A name of /v1/models; the default's if left out.")]
+LayerName = Annotated[str, Query(max_length=512, description="A name of /scales.")]
 NO_STORE = {"Cache-Control": "no-store"}
 
 
@@ -97,6 +98,18 @@ async def scales(state: StateDep, model: ModelName = None) -> dict[str, Any]:
         return {"weight_version": served.weight_version, "layers": await served.engine.scales()}
     except (Fp8ServeError, OSError) as error:
         raise Fault(Code.ENGINE_DOWN, f"The engine did not answer: {error}") from None
+
+
+@router.get("/scales/history", summary="How the inputs of one FP8 layer have moved since its weights serve")
+async def history(state: StateDep, layer: LayerName, model: ModelName = None) -> dict[str, Any]:
+    """About every five seconds a look; of a long time neighbours are one entry, with the larger inputs of both."""
+    found = state.models.default if model is None else state.models.find(model, "model")
+    served, kept = found.resolve(), found.history
+    entries = kept.of(layer) if kept.weight_version == served.weight_version else []
+    if entries is None:
+        message = "No FP8 layer of that name has a stored scale."
+        raise Fault(Code.INVALID_PARAMETER, message, param="layer", hint="GET /scales has their names.")
+    return {"weight_version": served.weight_version, "layer": layer, "entries": entries}
 
 
 @router.post("/scales/save", summary="Write what is served, with its scales as they are now, beside the model")
