@@ -90,7 +90,7 @@ void run_each(const std::vector<Problem>& problems) {
 Size columns(const Contract& check, const Tensor& b, Size count, Size k, bool packed) {
   if (!packed) {
     const Size n{"N", b.size(1)};
-    check.tensor("b", b, kFp8, {count, n, k});
+    check.tensor("b", b, kFp8OrBf16, {count, n, k});
     return n;
   }
   const Size n{"N", b.size(1) * kGroup};
@@ -115,7 +115,10 @@ struct Arguments {
     const int64_t begin = experts.begin(expert);
     Problem p{
         .a = {data<const char>(a), kind_of(a), k},
-        .b = {.values = data<const char>(b) + expert * n * k, .kind = kind_of(b), .k = k, .packed = packed},
+        .b = {.values = data<const char>(b) + expert * n * k * bytes_of(kind_of(b)),
+              .kind = kind_of(b),
+              .k = k,
+              .packed = packed},
         .m = experts.end(expert) - begin,
         .n = n,
         .k = k,
