@@ -31,10 +31,10 @@ NONE = -1
 
 
 class Rows(NamedTuple):
-    """Rows with an adapter, sorted by it. index int64 [n]: where they are in the batch. place int64 [n]: of the adapter
+    """Rows with an adapter, sorted by it. where int64 [n]: where they are in the batch. place int64 [n]: of the adapter
     in the stack. offsets int32 [adapters]: where each one's rows end."""
 
-    index: Tensor
+    where: Tensor
     place: Tensor
     offsets: Tensor
 
@@ -72,14 +72,14 @@ class Assignment:
 
 def _sorted(of_rows: Tensor, numbers: tuple[int, ...]) -> Rows | None:
     places = torch.full_like(of_rows, NONE)
-    for place, number in enumerate(numbers):
-        places[of_rows == number] = place
-    index = (places != NONE).nonzero()[:, 0]
-    if len(index) == 0:
+    for at, number in enumerate(numbers):
+        places[of_rows == number] = at
+    where = (places != NONE).nonzero()[:, 0]
+    if len(where) == 0:
         return None
-    place, order = places[index].sort(stable=True)
+    place, order = torch.sort(places[where], stable=True)
     offsets = torch.bincount(place, minlength=len(numbers)).cumsum(0).to(torch.int32)
-    return Rows(index[order], place, offsets)
+    return Rows(where[order], place, offsets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +120,9 @@ class Beside:
         rows = self._rows() if self._assignment.active else None
         if rows is None:
             return y
-        flat, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]).index_select(0, rows.index)
-        moved = flat.index_select(0, rows.index) + self._low_rank(inputs.to(torch.bfloat16), rows).to(y.dtype)
-        flat.index_copy_(0, rows.index, self._with_magnitude(moved, rows))
+        flat, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]).index_select(0, rows.where)
+        moved = flat.index_select(0, rows.where) + self._low_rank(inputs.to(torch.bfloat16), rows).to(y.dtype)
+        flat.index_copy_(0, rows.where, self._with_magnitude(moved, rows))
         return y
 
     def _rows(self) -> Rows | None:

@@ -41,6 +41,7 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
     "admin": (
         "POST /finetune/{job_id}/activate", "POST /models/{name:path}/activate", "POST /models/{name:path}/load",
         "POST /models/{name:path}/unload", "POST /models/{name:path}/alias", "POST /scales/save",
+        "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
     ),
 }  # fmt: skip
 
