@@ -105,7 +105,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/models/{name}/unload"): Route(f.Unloaded, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.ALIAS_BUSY)),
     ("post", "/models/{name}/alias"): Route(f.ModelView, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN)),
     ("post", "/v1/load_lora_adapter"): Route(None, BESIDE, media=("text/plain",)),
-    ("post", "/v1/unload_lora_adapter"): Route(None, (Code.MODEL_NOT_FOUND,), media=("text/plain",)),
+    ("post", "/v1/unload_lora_adapter"): Route(None, (Code.MODEL_NOT_FOUND, Code.DISK_FULL), media=("text/plain",)),
     ("post", "/v1/files"): Route(
         f.FileObject, (Code.INVALID_PARAMETER, Code.UNSUPPORTED_MEDIA_TYPE, Code.DISK_FULL), names="file_id"
     ),
