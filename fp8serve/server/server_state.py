@@ -66,7 +66,7 @@ class ServerState:
         self.models.aliases |= settings.named_aliases
         self.loader = Loader(self.models, self._model, self.metrics.forget)
         self.loader.known |= {named.name: self._home(named) for named in settings.models}
-        self.adapters = AdapterLoader(self.models, self._beside, self.metrics.forget)
+        self.adapters = AdapterLoader(self.models, self._beside)
         for adapter in settings.adapters:
             source = AdapterSource(adapter.name, adapter.directory.name, adapter.directory, required=True)
             self.adapters.expect(self.models.default, source)
@@ -270,7 +270,8 @@ class ServerState:
     async def unload_adapter(self, name: str) -> None:
         """Fault 404: there is no adapter of that name."""
         model, adapter = self.models.find_adapter(name)
-        await asyncio.to_thread(self._remember_adapter, model, adapter.source.key, False)
+        if adapter.source.name == adapter.source.root:  # and not another name that a route gave it
+            await asyncio.to_thread(self._remember_adapter, model, adapter.source.key, False)
         await self.adapters.unload(name)
 
     def _activated_adapters(self, model: ServedModel) -> list[str]:

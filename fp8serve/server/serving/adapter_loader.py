@@ -21,13 +21,10 @@ log = logging.getLogger("fp8serve.server")
 
 
 class AdapterLoader:
-    """Puts adapters beside the models of `models`. `admit`: counts the requests of a name in a model's queue; `forget`:
-    ends its metrics."""
+    """Puts adapters beside the models of `models`. `admit`: counts the requests of a name in a model's queue."""
 
-    def __init__(
-        self, models: Registry, admit: Callable[[str, Admission], Admission], forget: Callable[[str], None]
-    ) -> None:
-        self._models, self._admit, self._forget = models, admit, forget
+    def __init__(self, models: Registry, admit: Callable[[str, Admission], Admission]) -> None:
+        self._models, self._admit = models, admit
         self._numbers = itertools.count()
         self._changing = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
@@ -56,27 +53,26 @@ class AdapterLoader:
                 try:
                     made.facts = await served.engine.load_adapter(made.engine_name, source.directory)
                 except Fp8ServeError as error:
-                    self._forget(source.name)
+                    made.admission.metrics.forget()
                     raise Fault(Code.LOAD_FAILED, f"The adapter cannot be served: {error}") from None
             if model.current is not served:
-                self._forget(source.name)
+                made.admission.metrics.forget()
                 message = "Other weights were put in place while the adapter was loaded."
                 raise Fault(Code.ALIAS_BUSY, message, hint="Try again.")
             model.adapters[source.name] = made
             log.info("also serving the adapter %s (%s) beside %s", source.name, source.root, model.name)
             return made
 
-    async def unload(self, name: str) -> AdapterSource:
+    async def unload(self, name: str) -> None:
         """Takes nothing new for it; answers under way end with it. Fault 404: there is no adapter of that name."""
         async with self._changing:
             model, adapter = self._models.find_adapter(name)
             del model.adapters[name]
-            self._forget(name)
+            adapter.admission.metrics.forget()
         task = asyncio.create_task(self._leave(model, adapter))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
         log.info("unloaded the adapter %s", name)
-        return adapter.source
 
     async def close(self) -> None:
         """Waits for nothing."""

@@ -213,6 +213,7 @@ class ServedModel:
                     raise
                 log.error("the adapter %s is not served any more: %s", name, error)
                 self.adapters.pop(name, None)
+                adapter.admission.metrics.forget()
 
     async def _canary(self, engine: EngineHandle) -> None:
         """One greedy token, one vector or one score: an engine that loads but cannot compute is not put in place."""

@@ -160,6 +160,7 @@ async def test_adapters_of_the_command_line_come_back_with_the_engine(start: Sta
         assert (await complete(server, "tutor")).status_code == 200
         assert [path.name for path in server.launcher.engine.adapters.values()] == ["a"]
         assert (await complete(server, "second")).status_code == 404
+        assert await metric(server, "fp8serve_requests_accepted_total", "second") is None
     launcher = Launcher(lambda: _with_bad("b"))
     async with start(launcher, wait=False, adapters=adapters) as server:
         await eventually(server.state.failed.is_set, "a refusal")
@@ -182,11 +183,11 @@ async def test_a_jobs_adapter_is_activated_and_remembered(start: Start) -> None:
         assert (await complete(server, name)).status_code == 200
         assert (await load(server, "short", job["id"])).status_code == 200  # under another name, too
         assert (await complete(server, "short")).status_code == 200
+        assert (await unload(server, "short")).status_code == 200
         refused = await server.client.post("/models/new/load", json={"source": job["id"]})
         assert refused.status_code == 404
     async with start() as server:
         assert (await complete(server, name)).status_code == 200
-        assert (await complete(server, "short")).status_code == 404  # a route's name lasts as long as the server
         assert (await unload(server, name)).status_code == 200
     async with start() as server:
         assert (await complete(server, name)).status_code == 404
