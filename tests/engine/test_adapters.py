@@ -1,5 +1,6 @@
 """Several adapters in one batch: each answer is bit for bit what it is alone, and those without one are as ever."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8serve.cli import main
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
@@ -146,6 +148,24 @@ def test_names_are_taken_and_given_back(tmp_path: Path) -> None:
     engine.unload_adapter("a")
     assert all(layer.beside is None for layer in engine.loaded.frozen.values())
     assert engine.info()["adapters"] == []
+
+
+def test_the_command_line_answers_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _, adapters = model_of(tmp_path, "delayed")
+    asked = ["generate", str(model), "--max-new-tokens", "5", "--json"]
+    found = {}
+    for name, more in (("none", []), ("lora", ["--adapter", str(adapters["lora"])])):
+        assert main([*asked, *more, "Once upon"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)[0]["token_ids"]
+    engine = engine_of(model, {"a": adapters["lora"]})
+    for name, adapter in (("none", None), ("lora", "a")):
+        assert found[name] == list(
+            engine.generate(["Once upon"], adapter=adapter, max_new_tokens=5, temperature=0.0)[0].token_ids
+        )
+    assert main([*asked, "--adapter", str(tmp_path / "none"), "Once"]) == 1
+    assert "adapter_config.json" in capsys.readouterr().err
+    assert main(["generate", "--server", "http://127.0.0.1:9", "--adapter", "x", "Once"]) != 0
+    assert "is for a MODEL that is loaded here" in capsys.readouterr().err
 
 
 def test_kept_prefixes_know_their_adapter(tmp_path: Path) -> None:
