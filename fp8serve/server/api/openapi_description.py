@@ -147,7 +147,7 @@ EXAMPLES: dict[str, JsonObject] = {
     "/models/{name}/activate": {"source": "base"},
     "/models/{name}/load": {"source": None},
     "/models/{name}/alias": {"alias": "gpt-4o-mini"},
-    "/v1/load_lora_adapter": {"lora_name": "tutor", "lora_path": "tutor-2026-01"},
+    "/v1/load_lora_adapter": {"lora_name": "clerk", "lora_path": "clerk-2026-01"},
     "/v1/unload_lora_adapter": {"lora_name": "tutor"},
 }
 """A body that each of these routes takes as it is."""
