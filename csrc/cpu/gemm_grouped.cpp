@@ -90,7 +90,7 @@ void run_each(const std::vector<Problem>& problems) {
 Size columns(const Contract& check, const Tensor& b, Size count, Size k, bool packed) {
   if (!packed) {
     const Size n{"N", b.size(1)};
-    check.tensor("b", b, kFp8, {count, n, k});
+    check.tensor("b", b, kFp8OrBf16, {count, n, k});
     return n;
   }
   const Size n{"N", b.size(1) * kGroup};
@@ -113,17 +113,19 @@ struct Arguments {
 
   Problem problem(int64_t expert, const Tensor& out) const {
     const int64_t begin = experts.begin(expert);
-    Problem p{
-        .a = {data<const char>(a), kind_of(a), k},
-        .b = {.values = data<const char>(b) + expert * n * k, .kind = kind_of(b), .k = k, .packed = packed},
-        .m = experts.end(expert) - begin,
-        .n = n,
-        .k = k,
-        .bias_type = bias ? bias->scalar_type() : out_dtype,
-        .out_type = out_dtype,
-        .bias = nullptr,
-        .residual = nullptr,
-        .out = nullptr};
+    Problem p{.a = {data<const char>(a), kind_of(a), k},
+              .b = {.values = data<const char>(b) + expert * n * k * bytes_of(kind_of(b)),
+                    .kind = kind_of(b),
+                    .k = k,
+                    .packed = packed},
+              .m = experts.end(expert) - begin,
+              .n = n,
+              .k = k,
+              .bias_type = bias ? bias->scalar_type() : out_dtype,
+              .out_type = out_dtype,
+              .bias = nullptr,
+              .residual = nullptr,
+              .out = nullptr};
     const int64_t bias_bytes = p.bias_type == ScalarType::Float ? 4 : 2;
     if (bias) p.bias = data<const char>(*bias) + expert * n * bias_bytes;
     p.a.values = p.a.at(begin, 0);

@@ -56,21 +56,25 @@ class RemoteModel:
 
 
 class LocalModel:
-    """A model directory, loaded into this process, whose prefixes are kept at the end of a `with`, if they are to be.
+    """A model directory, loaded into this process, whose prefixes are kept at the end of a `with`, if they are to be;
+    with the adapter of a directory, where one is given.
 
-    ModelError: it has no chat template.
+    ModelError: it has no chat template, or the adapter does not fit.
     """
 
-    def __init__(self, directory: Path, options: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, options: Mapping[str, Any], adapter: Path | None = None) -> None:
         from fp8serve.engine.engine import Engine
 
         self.name = directory.resolve().name
+        self._adapter = None if adapter is None else adapter.name
         self._ids = itertools.count()
         self._engine = Engine(directory, **options)
         tokenizer = self._engine.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ModelError(f"{directory} has no chat template; fp8serve generate completes texts with it.")
         self._tokenizer = tokenizer
+        if adapter is not None:
+            self._engine.load_adapter(adapter.name, adapter)
 
     def answer(self, messages: list[Message], asked: Asked) -> Iterator[Piece]:
         from fp8serve.chat.interrupts import held_interrupts
@@ -83,7 +87,7 @@ class LocalModel:
             temperature=OWN_TEMPERATURE if asked.temperature is None else asked.temperature,
             seed=asked.seed,
         )
-        request = Request(f"chat-{next(self._ids)}", tuple(ids), sampling)
+        request = Request(f"chat-{next(self._ids)}", tuple(ids), sampling, adapter=self._adapter)
         self._engine.add_request(request)
         with closing(self._run(request.request_id)) as pieces, held_interrupts() as interrupted:  # type: ignore[type-var]
             for piece in pieces:

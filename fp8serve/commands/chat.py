@@ -6,6 +6,7 @@ text is one question, or one for each line with --by-line, and nothing but the a
 \b
 Examples:
   fp8serve chat ./llama-fp8
+  fp8serve chat ./llama-fp8 --adapter ./run/model
   fp8serve chat --server http://127.0.0.1:8000 --system "Answer in one sentence."
   fp8serve chat --server https://example.com/v1 --model NAME --api-key-file key.txt
   fp8serve chat ./llama-fp8 --temperature 0 < question.txt
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp8serve.chat.models import Asked
-from fp8serve.commands.connecting import KeyFile, OtherServer, Served, connected, refuse_given
+from fp8serve.commands.connecting import AdapterDir, KeyFile, OtherServer, Served, connected, refuse_given
 from fp8serve.commands.from_options import Chosen, shown_options, with_options
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
@@ -42,6 +43,7 @@ def command(
     server: OtherServer = None,
     served: Served = None,
     api_key_file: KeyFile = None,
+    adapter: AdapterDir = None,
     system: Annotated[str, typer.Option(help="System message: what the model is told first.")] = "",
     by_line: Annotated[bool, typer.Option("--by-line", help="Each line of standard input is a question.")] = False,
 ) -> None:
@@ -50,7 +52,8 @@ def command(
     if server is None:
         refuse_given(context, ("served", "api_key_file"), "is for --server")
     else:
-        refuse_given(context, (o.name for o in shown_options(EngineOptions)), "is for a MODEL that is loaded here")
+        local = "adapter", *(o.name for o in shown_options(EngineOptions))
+        refuse_given(context, local, "is for a MODEL that is loaded here")
     from fp8serve.chat.session import Session, answer_lines
 
     talking = sys.stdin.isatty() and sys.stdout.isatty()
@@ -58,7 +61,7 @@ def command(
         raise typer.BadParameter("--by-line is for standard input that is no terminal")
     questions = [] if talking else _questions(by_line)
     sampling = asked()
-    with _model(model, server, served, api_key_file, engine, talking) as found:
+    with _model(model, server, served, api_key_file, engine, adapter, talking) as found:
         if talking:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - input() edits lines with it, and remembers them
@@ -71,7 +74,7 @@ def command(
 @contextlib.contextmanager
 def _model(
     model: str | None, server: str | None, served: str | None, key_file: Path | None, engine: Chosen[EngineOptions],
-    talking: bool,
+    adapter: Path | None, talking: bool,
 ) -> "Iterator[ChatModel]":  # fmt: skip
     """Whoever answers."""
     from fp8serve.chat.models import LocalModel, RemoteModel
@@ -85,7 +88,7 @@ def _model(
         directory = find_model(str(model))
         if talking:
             remark(f"Loading {directory} ...")
-        with LocalModel(directory, engine.values) as local:
+        with LocalModel(directory, engine.values, adapter) as local:
             yield local
 
 

@@ -25,6 +25,11 @@ KeyFile = Annotated[
     typer.Option(help="File that holds the server's key, and nothing else.", show_default="FP8SERVE_API_KEY"),
 ]
 
+AdapterDir = Annotated[
+    Path | None,
+    typer.Option("--adapter", metavar="DIR", help="Adapter (LoRA, DoRA) to answer with.", show_default="none"),
+]
+
 
 @contextmanager
 def connected(server: str, key_file: Path | None) -> Iterator[Api]:

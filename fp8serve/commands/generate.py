@@ -4,6 +4,7 @@
 Examples:
   fp8serve generate ./llama-fp8 "Once upon a time"
   fp8serve generate ./llama-fp8 --temperature 0.8 --seed 1 --json "One" "Two"
+  fp8serve generate ./llama-fp8 --adapter ./run/model "Once upon a time"
   fp8serve generate ./llama-fp8 --speculative-tokens 8 < article.txt
   echo "Once upon a time" | fp8serve generate ./llama-fp8 --recipe bf16
   fp8serve generate --server http://127.0.0.1:8000 "Once upon a time"
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8serve.commands.connecting import KeyFile, OtherServer, Served, connected, given, refuse_given
+from fp8serve.commands.connecting import AdapterDir, KeyFile, OtherServer, Served, connected, given, refuse_given
 from fp8serve.commands.from_options import Chosen, shown_options, with_options
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.sampling_params import SamplingParams
@@ -39,10 +40,12 @@ def command(
     server: OtherServer = None,
     served: Served = None,
     api_key_file: KeyFile = None,
+    adapter: AdapterDir = None,
     json: AsJson = False,
 ) -> None:
     if server is not None:
-        refuse_given(context, (o.name for o in shown_options(EngineOptions)), "is for a MODEL that is loaded here")
+        local = "adapter", *(o.name for o in shown_options(EngineOptions))
+        refuse_given(context, local, "is for a MODEL that is loaded here")
         asked = ([] if model is None else [model]) + (prompts or [])
         chosen = given(context, (o.name for o in shown_options(SamplingParams)))
         wanted = {name: sampling.values[name] for name in {*chosen, "max_new_tokens", "temperature"}}
@@ -58,7 +61,8 @@ def command(
     from fp8serve.engine.engine import Engine
 
     running = Engine(directory, **engine.values)
-    done = running.generate(asked, **sampling.values)
+    name = None if adapter is None else running.load_adapter(adapter.name, adapter)["name"]
+    done = running.generate(asked, adapter=name, **sampling.values)
     running.save_prefixes()
     if running.options.speculative_tokens:
         print(_drafts(running.stats()), file=sys.stderr)

@@ -9,6 +9,7 @@ Examples:
   fp8serve serve ./llama-fp8 --api-keys keys.toml
   fp8serve serve ./llama-fp8 --train-on share
   fp8serve serve ./llama --recipe current --port 8080
+  fp8serve serve ./llama-fp8 --adapter tutor=./run/model
   fp8serve serve ./llama-fp8 --model small=./minilm,recipe=bf16 --models-dir ./more
   fp8serve serve ./llama-fp8 --limit queue=2048 --limit streams=2048
 """
@@ -24,7 +25,7 @@ import typer
 from fp8serve.commands.from_options import Chosen, pairs, with_options
 from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.options import options_of
-from fp8serve.server.named_models import NamedModel
+from fp8serve.server.named_models import NamedAdapter, NamedModel
 from fp8serve.server.settings import KEY_VARIABLE, ServerLimits, Settings
 from fp8serve.terminal import MODEL
 
@@ -52,7 +53,7 @@ def command(
     ] = None,
 ) -> None:
     secret = find_key(settings.values.get("api_key"), api_key_file)
-    models = models_of(model, settings.values)
+    models = models_of(model, settings.values) | adapters_of(settings.values)
     from fp8serve.server.launch import adopt, run
 
     listener = None if fd is None else adopt(fd)
@@ -83,6 +84,11 @@ def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError("--served-model-name is for MODEL, and --model has a name; leave one of them out.")
     first, *further = found
     return {**first.options, "model": first.directory, "served_model_name": first.name, "models": tuple(further)}
+
+
+def adapters_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The setting that says which adapters are served beside the default model."""
+    return {"adapters": tuple(NamedAdapter.parse(text) for text in values.get("adapters", ()))}
 
 
 def find_key(key: str | None, file: Path | None) -> str | None:

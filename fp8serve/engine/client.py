@@ -138,6 +138,14 @@ class EngineClient:
         """`Engine.save_scales`, between two steps."""
         return int(await self._ask("save_scales", path=str(path)))
 
+    async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
+        """`Engine.load_adapter`, between two steps."""
+        return dict(await self._ask("load_adapter", name=name, directory=str(directory)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """`Engine.unload_adapter`, between two steps."""
+        await self._ask("unload_adapter", name=name)
+
     async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]:
         """For each list of token ids the vector's numbers, FP32, little-endian. RequestError: see `Embedder.embed`;
         the model writes text."""

@@ -55,6 +55,7 @@ class Engine:
         self.tokenizer = self.loaded.tokenizer
         self.eos_ids = self.loaded.config.eos_token_ids
         self.limits = self.loaded.limits()
+        self.adapters = self.loaded.runner.adapters
         self.scheduler = _scheduler(self.options, self.limits.num_blocks)
         if self.loaded.kept is not None:
             self.loaded.kept.restore(self.scheduler.pool, self.loaded.runner)
@@ -83,6 +84,7 @@ class Engine:
         seq.ban = self.loaded.bans.ban(params.bad_words)
         if self.options.speculative_tokens and seq.constraint is None and seq.ban is None:
             seq.drafter = Drafter(self.options.speculative_tokens)
+        seq.adapter = self.adapters.take(request.adapter)
         self._live[request.request_id] = seq, TextStream(decoding, params)
         self.scheduler.add(seq)
 
@@ -135,12 +137,26 @@ class Engine:
             return self.loaded.runner.run_scoring(work, lambda seq, found: seq.prompt_logprobs.extend(found))
         return self.loaded.runner.run(work)
 
-    def generate(self, prompts: Items[str | Items[int]], **sampling: Any) -> list[Completion]:
+    def load_adapter(self, name: str, directory: str | Path) -> dict[str, Any]:
+        """Loads a LoRA or DoRA, as peft writes one, under a name that requests may say; facts about it.
+
+        RequestError: the name is in use. ModelError: it does not fit this model. MachineError: there is no room.
+        """
+        return self.adapters.load(name, Path(directory)).view()
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes no new request for it; those that run end with it. RequestError: there is none of that name."""
+        self.adapters.unload(name)
+
+    def generate(
+        self, prompts: Items[str | Items[int]], *, adapter: str | None = None, **sampling: Any
+    ) -> list[Completion]:
         """Completions of `prompts` (texts, or lists of token ids), in their order; `sampling`: see SamplingParams.
+        `adapter`: the name of one that was loaded.
 
         RequestError when a prompt or an option cannot be served; then nothing was generated.
         """
-        requests = [self._request(prompt, sampling) for prompt in self._checked(prompts)]
+        requests = [self._request(prompt, sampling, adapter) for prompt in self._checked(prompts)]
         for request in requests:
             self.limits.check(request)
             validate(request.params)
@@ -163,6 +179,7 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "prefilling": [seq.request_id for seq in scheduler.running if seq.first_token is None],
+            "adapters": self._sequences_by_adapter(),
             "kv_blocks": pool.num_blocks,
             "kv_blocks_used": pool.num_used,
             "kv_usage": pool.num_used / pool.num_blocks,
@@ -182,6 +199,14 @@ class Engine:
             "finished_total": {reason: self._finished[reason] for reason in ("stop", "length", "abort", "error")},
             **self.loaded.traffic.stats(),
         }
+
+    def _sequences_by_adapter(self) -> dict[str, dict[str, int]]:
+        """Of every adapter how many sequences run and wait."""
+        found = {name: {"running": 0, "waiting": 0} for name in self.adapters.named}
+        for seq, _ in self._live.values():
+            if seq.adapter is not None and not seq.adapter.retired:
+                found[seq.adapter.name]["running" if seq.status is Status.RUNNING else "waiting"] += 1
+        return found
 
     def scales(self) -> list[dict[str, Any]]:
         """One record per FP8 layer, about its input; None where its scale follows every input.
@@ -220,20 +245,24 @@ class Engine:
 
     def info(self) -> dict[str, Any]:
         """What runs, and with which limits."""
-        return {**self.loaded.info(), "load_seconds": round(self._load_seconds, 3)}
+        adapters = [adapter.view() for adapter in self.adapters.named.values()]
+        return {**self.loaded.info(), "adapters": adapters, "load_seconds": round(self._load_seconds, 3)}
 
     def _checked(self, prompts: Items[str | Items[int]]) -> Items[str | Items[int]]:
         if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
             raise RequestError("generate takes a list of prompts: put the prompt in a list.")
         return prompts
 
-    def _request(self, prompt: str | Items[int], sampling: dict[str, Any]) -> Request:
+    def _request(self, prompt: str | Items[int], sampling: dict[str, Any], adapter: str | None) -> Request:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("The model directory has no tokenizer: give the prompt as a list of token ids.")
             prompt = self.tokenizer.encode(prompt)
         return Request(
-            f"generate-{next(self._ids)}", tuple(prompt), SamplingParams(**known_fields(SamplingParams, sampling))
+            f"generate-{next(self._ids)}",
+            tuple(prompt),
+            SamplingParams(**known_fields(SamplingParams, sampling)),
+            adapter=adapter,
         )
 
     def _postprocess(self, work: list[Work], drawn: list[Sampled]) -> list[RequestOutput]:
@@ -313,6 +342,7 @@ class Engine:
         error: str | None = None,
     ) -> RequestOutput:
         self.scheduler.finish(seq, reason)
+        self.adapters.give_back(seq.adapter)
         self._finished[reason] += 1
         del self._live[seq.request_id]
         return self._output(seq, delta, sampled, stop_reason, error)

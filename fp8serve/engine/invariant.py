@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fp8serve.fp8.beside import Beside
 from fp8serve.fp8.frozen import FrozenLinear
 
 BASE = 16
@@ -40,7 +41,10 @@ Rows = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
 
 class RowIndependent(nn.Module):
-    """Runs `inner` on [..., in] in tiles of the given heights; no heights: as it is."""
+    """Runs `inner` on [..., in] in tiles of the given heights; no heights: as it is. beside: adapters that are served
+    with it, which see all rows."""
+
+    beside: Beside | None = None
 
     def __init__(self, inner: nn.Module, heights: tuple[int, ...]) -> None:
         super().__init__()
@@ -50,6 +54,10 @@ class RowIndependent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() > 2:
             return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+        y = self._tiled(x)
+        return y if self.beside is None else self.beside.add(y, x)
+
+    def _tiled(self, x: Tensor) -> Tensor:
         if not self.heights or len(x) == 0:
             return self.inner(x)  # type: ignore[no-any-return]
         return torch.cat([_in_tile(self.inner, part, height) for part, height in _split(x, self.heights)])

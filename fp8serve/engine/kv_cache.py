@@ -142,9 +142,13 @@ class BlockPool:
         """Hashes the first `count` full blocks of `seq`, once: tokens never change."""
         hashes, size = seq.block_hashes, self.block_size
         for index in range(len(hashes), count):
-            before = hashes[-1] if hashes else blake2b(seq.request.tenant.encode(), digest_size=HASH_BYTES).digest()
+            before = hashes[-1] if hashes else self._root(seq)
             tokens = array("q", seq.token_ids[index * size : (index + 1) * size])
             hashes.append(blake2b(before + tokens.tobytes(), digest_size=HASH_BYTES).digest())
+
+    def _root(self, seq: Sequence) -> bytes:
+        """What a chain begins with."""
+        return blake2b(seq.request.tenant.encode(), digest_size=HASH_BYTES, key=seq.salt).digest()
 
     def _shareable(self, seq: Sequence) -> int:
         if seq.num_unscored:  # what is cached are keys and values, not logits

@@ -148,7 +148,7 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     sizes = sizes or plan_on_gpu(model, config, options, cache_dtype)
     model.expect(sizes.max_model_len)
-    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales)
+    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales, options.max_lora_rank)
     graphs = capture_decoding(runner, options, sizes.max_model_len)
     forget_trial_runs(list(frozen.values()))
     reset_token_counts(model)

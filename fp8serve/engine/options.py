@@ -15,6 +15,7 @@ from fp8serve.options import About, check, known_fields
 
 KvDtype = Literal["bf16", "fp8"]
 STEP_TOKENS = 512
+MAX_LORA_RANK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,9 @@ class EngineOptions:
         Le(64),
         About("Tokens guessed at a time from the text so far, checked in one step; 0: none. Answers stay the same."),
     ] = 0
+    max_lora_rank: Annotated[
+        int, Ge(1), Le(4096), About("Largest rank of an adapter that may be loaded (LoRA, DoRA).")
+    ] = MAX_LORA_RANK
     gpu_memory: Annotated[
         float | None, Gt(0), Le(1), About("Share of a GPU's memory that may be used.", unset="0.9")
     ] = None

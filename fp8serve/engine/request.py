@@ -24,7 +24,7 @@ class Request:
     """One prompt and how to continue it. `tenant` separates callers: no shared cached blocks, and a fair share each.
 
     Requests of one `group` are parts of one (several answers, several prompts) and have one part's share together; ""
-    means that the request stands alone.
+    means that the request stands alone. `adapter`: the name of one that the engine has loaded.
     """
 
     request_id: Annotated[str, Len(1)]
@@ -32,6 +32,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
     group: str = ""
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         check(self, RequestError)
@@ -46,7 +47,7 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """The prompt is not copied: `asdict` would, token by token."""
-        plain = {name: getattr(self, name) for name in ("request_id", "prompt_token_ids", "tenant", "group")}
+        plain = {name: getattr(self, name) for name in _PLAIN}
         return plain | {"params": asdict(self.params)}
 
     @classmethod
@@ -55,6 +56,7 @@ class Request:
         return cls(**{**known_fields(cls, data), "params": SamplingParams(**params)})
 
 
+_PLAIN = ("request_id", "prompt_token_ids", "tenant", "group", "adapter")
 Task = Literal["generate", "embed", "classify"]
 _NO_TEXT: dict[Task, str] = {
     "embed": "This is an embedding model, which writes no text; ask /v1/embeddings for vectors.",

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8serve.engine.adapters import Adapters
 from fp8serve.engine.graphs import Buffers, Capture, GraphedDecode, Recorded
+from fp8serve.engine.options import MAX_LORA_RANK
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.scoring import Tell, sampling, score
 from fp8serve.engine.step import Queries, StepTensors, flatten
@@ -54,6 +56,7 @@ class Runner:
         block_size: int,
         cache_dtype: torch.dtype,
         scales: list[KvScale] | None = None,
+        max_lora_rank: int = MAX_LORA_RANK,
     ) -> None:
         """`scales`: one for each layer, when and only when `cache_dtype` is FP8."""
         config = model.config
@@ -65,6 +68,7 @@ class Runner:
         self.v_cache = self.k_cache if config.latent else _zeros(shape, cache_dtype, self.device)
         self._caches = list(zip(self.k_cache, self.v_cache, strict=True))  # of each layer
         self._scales = scales
+        self.adapters = Adapters(model, max_lora_rank)
         self.graphs: GraphedDecode | None = None
         self._recorded: Recorded | None = None
         self._captured_by: tuple[Capture, int, int] | None = None
@@ -75,8 +79,8 @@ class Runner:
 
         They may lie in a buffer that the next step overwrites.
         """
-        if self.graphs is None or not self.graphs.takes(work):
-            return self._compute(flatten(work, self.block_size, self.device))
+        if self.graphs is None or not self.graphs.takes(work) or any(item.seq.adapter for item in work):
+            return self.model.logits(self._hidden_of(work))
         logits = self.graphs.run(work)
         if self._recorded is not None and not self._recorded.is_current():
             self.use_graphs(*self._captured_by)  # type: ignore[misc]  # there with the graphs
@@ -86,7 +90,7 @@ class Runner:
     @torch.inference_mode()
     def run_scoring(self, work: list[Work], tell: Tell) -> Tensor:
         """`run`, where `tell` hears the log-probabilities of the prompts that want them."""
-        hidden, samples = self._hidden(flatten(work, self.block_size, self.device)), sampling(work, self.device)
+        hidden, samples = self._hidden_of(work), sampling(work, self.device)
         score(self.model.logits, hidden, work, tell)
         return self.model.logits(hidden[samples])
 
@@ -143,6 +147,15 @@ class Runner:
 
     def _compute(self, step: StepTensors) -> Tensor:
         return self.model.logits(self._hidden(step))
+
+    def _hidden_of(self, work: list[Work]) -> Tensor:
+        """`_hidden` of a step's work, each sequence with its adapter."""
+        step = flatten(work, self.block_size, self.device)
+        self.adapters.begin(work, step.last, self.device)
+        try:
+            return self._hidden(step)
+        finally:
+            self.adapters.end()
 
     def _hidden(self, step: StepTensors) -> Tensor:
         """[R, hidden] of the rows whose logits are wanted."""

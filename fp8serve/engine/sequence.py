@@ -13,6 +13,7 @@ from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from fp8serve.engine.adapters import LoadedAdapter
     from fp8serve.engine.grammar import Matcher  # which needs a library that the GPU's tests do not
 
 
@@ -50,6 +51,7 @@ class Sequence:
     ban: Ban | None = None  # the engine, when there are texts that must not come
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
     drafter: Guesser | None = None  # the engine, where tokens are drafted
+    adapter: "LoadedAdapter | None" = None  # the engine, when the request names one
     arrived: float = field(default_factory=time.monotonic)  # the engine, when its process had the request
     admitted: float | None = None  # the scheduler, the first time; on the monotonic clock, as are the others
     first_token: float | None = None  # the engine
@@ -70,6 +72,11 @@ class Sequence:
             None if self.admitted is None else first - admitted,
             None if self.first_token is None else now - first,
         )
+
+    @property
+    def salt(self) -> bytes:
+        """What its keys and values depend on besides tokens and the model: at most 64 bytes."""
+        return b"" if self.adapter is None else self.adapter.digest
 
     @property
     def request_id(self) -> str:

@@ -85,7 +85,9 @@ class Worker:
             "abort": self._abort,
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
-            "save_scales": self._save_scales,
+            "save_scales": self._answer(self._save_scales),
+            "load_adapter": self._answer(self._load_adapter),
+            "unload_adapter": self._answer(self._unload_adapter),
             "embed": self._encode,
             "classify": self._encode,
             "forget": self._forget,
@@ -139,13 +141,31 @@ class Worker:
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
 
-    def _save_scales(self, message: Message) -> None:
-        try:
-            if isinstance(self._engine, EncoderEngine):
-                raise RequestError("Scales follow the traffic of models that write text, and of no other.")
-            self._reply(message, self._engine.save_scales(message["path"]))
-        except Fp8ServeError as problem:
-            self._connection.send("reply", id=message["id"], **_described(problem))
+    def _answer(self, find: Callable[[Message], Any]) -> Callable[[Message], None]:
+        """A command whose reply is what `find` gives, or why it gives nothing."""
+
+        def command(message: Message) -> None:
+            try:
+                self._reply(message, find(message))
+            except Fp8ServeError as problem:
+                self._connection.send("reply", id=message["id"], **_described(problem))
+
+        return command
+
+    def _save_scales(self, message: Message) -> int:
+        if isinstance(self._engine, EncoderEngine):
+            raise RequestError("Scales follow the traffic of models that write text, and of no other.")
+        return self._engine.save_scales(message["path"])
+
+    def _load_adapter(self, message: Message) -> Any:
+        if isinstance(self._engine, EncoderEngine):
+            raise RequestError("Adapters are for models that write text, and this one does not.")
+        return self._engine.load_adapter(message["name"], message["directory"])
+
+    def _unload_adapter(self, message: Message) -> None:
+        if isinstance(self._engine, EncoderEngine):
+            raise RequestError("Adapters are for models that write text, and this one does not.")
+        self._engine.unload_adapter(message["name"])
 
     def _encode(self, message: Message) -> None:
         try:

@@ -10,7 +10,7 @@ An input that wants a gradient gets it through the FP8 weight, which an adapter'
 """
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Optional, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.ops.packing import GROUP, RUN, is_packable, packed_shape
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.spec import WEIGHTS, QuantSpec, listed
+
+if TYPE_CHECKING:
+    from fp8serve.fp8.beside import Beside
 
 E4M3 = torch.float8_e4m3fn
 
@@ -76,8 +79,10 @@ class FrozenLinear(nn.Module):
     weight_q: E4M3 [N, K], or packed (see `pack`) [N / 16, K / 8, 128]. weight_scale_inv: FP32 [], [N, 1] or
     [ceil(N/128), ceil(K/128)]. bias: [N] or None. input_scale: FP32 [], multiplies to quantize the input. input_spec:
     how inputs are quantized, by the stored `input_scale` or each by its own content, or that they stay BF16; None: with
-    one scale a tensor. out_dtype: of the output; None for the input's.
+    one scale a tensor. out_dtype: of the output; None for the input's. beside: adapters that are served with it.
     """
+
+    beside: Optional["Beside"] = None
 
     weight_q: Tensor
     weight_scale_inv: Tensor
@@ -137,7 +142,8 @@ class FrozenLinear(nn.Module):
         """x [..., K] -> [..., N]; differentiable with respect to x."""
         if x.requires_grad and torch.is_grad_enabled():
             return cast(Tensor, _ThroughFrozen.apply(x, self))  # type: ignore[no-untyped-call]
-        return self._run(x)
+        y = self._run(x)
+        return y if self.beside is None else self.beside.add(y, x)
 
     @torch.no_grad()
     def _run(self, x: Tensor) -> Tensor:
@@ -220,8 +226,11 @@ class FrozenLinear(nn.Module):
         return _scaled_mm_add(q, weight, *scales, bias, residual)  # type: ignore[no-any-return]
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether the fused calls above do what calling the layer on activations like x does: no hook, no gradient."""
+        """Whether the fused calls above do what calling the layer on activations like x does: no hook, no gradient, and
+        no row of the step with an adapter."""
         is_plain = not (self._forward_hooks or self._forward_pre_hooks) and not torch.is_grad_enabled()
+        if self.beside is not None and self.beside.is_busy:
+            return False
         return is_plain and (self.out_dtype is None or self.out_dtype == x.dtype)
 
     def watch(

@@ -64,7 +64,7 @@ class Joined:
     @torch.no_grad()
     def __init__(self, layers: Mapping[str, FrozenLinear]) -> None:
         self._layers = dict(layers)
-        parts = list(layers.values())
+        self._in_order = parts = list(layers.values())
         self._first = parts[0]
         self._widths = [part.out_features for part in parts]
         _pack_alike(parts)
@@ -125,6 +125,11 @@ class Joined:
         """See FrozenLinear.pack."""
         self.weight = packed(self.weight, out)
         self._share()
+
+    @property
+    def layers(self) -> Sequence[FrozenLinear]:
+        """What was joined, in its order."""
+        return self._in_order
 
     @property
     def first(self) -> FrozenLinear:

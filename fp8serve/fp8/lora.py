@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import FrozenLinear, multiply
 from fp8serve.fp8.ops.arithmetic import dequantize
+from fp8serve.fp8.ops.packing import unpack_weight
 
 _mm = torch.ops.fp8serve.mm.default
 ROWS_AT_ONCE = 256  # of a weight that is widened to FP32
@@ -138,6 +139,11 @@ def weight_of(base: nn.Module) -> Tensor:
     return cast(Tensor, base.weight)
 
 
+def _in_rows(weight: Tensor) -> Tensor:
+    """[N, K], packed or not."""
+    return unpack_weight(weight) if weight.dim() == 3 else weight
+
+
 def features(base: nn.Module) -> tuple[int, int]:
     """(out, in)."""
     if isinstance(base, FrozenLinear):
@@ -148,8 +154,8 @@ def features(base: nn.Module) -> tuple[int, int]:
 
 @torch.no_grad()
 def squared_norms(base: nn.Module) -> Tensor:
-    """FP32 [N]: of each row of the weight, of which a few rows at a time are widened."""
-    weight = weight_of(base)
+    """FP32 [N]: of each row of the weight, of which a few rows at a time are widened. A packed one is put in rows."""
+    weight = _in_rows(weight_of(base))
     if not isinstance(base, FrozenLinear):
         return torch.cat([part.float().square().sum(1) for part in torch.split(weight, ROWS_AT_ONCE)])
     scale = base.weight_scale_inv
@@ -167,7 +173,7 @@ def row_norms(base: nn.Module, squares: Tensor, a: Tensor, b: Tensor, scaling: f
     if isinstance(base, FrozenLinear):
         crossed = multiply(a, one, weight, base.weight_scale_inv, None, torch.float32)  # A W^T [r, N]
     else:
-        crossed = _mm(a, weight, None, torch.float32)
+        crossed = _mm(a, _in_rows(weight), None, torch.float32)
     wide = b.float()
     between = (crossed.t() * wide).sum(1)
     added = ((wide @ (a.float() @ a.float().t())) * wide).sum(1)

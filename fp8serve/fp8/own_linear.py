@@ -1,6 +1,6 @@
 """`OwnLinear`: torch's linear layer by our own product, and the models made of it."""
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Optional, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,16 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import pack_loaded, packed
 from fp8serve.fp8.own_product import apply_linear
 
+if TYPE_CHECKING:
+    from fp8serve.fp8.beside import Beside
+
 _packed_mm = torch.ops.fp8serve.packed_mm.default
 
 
 class OwnLinear(nn.Linear):
-    """nn.Linear by our product; for serving its weight may be packed."""
+    """nn.Linear by our product; for serving its weight may be packed. beside: adapters that are served with it."""
+
+    beside: Optional["Beside"] = None
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> "OwnLinear":
@@ -33,6 +38,10 @@ class OwnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
+        y = self._run(x)
+        return y if self.beside is None else self.beside.add(y, x)
+
+    def _run(self, x: Tensor) -> Tensor:
         tensors = self._parameters
         weight, bias = cast(Tensor, tensors["weight"]), tensors["bias"]
         if weight.dim() == 2:

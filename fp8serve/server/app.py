@@ -23,6 +23,7 @@ from fp8serve.server.api.native import (
     token_routes,
 )
 from fp8serve.server.api.openai import (
+    adapter_routes,
     classifying_routes,
     completion_routes,
     embedding_routes,
@@ -44,8 +45,8 @@ from fp8serve.server.settings import Settings
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."
 ROUTES = (
     generation_routes, token_routes, completion_routes, response_routes, message_routes, embedding_routes,
-    classifying_routes, model_list_routes, finetune_routes, model_routes, activation_routes, file_routes, job_routes,
-    request_routes, status_routes, page_routes,
+    classifying_routes, model_list_routes, finetune_routes, model_routes, adapter_routes, activation_routes,
+    file_routes, job_routes, request_routes, status_routes, page_routes,
 )  # fmt: skip
 
 

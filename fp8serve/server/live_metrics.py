@@ -62,6 +62,7 @@ class Sources:
     """Whom to ask at every scrape; nothing here may block. By model: nothing of an engine that does not run."""
 
     stats: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+    adapters: Callable[[], Mapping[str, Mapping[str, Mapping[str, int]]]] = dict
     layers: Callable[[], Mapping[str, Sequence[Mapping[str, Any]]]] = dict
     jobs: Callable[[], Mapping[str, int]] = dict
     ready: Callable[[], bool] = bool
@@ -81,7 +82,8 @@ class Live(Collector):
         yield GaugeMetricFamily("fp8serve_ready", "Whether requests should be sent here: 1 or 0", value=sources.ready())
         up = {model: float(bool(said)) for model, said in stats.items()}
         yield _family(GaugeMetricFamily, "fp8serve_engine_up", "Whether an engine runs and reports: 1 or 0", up)
-        yield from _of_engine(stats)
+        beside = {name: counts for adapters in sources.adapters().values() for name, counts in adapters.items()}
+        yield from _of_engine({**stats, **beside})
         yield from _of_layers(sources.layers())
         jobs = GaugeMetricFamily("fp8serve_jobs", "Fine-tune jobs by state", labels=["state"])
         for state, count in sources.jobs().items():

@@ -285,6 +285,10 @@ class ModelMetrics:
         for outcome in ("ok", "failed"):
             self.swaps(outcome)
 
+    def forget(self) -> None:
+        """Ends the series: nothing of that name is served any more."""
+        self._all.forget(self._model)
+
     def ended(self, reason: str) -> Counter:
         """Sequences that ended so."""
         return self._all.ended.labels(self._model, reason)

@@ -1,4 +1,4 @@
-"""Models by name, as the command line and the route that loads one say them.
+"""Models and adapters by name, as the command line and the route that loads one say them.
 
 NAME=DIR[,OPTION=VALUE...]        small=./minilm        coder=./coder-fp8,max_model_len=4096,tool_parser=hermes
 """
@@ -72,6 +72,23 @@ class NamedModel:
         """How its answers are read, as far as it is told."""
         said = Readers(**_of(Readers, self.options))
         return AnswerFormat(said.tool_parser, said.reasoning_parser)
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    """A name and the directory of an adapter."""
+
+    name: str
+    directory: Path
+
+    @classmethod
+    def parse(cls, text: str) -> "NamedAdapter":
+        """Raises RequestError for what is no NAME=DIR."""
+        name, equals, directory = text.partition("=")
+        if not (equals and name and directory):
+            raise RequestError(f"--adapter wants NAME=DIR, such as tutor=./run/model, not {shown(text)}.")
+        check_name(name)
+        return cls(name, Path(directory))
 
 
 def check_name(name: str) -> None:

@@ -23,6 +23,7 @@ from fp8serve.errors import Fp8ServeError
 from fp8serve.server.access.key_file import KeyFile
 from fp8serve.server.access.limits import Tenants
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.sources import Sources
@@ -30,7 +31,9 @@ from fp8serve.server.finetuning.submission import Submissions
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.named_models import NamedModel
 from fp8serve.server.parsing.request_parser import RequestParser
-from fp8serve.server.serving.admission import Admission, Places, Streams
+from fp8serve.server.serving.adapter_loader import AdapterLoader
+from fp8serve.server.serving.adapters import AdapterSource, ServedAdapter
+from fp8serve.server.serving.admission import Admission, Places, Room, Streams
 from fp8serve.server.serving.generation import Generation, build_requests
 from fp8serve.server.serving.loader import Loader
 from fp8serve.server.serving.registry import Registry
@@ -63,6 +66,10 @@ class ServerState:
         self.models.aliases |= settings.named_aliases
         self.loader = Loader(self.models, self._model, self.metrics.forget)
         self.loader.known |= {named.name: self._home(named) for named in settings.models}
+        self.adapters = AdapterLoader(self.models, self._beside)
+        for adapter in settings.adapters:
+            source = AdapterSource(adapter.name, adapter.directory.name, adapter.directory, required=True)
+            self.adapters.expect(self.models.default, source)
         self.supervisor = EngineSupervisor(self.models.default)
         self.streams = Streams(limits.streams, self.metrics)
         self.rolled = RolledScales(self.data_dir)
@@ -89,14 +96,20 @@ class ServerState:
     def _model(self, name: str, home: Source) -> ServedModel:
         """A model that is not loaded yet."""
         limits = self.settings.limits
-        admission = Admission(home.options.max_num_seqs + limits.queue, limits.queue_tokens, self.metrics.of(name))
+        room = Room(home.options.max_num_seqs + limits.queue, limits.queue_tokens)
+        admission = Admission(room, self.metrics.of(name))
         model = ServedModel(name, home, self._start_engine, admission, self.settings.deadlines)
         model.asks_layers = self.settings.metrics_per_layer
         return model
 
+    def _beside(self, name: str, base: Admission) -> Admission:
+        """Counts the requests for an adapter, in the room of its model."""
+        return Admission(base.room, self.metrics.of(name))
+
     def _connect_metrics(self) -> None:
         sources = self.metrics.sources
         sources.stats = self.models.stats
+        sources.adapters = self.models.adapter_stats
         sources.layers = lambda: {name: model.layers for name, model in self.models.models.items()}
         sources.jobs = self.jobs.counts
         sources.ready = lambda: self.ready
@@ -112,6 +125,7 @@ class ServerState:
 
     async def _load(self) -> None:
         default = self.models.default
+        await self._expect_activated(default)
         try:
             served = await default.start(
                 await asyncio.to_thread(self.sources.first, default.home, self._mark(default.name, default.home))
@@ -129,6 +143,15 @@ class ServerState:
         self.runner.start()
         await self._load_further()
         self.started = True
+
+    async def _expect_activated(self, model: ServedModel) -> None:
+        """Adapters of jobs that were activated before the server was started again."""
+        for job_id in await asyncio.to_thread(self._activated_adapters, model):
+            try:
+                job = await asyncio.to_thread(self.jobs.get, job_id)
+                self.adapters.expect(model, await asyncio.to_thread(self.sources.of_adapter, job))
+            except Fault as fault:
+                log.error("the adapter of %s, activated earlier, cannot be served: %s", job_id, fault.told)
 
     async def _load_further(self) -> None:
         """One after the other. One that cannot be served says so where models are listed, and the others serve."""
@@ -175,6 +198,7 @@ class ServerState:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.adapters.close()
         await self.loader.close()
         await self.parser.close()
         await self.tracing.close()
@@ -186,13 +210,13 @@ class ServerState:
     @property
     def in_flight(self) -> int:
         """Requests of all models that were admitted and have not ended."""
-        return self.models.count(lambda model: model.admission.in_flight)
+        return self.models.count(lambda model: model.admission.room.in_flight)
 
     @property
     def ready(self) -> bool:
         default = self.models.default
         takes_requests = self.started and not self.draining.is_set() and not self.paused
-        return takes_requests and default.ready and not default.admission.nearly_full
+        return takes_requests and default.ready and not default.admission.room.nearly_full
 
     @property
     def status(self) -> str:
@@ -204,7 +228,7 @@ class ServerState:
         default = self.models.default
         if default.ready and not self.started:
             return "loading"
-        return "busy" if default.ready and default.admission.nearly_full else default.state
+        return "busy" if default.ready and default.admission.room.nearly_full else default.state
 
     # -- what can be served --------------------------------------------------------------------------------------------
 
@@ -216,6 +240,54 @@ class ServerState:
         found = (path.parent for pattern in ("*/config.json", "*/*/config.json") for path in root.glob(pattern))
         named = {path.relative_to(root).as_posix(): path for path in found if any(path.glob("*.safetensors"))}
         return {name: path for name, path in named.items() if not any(p.startswith(".") for p in name.split("/"))}
+
+    def loadable_adapters(self) -> dict[str, tuple[str, Path]]:
+        """The directories below `models_dir` that hold an adapter, by their names there and as whole paths: name and
+        directory. Blocks."""
+        root = self.settings.models_dir
+        if root is None:
+            return {}
+        patterns = ("*/adapter_config.json", "*/*/adapter_config.json")
+        found = {path.parent for pattern in patterns for path in root.glob(pattern)}
+        named = {path.relative_to(root).as_posix(): path for path in found}
+        shown = {name: path for name, path in named.items() if not any(p.startswith(".") for p in name.split("/"))}
+        by_name = {name: (name, path) for name, path in shown.items()}
+        return by_name | {str(path.absolute()): (name, path) for name, path in shown.items()}
+
+    async def load_adapter(self, model: ServedModel, source: AdapterSource) -> ServedAdapter:
+        """Beside `model`; goes on to its end if the client goes away. Fault: see `AdapterLoader.load`."""
+        if self.draining.is_set():
+            raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
+        return await self.loader.to_the_end(self.adapters.load(model, source))
+
+    async def activate_adapter(self, model: ServedModel, job: Job) -> ServedAdapter:
+        """Serves what the job trained beside `model`, under its own name, after the next start too."""
+        self.sources.check_beside(job, model)
+        adapter = await self.load_adapter(model, await asyncio.to_thread(self.sources.of_adapter, job))
+        await asyncio.to_thread(self._remember_adapter, model, job.id, True)
+        return adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        """Fault 404: there is no adapter of that name."""
+        model, adapter = self.models.find_adapter(name)
+        if adapter.source.name == adapter.source.root:  # and not another name that a route gave it
+            await asyncio.to_thread(self._remember_adapter, model, adapter.source.key, False)
+        await self.adapters.unload(name)
+
+    def _activated_adapters(self, model: ServedModel) -> list[str]:
+        """The ids of the jobs. Blocks."""
+        return list(filter(None, (self.jobs.activated(self._adapters_mark(model)) or "").split(",")))
+
+    def _remember_adapter(self, model: ServedModel, job_id: str, is_served: bool) -> None:
+        """Whether the adapter of this job, "" for none, is loaded when the server starts again. Blocks."""
+        there = self._activated_adapters(model)
+        wanted = [known for known in there if known != job_id] + ([job_id] if is_served else [])
+        if wanted != there:
+            self.jobs.set_activated(self._adapters_mark(model), ",".join(wanted))
+
+    def _adapters_mark(self, model: ServedModel) -> str:
+        """Under which the job table remembers them."""
+        return f"adapters of {self._mark(model.name, model.home)}"
 
     async def load(self, name: str, home: Source | None = None, keep: bool = False) -> ServedModel:
         """The model `name`, made of `home`, or where that is None of what the name stood for before: then it serves
@@ -292,7 +364,7 @@ class ServerState:
     async def _wait_before_training(self) -> None:
         if self.paused:
             for model in list(self.models.models.values()):
-                await model.admission.idle.wait()
+                await model.admission.room.idle.wait()
 
 
 @cache

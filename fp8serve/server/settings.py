@@ -20,7 +20,7 @@ from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.logs import LogFormat
 from fp8serve.options import About, check, options_of
 from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
-from fp8serve.server.named_models import NamedModel, check_name
+from fp8serve.server.named_models import NamedAdapter, NamedModel, check_name
 
 TrainOn = Literal["refuse", "share", "pause"]
 Count = Annotated[int, Ge(1)]
@@ -133,9 +133,20 @@ class Settings(EngineOptions):
             private=True,
         ),
     ] = ()
+    adapters: Annotated[
+        tuple[NamedAdapter, ...],
+        About(
+            "Adapter (LoRA, DoRA) to serve beside the default model, under a name of its own",
+            unset="none",
+            flag="--adapter",
+            metavar="NAME=DIR",
+            narrowed=tuple[str, ...],
+            private=True,
+        ),
+    ] = ()
     models_dir: Annotated[
         Path | None,
-        About("Directory whose models may be loaded while the server runs.", unset="none", private=True),
+        About("Directory whose models and adapters may be loaded while the server runs.", unset="none", private=True),
     ] = None
     aliases: Annotated[
         tuple[str, ...], About("Another name for a model.", unset="none", flag="--alias", metavar="ALIAS=NAME")
@@ -252,8 +263,9 @@ def _check_names(settings: Settings) -> None:
             raise RequestError(f"--alias wants ALIAS=NAME, the name one of {known}, and not {shown(text)}.")
         check_name(alias)
         names.append(alias)
+    names += [adapter.name for adapter in settings.adapters]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError(f"{shown(twice)} is the name of two models; give one of them another name.")
+        raise RequestError(f"{shown(twice)} is the name of two models or adapters; give one of them another name.")
 
 
 def is_loopback(host: str) -> bool:

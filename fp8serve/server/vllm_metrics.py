@@ -1,7 +1,7 @@
 """Our metrics under the names by which dashboards, autoscalers and gateways for vLLM ask for them.
 
 Most are families of ours with another name, and the labels `model_name` and `engine`. A few say in vLLM's way what we
-say in another: why requests wait, the size of the cache, that an engine is awake, which adapters run (none, ever), and
+say in another: why requests wait, the size of the cache, that an engine is awake, which adapters run and wait, and
 responses by the class of their status.
 """
 
@@ -56,7 +56,7 @@ def vllm_families(families: Iterable[Metric], sources: Sources) -> Iterator[Metr
         if family.name == "fp8serve_http_responses":
             yield _by_class(family)
     running = {model: stats for model, stats in sources.stats().items() if stats}
-    yield from _of_engines(running, sources.served())
+    yield from _of_engines(running, sources.served(), sources.adapters())
 
 
 def _renamed(family: Metric, name: str) -> Metric:
@@ -85,11 +85,13 @@ def _by_class(family: Metric) -> Metric:
     return copy
 
 
-def _of_engines(running: Stats, served: Mapping[str, Mapping[str, str]]) -> Iterator[Metric]:
+def _of_engines(
+    running: Stats, served: Mapping[str, Mapping[str, str]], adapters: Mapping[str, Mapping[str, Mapping[str, int]]]
+) -> Iterator[Metric]:
     waiting = _gauge("num_requests_waiting_by_reason", "For a place or for blocks, all of them", "reason")
     sleep = _gauge("engine_sleep_state", "An engine of ours never sleeps", "sleep_state")
     cache = _gauge("cache_config_info", "The cache of keys and values", *CACHE)
-    lora = _gauge("lora_requests_info", "The present time; there are no adapters", *ADAPTERS)
+    lora = _gauge("lora_requests_info", "The present time, with the adapters that run and wait", *ADAPTERS)
     for model, stats in running.items():
         own = [model, ENGINE]
         for reason, count in (("capacity", stats.get("waiting", 0)), ("deferred", 0)):
@@ -99,7 +101,9 @@ def _of_engines(running: Stats, served: Mapping[str, Mapping[str, str]]) -> Iter
         known = served.get(model, {})
         sizes = (known.get(name, "") for name in ("block_size", "num_blocks", "kv_cache_dtype"))
         cache.add_metric([*own, *sizes, "True"], 1)
-        lora.add_metric([*own, "0", "", ""], time.time())
+        beside = adapters.get(model, {})
+        lists = (",".join(name for name, counts in beside.items() if counts[key]) for key in ("running", "waiting"))
+        lora.add_metric([*own, str(len(beside)), *lists], time.time())
     yield from (waiting, sleep, cache, lora)
 
 

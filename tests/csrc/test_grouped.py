@@ -74,6 +74,20 @@ def test_packed_weights_give_the_same_bits(level, counts, scales):
     assert_bits_equal(found, OPS.grouped_mm(a, b, *scale, offsets, None, torch.bfloat16))
 
 
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("rank", [5, 64])
+def test_matrices_in_bf16_give_the_bits_of_mm_however_far_they_are_filled_up(level, counts, rank):
+    """As adapters are multiplied (fp8/beside.py): A [rank, 200], then B [33, rank] with columns of zeros behind."""
+    rows, offsets = COUNTS[counts], offsets_of(COUNTS[counts])
+    one, ones = torch.ones(()), torch.ones(len(rows))
+    for (n, k), filled in (((rank, 200), 200), ((33, rank), 70)):
+        a, b = (torch.nn.functional.pad(tame(m, k, seed=m).bfloat16(), (0, filled - k)) for m in (sum(rows), n))
+        every = torch.stack([b * (e + 1) for e in range(len(rows))])
+        found = OPS.grouped_mm(a, every, one, ones, offsets, None, torch.float32)
+        parts = [OPS.mm(a[i:j, :k], every[e, :, :k], None, torch.float32) for e, (i, j) in enumerate(spans(offsets))]
+        assert_bits_equal(found, torch.cat(parts))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_threads_change_nothing(level, threads, count):
     rows = COUNTS["prefill"]

@@ -67,6 +67,8 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.closed = False
         self.rolls = False
+        self.adapters: dict[str, Path] = {}
+        self.bad_adapters: set[str] = set()
         self.requests: list[Request] = []
         self._tokenizer = byte_tokenizer()
 
@@ -166,6 +168,15 @@ class FakeEngine:
         if not self.rolls:
             raise RequestError("The scales of this server do not follow the traffic; start it with --roll-history.")
         return 1
+
+    async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
+        if directory.name in self.bad_adapters:
+            raise ModelError(f"{directory}: the rank of q_proj is 512.")
+        self.adapters[name] = directory
+        return {"name": name, "method": "lora", "rank": 4, "layers": 2, "bytes": 100, "digest": "0" * 32}
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
 
     async def drain(self, deadline: float) -> None:
         await self.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.launch import adopt, run
-from fp8serve.server.named_models import NamedModel
+from fp8serve.server.named_models import NamedAdapter, NamedModel
 from fp8serve.server.settings import ServerLimits, Settings
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -16,11 +16,12 @@ def main(options: dict[str, Any]) -> int:
     fake, delay = options.pop("fake", False), options.pop("delay", 0.0)
     paths = {name: Path(options[name]) for name in ("model", "data_dir", "api_keys", "models_dir") if name in options}
     models = tuple(map(NamedModel.parse, options.pop("models", ())))
+    adapters = tuple(map(NamedAdapter.parse, options.pop("adapters", ())))
     limits = ServerLimits(**options.pop("limits", {}))
     listener = adopt(options.pop("fd")) if "fd" in options else None
     engines = Launcher(lambda: FakeEngine(delay=delay)) if fake else None
     try:
-        run(Settings(**options | paths, limits=limits, models=models), engines, listener)
+        run(Settings(**options | paths, limits=limits, models=models, adapters=adapters), engines, listener)
     except Fp8ServeError as error:
         print(error, file=sys.stderr)
         return 1

@@ -56,7 +56,8 @@ def _looped(ops: Any) -> Any:
         out_dtype: torch.dtype,
     ) -> Tensor:
         """a [T, K] x b [E, N, K] -> [T, N]. a: FP8 or BF16. a_scale_inv: [], [E], [T, 1] or [T, ceil(K/128)].
-        b_scale_inv: [E], [E, N, 1] or [E, ceil(N/128), ceil(K/128)]. bias: [E, N]. b may be packed, on a CPU."""
+        b_scale_inv: [E], [E, N, 1] or [E, ceil(N/128), ceil(K/128)]. bias: [E, N]. On a CPU b may be packed, and it may
+        be BF16 where a is."""
         out = a.new_empty((len(a), _columns(b)), dtype=out_dtype)
         for expert, (begin, end) in enumerate(spans(offsets)):
             if begin < end:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8serve.fp8.beside import busy
 from fp8serve.fp8.elementwise import gelu_tanh_mul, silu_mul
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
@@ -48,6 +49,9 @@ class Projections:
     def _parts(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
         """Through every linear."""
         if self._joined is not None and not torch.is_grad_enabled() and (joined := self._current()) is not None:
+            if busy(joined.layers):
+                x = x if norm is None else norm(x)
+                return [_with_adapters(layer, y, x) for layer, y in zip(joined.layers, joined(x), strict=True)]
             weight = norm.fused_weight(x) if type(norm) is RMSNorm else None
             if weight is not None:
                 return joined.of_normed(x, weight, norm.eps)  # type: ignore[union-attr, arg-type]
@@ -89,6 +93,11 @@ class Projections:
             return joined
         self.join()
         return None if self._joined is joined else self._joined
+
+
+def _with_adapters(layer: FrozenLinear, y: Tensor, x: Tensor) -> Tensor:
+    """y [T, N], what the layer made of x [T, K], with the adapters beside it."""
+    return y if layer.beside is None else layer.beside.add(y.contiguous(), x)
 
 
 class Ending(NamedTuple):

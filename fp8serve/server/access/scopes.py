@@ -44,6 +44,7 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
         "POST /finetune/{job_id}/activate", "POST /models/{name:path}/activate", "POST /models/{name:path}/load",
         "POST /models/{name:path}/unload", "POST /models/{name:path}/alias", "POST /scales/save",
         "POST /requests/{request_id}/cancel",
+        "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
     ),
 }  # fmt: skip
 

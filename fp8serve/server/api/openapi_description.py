@@ -48,9 +48,13 @@ JOB = (Code.JOB_NOT_FOUND,)
 SUBMISSION = (
     Code.MODEL_NOT_FOUND, Code.FILE_NOT_FOUND, Code.TRAINING_REFUSED, Code.QUEUE_FULL, Code.DRAINING, Code.DISK_FULL,
 )  # fmt: skip
-SWAP = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.ALIAS_BUSY, Code.ACTIVATION_FAILED, Code.ENGINE_DOWN, Code.DISK_FULL)
+SWAP = (
+    Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.ALIAS_BUSY, Code.ACTIVATION_FAILED, Code.LOAD_FAILED, Code.NAME_TAKEN,
+    Code.STARTING, Code.ENGINE_DOWN, Code.DISK_FULL,
+)  # fmt: skip
 SAVING = (*DOWN, Code.NOT_ROLLING, Code.NAME_TAKEN, Code.ALIAS_BUSY, Code.DISK_FULL)
 LOAD = (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.LOAD_FAILED, Code.JOB_STATE)
+BESIDE = (*LOAD, Code.ALIAS_BUSY, Code.STARTING, Code.ENGINE_DOWN, Code.DRAINING)
 RESUMPTION = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -104,6 +108,8 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/models/{name}/load"): Route(f.ModelView, LOAD),
     ("post", "/models/{name}/unload"): Route(f.Unloaded, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.ALIAS_BUSY)),
     ("post", "/models/{name}/alias"): Route(f.ModelView, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN)),
+    ("post", "/v1/load_lora_adapter"): Route(None, BESIDE, media=("text/plain",)),
+    ("post", "/v1/unload_lora_adapter"): Route(None, (Code.MODEL_NOT_FOUND, Code.DISK_FULL), media=("text/plain",)),
     ("post", "/v1/files"): Route(
         f.FileObject, (Code.INVALID_PARAMETER, Code.UNSUPPORTED_MEDIA_TYPE, Code.DISK_FULL), names="file_id"
     ),
@@ -145,6 +151,8 @@ EXAMPLES: dict[str, JsonObject] = {
     "/models/{name}/activate": {"source": "base"},
     "/models/{name}/load": {"source": None},
     "/models/{name}/alias": {"alias": "gpt-4o-mini"},
+    "/v1/load_lora_adapter": {"lora_name": "clerk", "lora_path": "clerk-2026-01"},
+    "/v1/unload_lora_adapter": {"lora_name": "tutor"},
 }
 """A body that each of these routes takes as it is."""
 EVENT = {

@@ -9,6 +9,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.serving.adapters import AdapterSource
 from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served import Source
 from fp8serve.server.serving.served_model import BASE, ServedModel
@@ -34,9 +35,9 @@ class Sources:
         directory = self.runner.result_dir(job)
         if job.status != "succeeded" or not directory.is_dir():
             raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
-        if _is_adapter(job):
-            hint = "Train without lora_rank for a model that can be served."
-            raise Fault(Code.JOB_STATE, "The job's result is an adapter, which is not served yet.", hint=hint)
+        if is_adapter(job):
+            hint = "Activate it beside its model, or train without lora_rank."
+            raise Fault(Code.JOB_STATE, "The job's result is an adapter, which is no model by itself.", hint=hint)
         options = replace(home.options, recipe="stored", scales=None)
         return replace(home, key=job.id, model_id=job.model_id, directory=directory, options=options)
 
@@ -51,11 +52,35 @@ class Sources:
 
     def results(self, most: int = 1000) -> list[Job]:
         """Jobs that succeeded with a model as their result, newest first."""
-        return [job for job in self.jobs.jobs(limit=most, status="succeeded") if not _is_adapter(job)]
+        return [job for job in self.jobs.jobs(limit=most, status="succeeded") if not is_adapter(job)]
 
     def result(self, name: str) -> Job | None:
         """The job that succeeded whose id, or whose result's, is `name`."""
         return next((job for job in self.results(MANY) if name in (job.id, job.model_id)), None)
+
+    def adapters(self, most: int = 1000) -> list[Job]:
+        """Jobs that succeeded with an adapter as their result, newest first."""
+        return [job for job in self.jobs.jobs(limit=most, status="succeeded") if is_adapter(job)]
+
+    def adapter(self, name: str) -> Job | None:
+        """The job that succeeded with an adapter whose id, or whose result's, is `name`."""
+        return next((job for job in self.adapters(MANY) if name in (job.id, job.model_id)), None)
+
+    def of_adapter(self, job: Job, name: str | None = None) -> AdapterSource:
+        """The adapter that a job trained, under its own name or another. Fault 409 when there is none."""
+        directory = self.runner.result_dir(job)
+        if job.status != "succeeded" or not directory.is_dir():
+            raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
+        return AdapterSource(name or job.model_id, job.model_id, directory, job.id)
+
+    def check_beside(self, job: Job, model: ServedModel) -> None:
+        """Fault 409 unless `model` serves the weights beside which the job trained its adapter."""
+        served = model.current
+        if served is not None and served.source.key != job.source:
+            message = (
+                f"The adapter was trained beside {job.base}, and {model.name} serves {served.source.model_id} now."
+            )
+            raise Fault(Code.JOB_STATE, message, hint="Activate what it was trained beside first.")
 
     def owner(self, job: Job) -> ServedModel:
         """The model whose weights the job's line began with. Fault 409 when none of those that are loaded is it."""
@@ -78,7 +103,7 @@ class Sources:
             return None
 
 
-def _is_adapter(job: Job) -> bool:
+def is_adapter(job: Job) -> bool:
     """Whether its result is one, which is no model by itself."""
     return job.config.get("lora_rank") is not None
 

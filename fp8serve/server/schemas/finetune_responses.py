@@ -110,6 +110,7 @@ class ModelView(ResponseShape):
     max_model_len: int | None
     in_flight: int
     memory_bytes: dict[str, int]
+    adapters: list[JsonObject]
 
 
 class Models(ResponseShape):

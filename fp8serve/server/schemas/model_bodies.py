@@ -31,6 +31,28 @@ class UnloadBody(Body):
     seconds: Annotated[float, Field(ge=0, le=86_400)] | None = None
 
 
+class LoadAdapterBody(Body):
+    """`POST /v1/load_lora_adapter`, as vLLM has it."""
+
+    lora_name: Annotated[Name, Field(description="By which requests ask for it.")]
+    lora_path: Annotated[
+        Annotated[str, Field(min_length=1, max_length=4096)],
+        Field(
+            description="The id of a fine-tune job that trained an adapter, or of its result, or a directory of "
+            "--models-dir that holds one, by its name there or as a whole."
+        ),
+    ]
+    base_model_name: Annotated[
+        Name | None, Field(description="The model beside which it is served; the default if left out.")
+    ] = None
+
+
+class UnloadAdapterBody(Body):
+    """`POST /v1/unload_lora_adapter`, as vLLM has it."""
+
+    lora_name: Name
+
+
 class AliasBody(Body):
     """`POST /models/{name}/alias`: the other name, and whether it is to be taken away."""
 

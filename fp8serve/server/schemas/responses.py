@@ -84,6 +84,7 @@ class Info(ResponseShape):
     sha: None
     docker_label: None
     served: ServedView
+    adapters: list[JsonObject]
     engine: JsonObject
     options: JsonObject
     train_on: Literal["refuse", "share", "pause"]

@@ -43,9 +43,9 @@ class Places:
         return self.admission.admit(token_counts)
 
     def give_back(self) -> None:
-        self.admission.reserved -= self.count
+        self.admission.room.reserved -= self.count
         self.count = 0
-        self.admission.settle()
+        self.admission.room.settle()
 
     def __enter__(self) -> "Places":
         return self
@@ -54,12 +54,10 @@ class Places:
         self.give_back()
 
 
-class Admission:
-    """Counts the requests of one model and their tokens (prompt plus the most they may generate) against two bounds, so
-    that a model which is full leaves the others their places.
-    """
+class Room:
+    """What one engine holds: requests and their tokens (prompt plus the most they may generate), against two bounds."""
 
-    def __init__(self, capacity: int, token_budget: int, metrics: ModelMetrics) -> None:
+    def __init__(self, capacity: int, token_budget: int) -> None:
         self.capacity = capacity
         self.token_budget = token_budget
         self.in_flight = 0
@@ -67,43 +65,60 @@ class Admission:
         self.tokens = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self.metrics = metrics
-        metrics.in_flight.set_function(lambda: self.in_flight)
 
     @property
     def nearly_full(self) -> bool:
         """High-water mark for readiness: nine tenths of the places are taken."""
         return self.in_flight * 10 >= self.capacity * 9
 
+    def settle(self) -> None:
+        """Wakes whoever waits until nothing is under way."""
+        if self.in_flight == self.reserved == 0:
+            self.idle.set()
+
+
+class Admission:
+    """Counts the requests for one name in its model's room; each model has a room of its own, so that one which is full
+    leaves the others their places. A model and its adapters share one.
+    """
+
+    def __init__(self, room: Room, metrics: ModelMetrics) -> None:
+        self.room = room
+        self.in_flight = 0
+        self.metrics = metrics
+        metrics.in_flight.set_function(lambda: self.in_flight)
+
     def reserve(self, count: int) -> Places:
         """Room for `count` requests before any work is done for them, or a 429."""
         self._check(count, 0)
-        self.reserved += count
-        self.idle.clear()
+        self.room.reserved += count
+        self.room.idle.clear()
         return Places(self, count)
 
     def admit(self, token_counts: list[int]) -> list[Ticket]:
         """One ticket for each request, or none: a Fault, 429 when they may fit later and 400 when they never can."""
         self._check(len(token_counts), sum(token_counts))
         self.in_flight += len(token_counts)
-        self.tokens += sum(token_counts)
-        self.idle.clear()
+        self.room.in_flight += len(token_counts)
+        self.room.tokens += sum(token_counts)
+        self.room.idle.clear()
         self.metrics.accepted.inc(len(token_counts))
         return [Ticket(self, tokens) for tokens in token_counts]
 
     def _check(self, count: int, tokens: int) -> None:
-        if count > self.capacity:
-            message = f"The request asks for {count} sequences, but this model holds at most {self.capacity} at a time."
+        room = self.room
+        if count > room.capacity:
+            message = f"The request asks for {count} sequences, but this model holds at most {room.capacity} at a time."
             raise Fault(Code.INVALID_PARAMETER, message, param="n", hint="Send fewer prompts or choices at once.")
-        taken = self.in_flight + self.reserved
-        if taken + count > self.capacity:
+        taken = room.in_flight + room.reserved
+        if taken + count > room.capacity:
             self._refuse(
-                "requests", f"The queue is full: {taken} requests are waiting or running and {self.capacity} fit."
+                "requests", f"The queue is full: {taken} requests are waiting or running and {room.capacity} fit."
             )
         # an empty server takes even a request above the budget, or it could never run
-        if self.in_flight and self.tokens + tokens > self.token_budget:
+        if room.in_flight and room.tokens + tokens > room.token_budget:
             self._refuse(
-                "tokens", f"The queue is full: {self.tokens} tokens are waiting or running and {self.token_budget} fit."
+                "tokens", f"The queue is full: {room.tokens} tokens are waiting or running and {room.token_budget} fit."
             )
 
     def _refuse(self, reason: str, message: str) -> None:
@@ -112,14 +127,10 @@ class Admission:
 
     def leave(self, ticket: Ticket, outcome: Outcome) -> None:
         self.in_flight -= 1
-        self.tokens -= ticket.tokens
+        self.room.in_flight -= 1
+        self.room.tokens -= ticket.tokens
         self.metrics.finished(outcome).inc()
-        self.settle()
-
-    def settle(self) -> None:
-        """Wakes whoever waits until nothing is under way."""
-        if self.in_flight == self.reserved == 0:
-            self.idle.set()
+        self.room.settle()
 
 
 class Streams:

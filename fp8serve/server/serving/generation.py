@@ -224,7 +224,8 @@ def build_requests(
     for prompt in prompts:
         for choice in range(n):
             seeded = params if params.seed is None else replace(params, seed=(params.seed + choice) % 2**63)
-            requests.append(Request(f"{group}-{len(requests)}", prompt, seeded, tenant, group=group))
+            name = f"{group}-{len(requests)}"
+            requests.append(Request(name, prompt, seeded, tenant, group=group, adapter=served.adapter))
     _check_all(served, requests)
     return requests
 

@@ -120,7 +120,7 @@ class Loader:
             return None
         if there is not None and there.home == home:
             return there
-        if there is not None or self.models.named(name) is not None:
+        if self.models.is_taken(name):
             hint = "Unload it first, or choose another name."
             raise Fault(Code.NAME_TAKEN, f"{name} stands for something else already.", param="name", hint=hint)
         return None

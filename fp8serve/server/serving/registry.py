@@ -8,9 +8,11 @@ from typing import Any
 
 from fp8serve.engine.request import Task
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.served import Served
 from fp8serve.server.serving.served_model import ServedModel
 
+COUNTED = ("running", "waiting")
 PLACEHOLDERS = frozenset({"dummy", "tgi"})
 """Names by which official clients say "the model you serve": huggingface_hub's InferenceClient, given an address, and
 what text-generation-inference tells users of OpenAI's client to send."""
@@ -25,14 +27,44 @@ class Registry:
         self.aliases: dict[str, str] = {}  # to the name of a model
 
     def names(self) -> list[str]:
-        """By which requests may ask now, those of the default first, aliases last."""
+        """By which requests may ask now, those of the default first, then adapters, aliases last."""
         own = (name for model in self.models.values() for name in model.names())
-        return list(dict.fromkeys([*own, *(alias for alias, name in self.aliases.items() if name in self.models)]))
+        adapters = (name for model in self.models.values() for name in model.adapters)
+        return list(
+            dict.fromkeys([*own, *adapters, *(alias for alias, name in self.aliases.items() if name in self.models)])
+        )
 
     def named(self, name: str) -> ServedModel | None:
         """The model that a name, an alias, or the id of the weights behind a name stands for."""
         found = self.models.get(name) or self.models.get(self.aliases.get(name, ""))
         return found or next((model for model in self.models.values() if name in model.names()), None)
+
+    def adapter(self, name: str) -> tuple[ServedModel, ServedAdapter] | None:
+        """The adapter of that name, behind the model that has it."""
+        found = ((model, model.adapters.get(name)) for model in self.models.values())
+        return next(((model, adapter) for model, adapter in found if adapter is not None), None)
+
+    def find_adapter(self, name: str) -> tuple[ServedModel, ServedAdapter]:
+        """As `adapter`. Fault 404 where there is none."""
+        if (found := self.adapter(name)) is not None:
+            return found
+        known = ", ".join(name for model in self.models.values() for name in model.adapters) or "none"
+        message = "There is no adapter of that name here."
+        raise Fault(Code.MODEL_NOT_FOUND, message, param="lora_name", hint=f"Loaded are: {known}.")
+
+    def is_taken(self, name: str) -> bool:
+        """Whether something has that name."""
+        return self.named(name) is not None or self.adapter(name) is not None
+
+    def own_name(self, name: str) -> str:
+        """Of the model or adapter that `name` stands for. Fault 404 where there is none."""
+        return name if self.adapter(name) is not None else self.find(name, "model").name
+
+    def beside(self, served: Served) -> list[ServedAdapter]:
+        """The adapters of the model that serves these weights."""
+        models = (model for model in self.models.values() if model.current is not None)
+        found = (m for m in models if m.current is not None and m.current.engine is served.engine)
+        return [adapter for model in found for adapter in model.adapters.values()]
 
     def find(self, name: str, param: str = "name") -> ServedModel:
         """As `named`. Fault 404 where there is none."""
@@ -48,6 +80,8 @@ class Registry:
 
         Where none is named it is the default, or the first model for one of `tasks` if the default is for another.
         """
+        if model is not None and (beside := self.adapter(model)) is not None:
+            return beside[1].beside(beside[0].resolve())
         found = self._for(tasks) if model is None else self.named(model)
         if found is None and (model in PLACEHOLDERS or self.default.state == "loading"):
             found = self._for(tasks)  # the default may have other weights when it is loaded, and their name
@@ -59,12 +93,22 @@ class Registry:
 
     def serving(self, key: str) -> bool:
         """Whether a model serves the weights of this source."""
-        return any(m.current is not None and m.current.source.key == key for m in self.models.values())
+        keys = {model.current.source.key for model in self.models.values() if model.current is not None}
+        return key in keys or any(a.source.key == key for m in self.models.values() for a in m.adapters.values())
 
     def count(self, of: Callable[[ServedModel], int]) -> int:
         """The sum over all models."""
         return sum(map(of, self.models.values()))
 
     def stats(self) -> Mapping[str, Mapping[str, Any]]:
-        """What each engine said last about itself."""
-        return {name: model.stats for name, model in self.models.items()}
+        """What each engine said last about itself; sequences with an adapter are counted under its name alone."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for name, model in self.models.items():
+            said, beside = model.stats, model.adapter_stats().values()
+            own = {key: said[key] - sum(counts[key] for counts in beside) for key in COUNTED if key in said}
+            found[name] = said | own
+        return found
+
+    def adapter_stats(self) -> Mapping[str, Mapping[str, Mapping[str, int]]]:
+        """By model and adapter, how many sequences run and wait."""
+        return {name: model.adapter_stats() for name, model in self.models.items()}

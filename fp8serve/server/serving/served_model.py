@@ -18,6 +18,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.server.answers.choice import choose
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.scale_history import ScaleHistory
 from fp8serve.server.serving.served import EngineHandle, Launch, Served, Source, weight_version
@@ -46,6 +47,7 @@ class ServedModel:
         self.state: State = "loading"
         self.problem: Fp8ServeError | None = None
         self.reported: tuple[Served | None, dict[str, Any]] = (None, {})  # what an engine said last about itself
+        self.adapters: dict[str, ServedAdapter] = {}  # by name
         self.asks_layers = False  # whether it is asked about its layers, too
         self.reported_layers: tuple[Served | None, list[dict[str, Any]]] = (None, [])
         self.history = ScaleHistory()
@@ -88,6 +90,11 @@ class ServedModel:
         """What the present engine said last about itself; empty when it is dead, or has said nothing yet."""
         of, stats = self.reported
         return stats if of is self.current and self.ready else {}
+
+    def adapter_stats(self) -> dict[str, dict[str, int]]:
+        """By adapter, how many sequences run and wait, as the engine said last."""
+        said, none = self.stats.get("adapters", {}), {"running": 0, "waiting": 0}
+        return {name: said.get(adapter.engine_name, none) for name, adapter in self.adapters.items()}
 
     @property
     def layers(self) -> list[dict[str, Any]]:
@@ -137,6 +144,9 @@ class ServedModel:
         On any failure, of `record` too, raises and changes nothing: what serves is always what a restart would serve.
         """
         self._refuse_if_leaving()
+        if self.adapters:
+            hint = f"Unload first: {', '.join(self.adapters)}."
+            raise Fault(Code.ALIAS_BUSY, "The model has adapters, which are for the weights that it serves.", hint=hint)
         if self._swap.locked():
             raise Fault(
                 Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint="Try again when it is done."
@@ -183,6 +193,7 @@ class ServedModel:
                 try:
                     version = await asyncio.to_thread(weight_version, source.directory)
                     await self._canary(engine)
+                    await self._load_adapters(engine)
                 except BaseException:
                     await engine.kill("The engine was given up before it served.")
                     raise
@@ -192,6 +203,19 @@ class ServedModel:
             raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
         answers = choose(tokenizer.template_text, tokenizer.takes_tools, source.readers)
         return Served(source, engine, tokenizer, self.admission, f"{source.key}-{version}", answers)
+
+    async def _load_adapters(self, engine: EngineHandle) -> None:
+        """What is beside the model. One that cannot be loaded is dropped, or if it is required at the first start,
+        raised."""
+        for name, adapter in list(self.adapters.items()):
+            try:
+                adapter.facts = await engine.load_adapter(adapter.engine_name, adapter.source.directory)
+            except Fp8ServeError as error:
+                if adapter.source.required and self.current is None:
+                    raise
+                log.error("the adapter %s is not served any more: %s", name, error)
+                self.adapters.pop(name, None)
+                adapter.admission.metrics.forget()
 
     async def _canary(self, engine: EngineHandle) -> None:
         """One greedy token, one vector or one score: an engine that loads but cannot compute is not put in place."""

@@ -38,6 +38,6 @@ def test_a_stream_that_cannot_be_sent_frees_its_places(start: Start, path: str, 
             scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
             await server.app(scope | {"http_version": "1.1", "scheme": "http", "root_path": ""}, receive, send)
             admission = server.state.models.default.admission
-            assert (admission.in_flight, admission.reserved, server.state.streams.open) == (0, 0, 0)
+            assert (admission.in_flight, admission.room.reserved, server.state.streams.open) == (0, 0, 0)
 
     asyncio.run(body())

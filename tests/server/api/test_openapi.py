@@ -6,6 +6,7 @@ status, media type and schema, `Allow` with a 405, and never a 5xx. It also goes
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -22,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from fp8serve.server.api.openapi_description import EXAMPLES, JOBS, ROUTES
+from fp8serve.server.named_models import NamedAdapter
 from fp8serve.server.serving import rolled_scales
 from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
@@ -109,11 +111,18 @@ async def test_links_lead_somewhere(start: Start) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
-async def test_examples_are_taken_as_they_are(start: Start, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_examples_are_taken_as_they_are(
+    start: Start, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rolled_scales, "COMMAND", (sys.executable, "-c", ""))  # writes nothing
     made = dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), embedding_engine)
     made |= {"/classify": classifying_engine, "/scales/save": rolling_engine}
-    async with start(Launcher(made[path]) if path in made else None) as server:
+    (tmp_path / "more" / "clerk-2026-01").mkdir(parents=True)
+    (tmp_path / "more" / "clerk-2026-01" / "adapter_config.json").touch()
+    tutor = NamedAdapter("tutor", tmp_path / "tutor")
+    adapters = (tutor,) if path == "/v1/unload_lora_adapter" else ()
+    launcher = Launcher(made[path]) if path in made else None
+    async with start(launcher, models_dir=tmp_path / "more", adapters=adapters) as server:
         answer = await server.client.post(path.replace("{name}", "tiny"), json=EXAMPLES[path])
         assert answer.status_code in (200, 202), answer.text
 

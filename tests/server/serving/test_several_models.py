@@ -346,7 +346,7 @@ async def test_a_full_model_leaves_the_others_their_places(start: Start, more: P
     async with start(models_dir=more, max_num_seqs=1) as server:
         await load(server, "x", "a")
         admission = server.state.models.default.admission
-        with admission.reserve(admission.capacity):
+        with admission.reserve(admission.room.capacity):
             assert (await complete(server, "tiny")).status_code == 429
             assert (await complete(server, "x")).status_code == 200
         text = (await server.client.get("/metrics")).text

@@ -1,5 +1,6 @@
 """The swap of a model's weights to a job's result, and back."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,7 +21,10 @@ async def activate_model(name: str, body: ActivateBody, state: StateDep) -> dict
 
 
 async def swap(state: ServerState, model: ServedModel, key: str) -> dict[str, Any]:
-    """The swap goes on to its end even if the client that asked for it goes away."""
+    """The swap goes on to its end even if the client that asked for it goes away. A job's adapter is loaded beside."""
+    if (job := await asyncio.to_thread(state.sources.adapter, key)) is not None:
+        adapter = await state.activate_adapter(model, job)
+        return {"model": adapter.name, "served": served_view(adapter.beside(model.resolve())), "previous": None}
     before = served_view(model.current)
     served = await state.loader.to_the_end(state.activate(model, key))
     return {"model": model.name, "served": served_view(served), "previous": before}

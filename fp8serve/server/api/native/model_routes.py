@@ -73,7 +73,7 @@ def _give(state: ServerState, model: ServedModel, alias: str) -> None:
         check_name(alias)
     except RequestError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param="alias") from None
-    if alias in state.loader.known or alias in state.models.models:
+    if alias in state.loader.known or alias in state.models.models or state.models.adapter(alias) is not None:
         raise Fault(Code.NAME_TAKEN, f"{alias} is a model's own name.", param="alias", hint="Choose another.")
     state.models.aliases[alias] = model.name
 
@@ -113,6 +113,7 @@ def model_view(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "max_model_len": None if served is None else served.engine.limits.max_model_len,
         "in_flight": model.admission.in_flight,
         "memory_bytes": {kind: info[key] for kind, key in MEMORY.items() if key in info},
+        "adapters": [adapter.view() for adapter in model.adapters.values()],
     }
 
 

@@ -59,10 +59,10 @@ async def info(state: StateDep, model: ModelName = None) -> dict[str, Any]:
     served = state.models.resolve(model)
     longest = served.engine.limits.max_model_len
     return {
-        "model_id": state.models.default.name if model is None else state.models.find(model, "model").name,
+        "model_id": state.models.default.name if model is None else state.models.own_name(model),
         "model_sha": served.weight_version,
         "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": served.admission.capacity,
+        "max_concurrent_requests": served.admission.room.capacity,
         "max_best_of": limits.n,
         "max_stop_sequences": MAX_STOP_STRINGS,
         "max_input_tokens": longest - 1,
@@ -73,6 +73,7 @@ async def info(state: StateDep, model: ModelName = None) -> dict[str, Any]:
         "sha": None,
         "docker_label": None,
         "served": served_view(served),
+        "adapters": [adapter.view() for adapter in state.models.beside(served)],
         "engine": public_facts(served.engine.info),
         "options": settings.public,
         "train_on": settings.train_on,

@@ -1,6 +1,7 @@
 """`/v1/models`: the names that requests may use, with the state of each; behind them what could be loaded.
 
-A name in the state "available" is none yet: it is the result of a fine-tune, or a directory of --models-dir.
+An adapter names its model as `parent`. A name in the state "available" is none yet: it is the result of a fine-tune, or
+a directory of --models-dir.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from fastapi import APIRouter
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.server_state import ServerState
+from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.served_model import ServedModel
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -32,8 +34,11 @@ async def _all(state: ServerState) -> dict[str, dict[str, Any]]:
     """By their names, those that answer first."""
     usable = [(name, state.models.named(name)) for name in state.models.names()]
     shown = {name: _served(state, name, model) for name, model in usable if model is not None}
-    for job in await asyncio.to_thread(state.sources.results):
-        shown.setdefault(job.model_id, _available(job.model_id, job.finished_at or job.created_at, job.base))
+    for model in state.models.models.values():
+        shown |= {name: _beside(state, model, adapter) for name, adapter in model.adapters.items()}
+    for jobs in (state.sources.results, state.sources.adapters):
+        for job in await asyncio.to_thread(jobs):
+            shown.setdefault(job.model_id, _available(job.model_id, job.finished_at or job.created_at, job.base))
     for name in sorted(await asyncio.to_thread(state.loadable)):
         shown.setdefault(name, _available(name, state.started_at, None))
     return shown
@@ -51,6 +56,11 @@ def _served(state: ServerState, name: str, model: ServedModel) -> dict[str, Any]
             "task": None if served is None else served.engine.limits.task,
         }
     )
+
+
+def _beside(state: ServerState, model: ServedModel, adapter: ServedAdapter) -> dict[str, Any]:
+    """An adapter: `parent` is its model, `root` what it is called where it comes from."""
+    return _served(state, adapter.name, model) | {"root": adapter.source.root, "parent": model.name}
 
 
 def _available(name: str, created: int, parent: str | None) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""The adapters that an engine has loaded beside its model, by name: LoRA and DoRA, several in one batch.
+
+A request names one; rows of its sequence then run with it, and those of others do not (fp8/beside.py). A name stands
+for one adapter at a time. One that was unloaded stays until its last sequence has ended, so that the same name may
+stand for another meanwhile: sequences hold what they began with. Adapters are told apart by their contents in the
+prefix cache, on the disk as well.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.engine.invariant import RowIndependent
+from fp8serve.engine.scheduler import Work
+from fp8serve.engine.transfer import to_device
+from fp8serve.errors import MachineError, ModelError, RequestError, shown
+from fp8serve.fp8.beside import NONE, Assignment, Beside, Part, attach, factor_of
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.own_linear import OwnLinear
+from fp8serve.model.adapters import Adapter, LowRank, read_adapter
+from fp8serve.model.building import Model
+from fp8serve.model.network.memory import free_memory
+
+DIGEST_BYTES = 16
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """One adapter; `digest` names its numbers. users: sequences that hold it."""
+
+    name: str
+    number: int
+    digest: bytes
+    rank: int
+    nbytes: int
+    parts: dict[str, Part]  # by linear
+    users: int = 0
+    retired: bool = False
+
+    def view(self) -> dict[str, Any]:
+        """JSON."""
+        kind = "dora" if any(part.factor is not None for part in self.parts.values()) else "lora"
+        facts = {"name": self.name, "method": kind, "rank": self.rank, "layers": len(self.parts)}
+        return facts | {"bytes": self.nbytes, "digest": self.digest.hex()}
+
+
+@dataclass
+class Adapters:
+    """Of one model, whose linear layers are in their final form."""
+
+    model: Model
+    max_rank: int
+    assignment: Assignment = field(default_factory=Assignment)
+    named: dict[str, LoadedAdapter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._numbers = itertools.count()
+        self._held: dict[int, LoadedAdapter] = {}  # by number, those included that were unloaded and still run
+
+    def load(self, name: str, directory: Path) -> LoadedAdapter:
+        """The adapter of a directory as peft writes it. ModelError when it does not fit the model, RequestError when
+        the name is in use, MachineError for want of memory; then nothing has changed."""
+        if name in self.named:
+            raise RequestError(f"There is an adapter {shown(name)} already; unload it first, or choose another name.")
+        found = read_adapter(directory, self.model.config)
+        self._check(directory, found)
+        number = next(self._numbers)
+        parts = {linear: self._part(linear, low) for linear, low in found.items()}
+        rank, size = max(low.a.shape[0] for low in found.values()), sum(low.nbytes for low in found.values())
+        new = LoadedAdapter(name, number, _digest(found), rank, size, parts)
+        self._held[number] = self.named[name] = new
+        self._stack(parts)
+        return new
+
+    def unload(self, name: str) -> None:
+        """No new sequence gets it. RequestError: there is none of that name."""
+        found = self.find(name)
+        del self.named[name]
+        found.retired = True
+        self._free(found)
+
+    def find(self, name: str) -> LoadedAdapter:
+        """RequestError: there is none of that name."""
+        if (found := self.named.get(name)) is None:
+            raise RequestError(f"There is no adapter {shown(name)} here; load it first.")
+        return found
+
+    def take(self, name: str | None) -> LoadedAdapter | None:
+        """For a sequence, which gives it back when it ends. RequestError: see `find`."""
+        if name is None:
+            return None
+        found = self.find(name)
+        found.users += 1
+        return found
+
+    def give_back(self, adapter: LoadedAdapter | None) -> None:
+        if adapter is not None:
+            adapter.users -= 1
+            self._free(adapter)
+
+    def begin(self, work: list[Work], last: Tensor | None, device: torch.device) -> None:
+        """The rows of `work` have the adapters of their sequences until `end`; last: see `StepTensors`."""
+        if any(item.seq.adapter is not None for item in work):
+            numbers = [NONE if item.seq.adapter is None else item.seq.adapter.number for item in work]
+            counts = to_device([item.count for item in work], torch.long, device)
+            self.assignment.begin(to_device(numbers, torch.long, device).repeat_interleave(counts), last)
+
+    def end(self) -> None:
+        self.assignment.end()
+
+    def _check(self, directory: Path, found: Adapter) -> None:
+        """Before anything is computed."""
+        for linear, low in found.items():
+            if (rank := low.a.shape[0]) > self.max_rank:
+                raise ModelError(
+                    f"{directory}: the rank of {linear} is {rank}, above the limit of {self.max_rank}; raise "
+                    "max_lora_rank."
+                )
+            if not isinstance(self.model.get_submodule(linear), FrozenLinear | OwnLinear | RowIndependent):
+                raise ModelError(f"{directory}: {linear} is computed in a way that takes no adapter; train without it.")
+        size = 2 * sum(low.nbytes for low in found.values())  # stacks are copies, and the old ones go last
+        if self.model.embedding.weight.device.type == "cpu" and size > (free := free_memory()):
+            raise MachineError(f"{directory} needs {size:,} bytes and {free:,} are free; unload another adapter first.")
+
+    def _part(self, linear: str, low: LowRank) -> Part:
+        base = _innermost(self.model.get_submodule(linear))
+        device = cast(Tensor, base.weight).device
+        a, b = low.a.to(device), low.b.to(device)
+        magnitude = None if low.magnitude is None else low.magnitude.to(device)
+        return Part(a, b, low.scaling, factor_of(base, a, b, low.scaling, magnitude))
+
+    def _free(self, adapter: LoadedAdapter) -> None:
+        if adapter.retired and adapter.users == 0:
+            del self._held[adapter.number]
+            self._stack(adapter.parts)
+
+    def _stack(self, linears: Mapping[str, Part]) -> None:
+        """Stacks anew what these linears have."""
+        pruned = set(self.model.pruned_names())
+        for linear in linears:
+            module = self.model.get_submodule(linear)
+            parts = {number: held.parts[linear] for number, held in self._held.items() if linear in held.parts}
+            bias = cast(Tensor | None, _innermost(module).bias)
+            beside = Beside(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
+            attach(module, beside)
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    return module.inner if isinstance(module, RowIndependent) else module
+
+
+def _digest(found: Adapter) -> bytes:
+    """Of every number of an adapter, and of the layers that have them."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for linear, low in sorted(found.items()):
+        digest.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())
+        for tensor in (low.a, low.b, *(() if low.magnitude is None else (low.magnitude,))):
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()

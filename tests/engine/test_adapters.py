@@ -1,0 +1,209 @@
+"""Several adapters in one batch: each answer is bit for bit what it is alone, and those without one are as ever."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8serve.cli import main
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.fp8.own_linear import own_products
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.forward import Forward
+from fp8serve.train.log_probs import log_probs
+from fp8serve.train.lora import adapted_model, trained
+
+from .adapters import write_random_adapter
+from .tiny import call_each_layer, write_model, write_scales
+
+Answer = tuple[list[int], list[object]]
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 4, "seed": 1},
+    "dora": {"rank": 7, "dora": True, "seed": 2},
+    "of some layers": {"rank": 2, "only": ("q_proj", "o_proj", "down_proj"), "seed": 3},
+}
+PROMPTS = [[5, 6, 7, 8] * 5, [9, 10, 11] * 4, [1, 2, 3] * 9, [77]]
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "delayed": ("llama", {}, {}),
+    "fp8 cache": ("mistral", {"head_dim": 40, "sliding_window": 12}, {"kv_cache_dtype": "fp8"}),
+    "biases, rowwise": ("qwen2", {}, {"recipe": "rowwise"}),
+    "norms behind, blocks": ("gemma2", {"intermediate_size": 200}, {"recipe": "block"}),
+    "a shared expert, current": ("qwen2_moe", {}, {"recipe": "current"}),
+    "joined in the file, bf16": ("phi3", {}, {"recipe": "bf16"}),
+}
+
+
+def model_of(folder: Path, kind: str) -> tuple[Path, dict[str, Any], dict[str, Path]]:
+    """The model, its engine's options, its adapters."""
+    family, sizes, options = MODELS[kind]
+    model = write_model(folder / "model", family, **sizes)
+    if "recipe" not in options:
+        write_scales(model, model / "scales.safetensors", kv=True)
+    adapters = {name: write_random_adapter(folder / name, model, **how) for name, how in KINDS.items()}
+    return model, options, adapters
+
+
+def engine_of(model: Path, adapters: dict[str, Path], **options: Any) -> Engine:
+    engine = Engine(model, **options)
+    for name, directory in adapters.items():
+        engine.load_adapter(name, directory)
+    return engine
+
+
+def ask(engine: Engine, asked: Sequence[tuple[str | None, list[int]]], **sampling: Any) -> list[Answer]:
+    """The answers to requests that are there at the same time, each for an adapter or none."""
+    params = SamplingParams(**{"max_new_tokens": 5, "temperature": 0.0, "logprobs": 2, "ignore_eos": True} | sampling)
+    found: list[Answer] = [([], []) for _ in asked]
+    for number, (adapter, prompt) in enumerate(asked):
+        engine.add_request(Request(str(number), tuple(prompt), params, adapter=adapter))
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            tokens, said = found[int(output.request_id)]
+            tokens.extend(output.token_ids)
+            said.extend((*(output.prompt_logprobs or ()), *(output.logprobs or ())))
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_is_as_it_is_alone(tmp_path: Path, kind: str) -> None:
+    model, options, adapters = model_of(tmp_path, kind)
+    names = (None, *adapters)
+    plain = Engine(model, **options)
+    alone = {None: [ask(plain, [(None, prompt)])[0] for prompt in PROMPTS]}
+    for name in adapters:
+        single = engine_of(model, {name: adapters[name]}, **options)
+        alone[name] = [ask(single, [(name, prompt)])[0] for prompt in PROMPTS]
+    assert len({repr(alone[name][0]) for name in names}) == len(names)  # each says something else
+
+    together = Engine(model, **options, max_batch_tokens=24, max_num_seqs=16, block_size=4)  # prompts come in chunks
+    together.pack_weights()
+    for name, directory in adapters.items():
+        together.load_adapter(name, directory)
+    asked = [(name, prompt) for prompt in PROMPTS for name in names]
+    expected = [alone[name][number] for number in range(len(PROMPTS)) for name in names]
+    assert ask(together, asked) == expected
+    hits = together.stats()["prefix_hit_tokens_total"]
+    assert ask(together, asked[::-1]) == expected[::-1]
+    assert together.stats()["prefix_hit_tokens_total"] > hits
+    call_each_layer(together)
+    assert ask(together, asked[:8]) == expected[:8]
+
+
+@pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_has_the_trainers_log_probabilities(tmp_path: Path, dora: bool) -> None:
+    model = write_model(tmp_path / "model", "qwen2", intermediate_size=200)
+    write_scales(model, model / "scales.safetensors")
+    adapter = write_random_adapter(tmp_path / "adapter", model, dora=dora, rank=5)
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "to be or not to be"}\n')
+    config = TrainConfig(str(model), (str(data),), str(tmp_path / "run"), lora_rank=5, lora_alpha=8.5, dora=dora)
+    decoder = adapted_model(config)
+    stored = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, master in trained(decoder).items():
+            suffix = "" if name.endswith("vector") else ".weight"
+            master.copy_(stored[f"base_model.model.{name}{suffix}"])
+    expected = log_probs(Forward(decoder, None), PROMPTS[:3])
+
+    engine = engine_of(model, {"a": adapter}, max_batch_tokens=24)
+    asked = [(name, prompt) for prompt in PROMPTS[:3] for name in ("a", None)]
+    found = ask(engine, asked, prompt_logprobs=0, max_new_tokens=1, logprobs=None)[::2]
+    for (_, said), wanted in zip(found, expected, strict=True):
+        assert [item.logprob for item in said] == wanted.tolist()  # type: ignore[attr-defined]
+
+
+def test_names_are_taken_and_given_back(tmp_path: Path) -> None:
+    model, _, adapters = model_of(tmp_path, "delayed")
+    engine = engine_of(model, {"a": adapters["lora"]}, block_size=4)
+    lora = ask(engine_of(model, {"a": adapters["lora"]}), [("a", PROMPTS[0])])
+    dora = ask(engine_of(model, {"a": adapters["dora"]}), [("a", PROMPTS[0])])
+    with pytest.raises(RequestError, match="an adapter 'a' already"):
+        engine.load_adapter("a", adapters["dora"])
+
+    params = SamplingParams(max_new_tokens=5, temperature=0.0, logprobs=2, ignore_eos=True)
+    engine.add_request(Request("old", tuple(PROMPTS[0]), params, adapter="a"))
+    outputs = engine.step()
+    assert engine.stats()["adapters"] == {"a": {"running": 1, "waiting": 0}}
+    engine.unload_adapter("a")  # while it answers
+    with pytest.raises(RequestError, match="no adapter 'a' here"):
+        engine.generate([PROMPTS[0]], adapter="a")
+    engine.load_adapter("a", adapters["dora"])
+    engine.add_request(Request("new", tuple(PROMPTS[0]), params, adapter="a"))
+    while engine.has_work():
+        outputs += engine.step()
+    for request, expected in (("old", lora), ("new", dora)):
+        said = [output for output in outputs if output.request_id == request]
+        assert [token for output in said for token in output.token_ids] == expected[0][0]
+        assert said[-1].num_cached_tokens == 0
+    engine.unload_adapter("a")
+    assert all(layer.beside is None for layer in engine.loaded.frozen.values())
+    assert engine.info()["adapters"] == []
+
+
+def test_the_command_line_answers_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _, adapters = model_of(tmp_path, "delayed")
+    asked = ["generate", str(model), "--max-new-tokens", "5", "--json"]
+    found = {}
+    for name, more in (("none", []), ("lora", ["--adapter", str(adapters["lora"])])):
+        assert main([*asked, *more, "Once upon"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)[0]["token_ids"]
+    engine = engine_of(model, {"a": adapters["lora"]})
+    for name, adapter in (("none", None), ("lora", "a")):
+        assert found[name] == list(
+            engine.generate(["Once upon"], adapter=adapter, max_new_tokens=5, temperature=0.0)[0].token_ids
+        )
+    assert main([*asked, "--adapter", str(tmp_path / "none"), "Once"]) == 1
+    assert "adapter_config.json" in capsys.readouterr().err
+    assert main(["generate", "--server", "http://127.0.0.1:9", "--adapter", "x", "Once"]) != 0
+    assert "is for a MODEL that is loaded here" in capsys.readouterr().err
+
+
+def test_kept_prefixes_know_their_adapter(tmp_path: Path) -> None:
+    model, _, adapters = model_of(tmp_path, "delayed")
+    options = {"block_size": 4, "cache_dir": str(tmp_path / "cache")}
+    first = engine_of(model, {"a": adapters["lora"]}, **options)
+    expected = ask(first, [("a", PROMPTS[0])])
+    first.save_prefixes()
+    again = engine_of(model, {"b": adapters["lora"], "a": adapters["dora"]}, **options)
+    other = ask(again, [("a", PROMPTS[0])])
+    assert again.stats()["prefix_restored_hit_tokens_total"] == 0
+    assert other != expected
+    assert ask(again, [("b", PROMPTS[0])]) == expected
+    assert again.stats()["prefix_restored_hit_tokens_total"] > 0
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    model, _, adapters = model_of(tmp_path, "delayed")
+    other = write_model(tmp_path / "other", hidden_size=128)
+    engine = engine_of(model, {"a": adapters["lora"]}, max_lora_rank=8)
+    expected = ask(engine, [("a", PROMPTS[0]), (None, PROMPTS[1])])
+
+    broken = Path(shutil.copytree(adapters["lora"], tmp_path / "broken"))
+    tensors = load_file(broken / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, broken / "adapter_model.safetensors")
+    cut = Path(shutil.copytree(adapters["lora"], tmp_path / "cut"))
+    (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-9])
+    wide = write_random_adapter(tmp_path / "wide", model, rank=9)
+    shape = write_random_adapter(tmp_path / "shape", other)
+    for directory, said in (
+        (broken, "holds NaN or an infinity"),
+        (cut, "adapter_model.safetensors"),
+        (wide, "is 9, above the limit of 8; raise max_lora_rank"),
+        (shape, r"must be \[4, 64\] in this model, found \[4, 128\]"),
+        (tmp_path / "none", "adapter_config.json"),
+    ):
+        with pytest.raises(Fp8ServeError, match=said):
+            engine.load_adapter("b", directory)
+    assert [adapter["name"] for adapter in engine.info()["adapters"]] == ["a"]
+    assert ask(engine, [("a", PROMPTS[0]), (None, PROMPTS[1])]) == expected
