@@ -5,8 +5,7 @@ model/reading.py), so on a CPU threads divide the texts and not the ops (text_th
 texts no live figures are kept.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -28,14 +27,7 @@ from fp8serve.model.network.experts import mixtures
 from fp8serve.model.reading import hidden_states, load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class Step:
-    """Some texts of a call, by their indexes; hidden [tokens, H] of all of them."""
-
-    indexes: list[int]
-    lengths: list[int]
-    hidden: Tensor
+Finish = Callable[[Tensor, Sequence[int]], Tensor]  # hidden [tokens, H] of texts of these lengths -> [texts, ...]
 
 
 class TextEncoder:
@@ -74,22 +66,26 @@ class TextEncoder:
             raise RequestError(f"Token id {odd[0]} is outside the vocabulary of {size} tokens.")
 
     def run(
-        self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None = None
-    ) -> Iterator[Step]:
-        """Hidden states of texts, some together. segments: 0 or 1 for every token; None: all 0."""
+        self, sequences: Sequence[Sequence[int]], finish: Finish, segments: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """What `finish` makes of the hidden states of texts, one row a text. segments: 0 or 1 for every token; None:
+        all 0."""
+        rows = []
         for group in self._groups([len(ids) for ids in sequences]):
             parts = None if segments is None else [segments[i] for i in group]
-            lengths = [len(sequences[i]) for i in group]
-            yield Step(group, lengths, self.hidden([sequences[i] for i in group], parts))
+            rows.append(self.step([sequences[i] for i in group], finish, parts))
+        return torch.cat(rows)
 
-    def hidden(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None) -> Tensor:
-        """Of texts that are computed together [tokens, H]."""
+    def step(
+        self, sequences: Sequence[Sequence[int]], finish: Finish, segments: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """As `run`, of texts that are computed together."""
         lengths = [len(ids) for ids in sequences]
 
         def compute(indexes: Sequence[int]) -> Tensor:
             parts = None if segments is None else self._flat([segments[i] for i in indexes])
-            ids = self._flat([sequences[i] for i in indexes])
-            return hidden_states(self.model, ids, [lengths[i] for i in indexes], parts)
+            ids, own = self._flat([sequences[i] for i in indexes]), [lengths[i] for i in indexes]
+            return finish(hidden_states(self.model, ids, own, parts), own)
 
         return compute(range(len(lengths))) if self._threads is None else self._threads.run(lengths, compute)
 

@@ -18,7 +18,7 @@ LEAST = 64  # tokens of a thread: fewer are bound by reading the weights, which 
 
 
 class Compute(Protocol):
-    """Texts by their indexes -> the hidden states of all of them, one behind the other [tokens, H]."""
+    """Texts by their indexes -> a row for each [texts, ...]."""
 
     def __call__(self, indexes: Sequence[int]) -> Tensor: ...
 
@@ -36,11 +36,12 @@ class TextThreads:
             torch.set_num_threads(self._count)  # of this thread, and of those that start later
 
     def run(self, lengths: Sequence[int], compute: Compute) -> Tensor:
-        """Hidden states of texts of these lengths, in their order [tokens, H]."""
+        """The rows of texts of these lengths, in their order [texts, ...]."""
         if self._count == 1 or len(lengths) < self._count or sum(lengths) < LEAST * self._count:
             return compute(range(len(lengths)))
         parts = shares(lengths, self._count)
-        return _in_order(parts, list(self._pool.map(_inferring(compute), parts)), lengths)
+        rows = torch.cat(list(self._pool.map(_inferring(compute), parts)))
+        return rows[torch.tensor([i for part in parts for i in part]).argsort()]
 
 
 def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
@@ -53,14 +54,6 @@ def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
         found[least].append(index)
         tokens[least] += lengths[index]
     return [sorted(share) for share in found]
-
-
-def _in_order(parts: Sequence[Sequence[int]], hidden: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """hidden: of each share its texts [tokens, H]."""
-    texts: dict[int, Tensor] = {}
-    for indexes, states in zip(parts, hidden, strict=True):
-        texts.update(zip(indexes, states.split([lengths[i] for i in indexes]), strict=True))
-    return torch.cat([texts[i] for i in range(len(lengths))])
 
 
 def _inferring(compute: Compute) -> Callable[[Sequence[int]], Tensor]:
