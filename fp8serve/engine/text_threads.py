@@ -58,7 +58,7 @@ def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 def _inferring(compute: Compute) -> Callable[[Sequence[int]], Tensor]:
     """Without gradients, which torch decides for each thread."""
-    return torch.inference_mode()(compute)  # type: ignore[no-any-return]
+    return torch.inference_mode()(compute)
 
 
 def _compute_alone(everyone: Barrier) -> None:
