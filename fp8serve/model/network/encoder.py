@@ -155,8 +155,8 @@ class Encoder(nn.Module):
 
 
 def activated(x: Tensor, kind: EncoderActivation) -> Tensor:
-    """GELU of x [T, N]. Of BF16 on a CPU by a table of all 65,536 values: the vectorised function and the one for what is left
-    over at the end of a tensor may differ in the last bit."""
+    """GELU of x [T, N]. Of BF16 on a CPU by a table of all 65,536 values: the vectorised function and the one for what
+    is left over at the end of a tensor may differ in the last bit."""
     if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not x.requires_grad:
         return _look_up(x, _table(kind))  # type: ignore[no-any-return]
     return F.gelu(x, approximate=_APPROXIMATE[kind])
