@@ -35,7 +35,8 @@ Tensor look_up(const Tensor& x, const Tensor& table_in) {
   const Rows rows = rows_of(x);
   const uint16_t* table = data<const uint16_t>(held);
   parallel_rows(rows.count, rows.width, [&](int64_t r) {
-    look_up_row(data<const BF16>(rows.held) + r * rows.stride, table, data<BF16>(y) + r * rows.width, rows.width);
+    look_up_row(data<const BF16>(rows.held) + r * rows.stride, table, data<BF16>(y) + r * rows.width,
+                rows.width);
   });
   return y;
 }
