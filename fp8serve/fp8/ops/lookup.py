@@ -18,8 +18,8 @@ def look_up(x: Tensor, table: Tensor) -> Tensor:
 
 
 def _case(kind: str) -> tuple[Any, ...]:
-    """The table tells its entries apart: every element is its own place, read as a number."""
-    table = torch.arange(2**16).to(torch.int16).roll(1).view(torch.bfloat16)
+    """The table tells its entries apart: each is its place read as a number, of the other sign."""
+    table = torch.arange(2**16).to(torch.int16).roll(2**15).view(torch.bfloat16)
     dtype = torch.bfloat16
     inputs = {
         "hostile": lambda: hostile(dtype).nan_to_num(0.0, torch.inf, -torch.inf),  # NaN equals nothing
