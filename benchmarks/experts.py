@@ -9,10 +9,10 @@ experts-<date>.json. PYTHON is the interpreter of an environment with `transform
 failed, such as a peer that is not installed, is named on standard error, and the exit status is then 1. Peers:
 transformers in BF16; llama.cpp in BF16 and, of the same bytes as ours, in Q8_0: as it chooses to run it, and with its
 weights as they lie in the file ("plain"), for with AMX and more than one token llama-cpp-python 0.3.36 crashes on
-experts in Q8_0. All decode greedily behind random prompts of 256 tokens; llama.cpp at batch 1 only.
+experts in Q8_0. All decode greedily behind random prompts of 256 tokens, one sequence and eight.
 
     python benchmarks/experts.py transformers DIR/model BATCH
-    python benchmarks/experts.py llama DIR/model.gguf BF16|Q8_0 [plain]
+    python benchmarks/experts.py llama DIR/model.gguf BF16|Q8_0 BATCH [plain]
 
 are the peers, and print {"prefill": tokens/s, "decode": tokens/s}.
 """
@@ -25,7 +25,6 @@ import os
 import random
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,12 +79,12 @@ def run(folder: Path, python: str, recipe: str, rounds: int, out: Path) -> int:
     import runpy
 
     here, model = str(Path(__file__).resolve()), str(folder / "model")
-    peers = [("transformers BF16", [python, here, "transformers", model, "{batch}"], [1, 8])]
-    for words in (["BF16"], ["Q8_0"], ["Q8_0", "plain"]):
-        peers.append(
-            (" ".join(["llama.cpp", *words]), [python, here, "llama", str(folder / "model.gguf"), *words], [1])
-        )
-    entries = [f"[[peer]]\nname = {json.dumps(n)}\ncommand = {json.dumps(c)}\nbatch = {b}\n" for n, c, b in peers]
+    gguf = str(folder / "model.gguf")
+    peers = [("transformers BF16", [python, here, "transformers", model, "{batch}"])]
+    for kind, *layout in (["BF16"], ["Q8_0"], ["Q8_0", "plain"]):
+        command = [python, here, "llama", gguf, kind, "{batch}", *layout]
+        peers.append((" ".join(["llama.cpp", kind, *layout]), command))
+    entries = [f"[[peer]]\nname = {json.dumps(n)}\ncommand = {json.dumps(c)}\nbatch = [1, 8]\n" for n, c in peers]
     (folder / "peers.toml").write_text("\n".join(entries))
     peers_py = runpy.run_path(str(Path(__file__).with_name("peers.py")))
     options = ["--recipe", recipe, "--rounds", str(rounds), "--out", str(folder)]
@@ -140,56 +139,92 @@ def transformers(model: str, batch: str) -> None:
     told(prefill, steps, int(batch))
 
 
-def llama(model: str, kind: str, layout: str = "") -> None:
-    """At batch 1, with as many threads as the others."""
+def llama(model: str, kind: str, batch: str, layout: str = "") -> None:
+    """With as many threads as the others. layout "plain": weights are left as they lie in the file."""
+    from llama_cpp import llama_cpp as library
+
+    engine = LlamaCpp(library, _quantized(library, model, kind), int(batch), layout != "plain")
+    texts = prompts(int(batch), engine.vocabulary)
+    engine.read(0, texts[0][:8])
+
+    def prompt() -> None:
+        engine.forget()
+        engine.read(0, texts[0])
+
+    prefill, steps = min(timed(prompt)[0] for _ in range(3)), []
+    engine.forget()
+    tokens = [engine.read(sequence, text) for sequence, text in enumerate(texts)]
+    for number in range(NEW):
+        seconds, tokens = timed(lambda t=tokens, n=number: engine.step(t, PROMPT + n))
+        steps.append(seconds)
+    told(prefill, steps, int(batch))
+
+
+def _quantized(library: Any, model: str, kind: str) -> str:
+    """The path of the model in another type, which is made beside it unless it is there."""
     import ctypes
 
-    import llama_cpp
-    import numpy as np
+    if kind == "BF16":
+        return model
+    out, made = model.replace(".gguf", f"-{kind}.gguf"), f"{model}.{os.getpid()}"
+    if not os.path.exists(out):
+        parameters = library.llama_model_quantize_default_params()
+        parameters.ftype = getattr(library, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        if library.llama_model_quantize(model.encode(), made.encode(), ctypes.byref(parameters)):
+            raise SystemExit(f"{model} cannot be quantized to {kind}.")
+        os.replace(made, out)
+    return out
 
-    if layout == "plain":
-        _without_other_layouts()
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = model
-        if kind != "BF16":
-            out = f"{folder}/{kind}.gguf"
-            parameters = llama_cpp.llama_model_quantize_default_params()
-            parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-            if llama_cpp.llama_model_quantize(file.encode(), out.encode(), ctypes.byref(parameters)):
-                raise SystemExit(f"{file} cannot be quantized to {kind}.")
-            file = out
+class LlamaCpp:
+    """Several sequences, by llama.cpp's own functions: the Python class decodes one."""
+
+    def __init__(self, library: Any, path: str, sequences: int, repacks: bool) -> None:
+        self._library = library
+        settings = library.llama_model_default_params()
+        settings.use_extra_bufts = repacks
+        model = library.llama_model_load_from_file(path.encode(), settings)
+        if not model:
+            raise SystemExit(f"llama.cpp cannot read {path}; its words are above.")
+        self.vocabulary: int = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
-        engine = llama_cpp.Llama(
-            file, n_ctx=1024, n_batch=1024, logits_all=False, verbose=False, n_threads=threads, n_threads_batch=threads
-        )
-        ids = prompts(1, engine.n_vocab())[0]
-        engine.eval(ids[:8])
+        options = library.llama_context_default_params()
+        options.n_ctx, options.n_seq_max = 512 * sequences, sequences
+        options.n_batch = options.n_ubatch = 512
+        options.n_threads = options.n_threads_batch = threads
+        self._context = library.llama_init_from_model(model, options)
+        self._batch = library.llama_batch_init(512, 0, 1)
 
-        def prompt() -> None:
-            engine.reset()
-            engine.eval(ids)
+    def forget(self) -> None:
+        """Every sequence."""
+        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
 
-        prefill, steps = min(timed(prompt)[0] for _ in range(3)), []
-        for _ in range(NEW):
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(engine.ctx, -1), (engine.n_vocab(),))
-            token = int(logits.argmax())
-            steps.append(timed(lambda t=token: engine.eval([t]))[0])
-    told(prefill, steps, 1)
+    def read(self, sequence: int, ids: list[int]) -> int:
+        """A whole prompt -> the likeliest token behind it."""
+        self._decode([(token, place, sequence) for place, token in enumerate(ids)], only_last=True)
+        return self._likeliest(-1)
 
+    def step(self, tokens: list[int], place: int) -> list[int]:
+        """Of every sequence its next token, at the same place -> the ones behind."""
+        self._decode([(token, place, sequence) for sequence, token in enumerate(tokens)], only_last=False)
+        return [self._likeliest(row) for row in range(len(tokens))]
 
-def _without_other_layouts() -> None:
-    """llama.cpp leaves weights as they lie in the file."""
-    import llama_cpp.llama_cpp as library
+    def _decode(self, rows: list[tuple[int, int, int]], only_last: bool) -> None:
+        """rows: token, place, sequence."""
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (token, place, sequence) in enumerate(rows):
+            batch.token[i], batch.pos[i] = token, place
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = not only_last or i == len(rows) - 1
+        if status := self._library.llama_decode(self._context, batch):
+            raise SystemExit(f"llama_decode of {len(rows)} tokens gave {status}.")
 
-    usual = library.llama_model_default_params
+    def _likeliest(self, row: int) -> int:
+        import numpy as np
 
-    def plain() -> Any:
-        found = usual()
-        found.use_extra_bufts = False
-        return found
-
-    library.llama_model_default_params = plain
+        logits = self._library.llama_get_logits_ith(self._context, row)
+        return int(np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax())
 
 
 def main(arguments: Sequence[str]) -> int:

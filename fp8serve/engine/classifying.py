@@ -50,9 +50,7 @@ class Classifier:
     def classify_ids(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> Classified:
         """Of token ids, with 0 or 1 for each: whether it is of the first or the second text. RequestError."""
         self.check(sequences, segments)
-        logits = torch.empty(len(sequences), len(self.head.labels))
-        for step in self.encoder.run(sequences, segments):
-            logits[step.indexes] = self.labelled.logits(step.hidden, step.lengths).cpu()
+        logits = self.encoder.run(sequences, self.labelled.logits, segments).cpu()
         return Classified(logits, scored(logits, self.head.activation), [len(ids) for ids in sequences])
 
     def check(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> None:

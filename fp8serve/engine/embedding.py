@@ -64,12 +64,8 @@ class Embedder:
         """
         self.check(texts, dimensions)
         sequences = [self._ids(text, prompt_name, truncate) for text in texts]
-        found: list[Tensor] = [torch.empty(0)] * len(sequences)
-        for step in self.encoder.run(sequences):
-            vectors = self.pooling(step.hidden, step.lengths, dimensions).cpu()
-            for index, vector in zip(step.indexes, vectors, strict=True):
-                found[index] = vector
-        return Embedded(torch.stack(found), [len(ids) for ids in sequences])
+        vectors = self.encoder.run(sequences, lambda hidden, lengths: self.pooling(hidden, lengths, dimensions))
+        return Embedded(vectors.cpu(), [len(ids) for ids in sequences])
 
     def check(self, texts: Sequence[Text], dimensions: int | None) -> None:
         """RequestError: there are no texts, or not so many dimensions."""

@@ -61,8 +61,9 @@ class EncoderEngine:
         places = self._queue.take(self.encoder.options.step_tokens)
         lengths = [len(place.ids) for place in places]
         segments = [place.segments for place in places]
-        hidden = self.encoder.hidden([place.ids for place in places], segments if any(map(any, segments)) else None)
-        for place, answer in zip(places, self._answers(places, hidden, lengths), strict=True):
+        texts, parts = [place.ids for place in places], segments if any(map(any, segments)) else None
+        rows = self.encoder.step(texts, self._finish, parts)
+        for place, answer in zip(places, self._answers(places, rows), strict=True):
             place.call.found[place.index] = answer
             if place.call.is_finished:
                 self._answered.append(place.call)
@@ -75,8 +76,12 @@ class EncoderEngine:
         answered, self._answered = self._answered, []
         return answered
 
-    def _answers(self, places: Sequence[Place], hidden: Tensor, lengths: Sequence[int]) -> list[Any]:
-        """hidden [tokens, H] of texts of these lengths -> of each its answer, which JSON can hold."""
+    def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """hidden [tokens, H] of texts of these lengths -> FP32 [texts, ...], in the thread that computed them."""
+        raise NotImplementedError
+
+    def _answers(self, places: Sequence[Place], rows: Tensor) -> list[Any]:
+        """What `_finish` gave of texts -> of each its answer, which JSON can hold."""
         raise NotImplementedError
 
     def add_request(self, request: Request, arrived: float | None = None) -> None:
@@ -155,10 +160,12 @@ class EmbeddingEngine(EncoderEngine):
             self.encoder.check(ids)
         self._queue.add(call)
 
-    def _answers(self, places: Sequence[Place], hidden: Tensor, lengths: Sequence[int]) -> list[Any]:
-        pooling = self.embedder.pooling
-        pooled = torch.split(pooling.pooled(hidden, lengths), 1)
-        vectors = [pooling.finished(one, place.call.dimensions) for one, place in zip(pooled, places, strict=True)]
+    def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        return self.embedder.pooling.pooled(hidden, lengths)
+
+    def _answers(self, places: Sequence[Place], rows: Tensor) -> list[Any]:
+        finished, each = self.embedder.pooling.finished, zip(torch.split(rows, 1), places, strict=True)
+        vectors = [finished(one, place.call.dimensions) for one, place in each]
         return [b64encode(vector[0].cpu().numpy().astype("<f4").tobytes()).decode() for vector in vectors]
 
     def info(self) -> dict[str, Any]:
@@ -191,9 +198,11 @@ class ClassifyingEngine(EncoderEngine):
         self.classifier.check(call.inputs, call.segments or ())
         self._queue.add(call)
 
-    def _answers(self, places: Sequence[Place], hidden: Tensor, lengths: Sequence[int]) -> list[Any]:
-        logits = self.classifier.labelled.logits(hidden, lengths).cpu()
-        return list(scored(logits, self.classifier.head.activation).tolist())
+    def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        return self.classifier.labelled.logits(hidden, lengths)
+
+    def _answers(self, places: Sequence[Place], rows: Tensor) -> list[Any]:
+        return list(scored(rows.cpu(), self.classifier.head.activation).tolist())
 
     def info(self) -> dict[str, Any]:
         """And what is scored."""

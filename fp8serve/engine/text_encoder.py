@@ -1,11 +1,11 @@
 """A model ready to run over texts, as many together as fit a step: what embedding and classifying share.
 
 Texts lie one behind the other, without padding; what a text gets does not depend on the others (invariant.py,
-model/reading.py).
+model/reading.py), so on a CPU threads divide the texts and not the ops (text_threads.py). Inputs are not watched: of
+texts no live figures are kept.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,22 +17,17 @@ from fp8serve.engine.loading import parse_recipe, separate_rows
 from fp8serve.engine.memory import check_length
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Task
+from fp8serve.engine.text_threads import TextThreads
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.own_linear import own_products, use_own_products
 from fp8serve.model.building import AnyModel
 from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.network.experts import mixtures
 from fp8serve.model.reading import hidden_states, load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class Step:
-    """Some texts of a call, by their indexes; hidden [tokens, H] of all of them."""
-
-    indexes: list[int]
-    lengths: list[int]
-    hidden: Tensor
+Finish = Callable[[Tensor, Sequence[int]], Tensor]  # hidden [tokens, H] of texts of these lengths -> [texts, ...]
 
 
 class TextEncoder:
@@ -57,6 +52,10 @@ class TextEncoder:
         longest = check_length(self.model.config, options)
         self.max_length = min(longest, max_length or longest, options.max_model_len or longest)
         _separate_rows(self.model, self.frozen, options)
+        divides = own_products(options.device) and not mixtures(self.model)  # experts count their tokens
+        self._threads = TextThreads() if divides else None
+        for layer in self.frozen.values():
+            layer.is_watched = False
 
     def check(self, ids: Sequence[int]) -> None:
         """RequestError: too few or too many tokens, or one that is none."""
@@ -67,18 +66,28 @@ class TextEncoder:
             raise RequestError(f"Token id {odd[0]} is outside the vocabulary of {size} tokens.")
 
     def run(
-        self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None = None
-    ) -> Iterator[Step]:
-        """Hidden states of texts, some together. segments: 0 or 1 for every token; None: all 0."""
+        self, sequences: Sequence[Sequence[int]], finish: Finish, segments: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """What `finish` makes of the hidden states of texts, one row a text. segments: 0 or 1 for every token; None:
+        all 0."""
+        rows = []
         for group in self._groups([len(ids) for ids in sequences]):
             parts = None if segments is None else [segments[i] for i in group]
-            lengths = [len(sequences[i]) for i in group]
-            yield Step(group, lengths, self.hidden([sequences[i] for i in group], parts))
+            rows.append(self.step([sequences[i] for i in group], finish, parts))
+        return torch.cat(rows)
 
-    def hidden(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None) -> Tensor:
-        """Of texts that are computed together [tokens, H]."""
-        parts = None if segments is None else self._flat(segments)
-        return hidden_states(self.model, self._flat(sequences), [len(ids) for ids in sequences], parts)
+    def step(
+        self, sequences: Sequence[Sequence[int]], finish: Finish, segments: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """As `run`, of texts that are computed together."""
+        lengths = [len(ids) for ids in sequences]
+
+        def compute(indexes: Sequence[int]) -> Tensor:
+            parts = None if segments is None else self._flat([segments[i] for i in indexes])
+            ids, own = self._flat([sequences[i] for i in indexes]), [lengths[i] for i in indexes]
+            return finish(hidden_states(self.model, ids, own, parts), own)
+
+        return compute(range(len(lengths))) if self._threads is None else self._threads.run(lengths, compute)
 
     def _groups(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indexes of texts that are computed together: neighbours, as many as fit a step, and at least one."""

@@ -115,6 +115,7 @@ class FrozenLinear(nn.Module):
         self.register_buffer("input_scale_inv", None if scale is None else scale.reciprocal(), persistent=False)
         self.register_buffer("amax", torch.zeros((), device=weight_q.device), persistent=False)
         self.register_buffer("saturated", torch.zeros((), dtype=torch.int64, device=weight_q.device), persistent=False)
+        self.is_watched = True
         self.live_rows: Tensor | None = None  # int64 []: how many rows of the input are not padding; None: all
 
     @classmethod
@@ -236,7 +237,10 @@ class FrozenLinear(nn.Module):
     def watch(
         self, scale: Tensor, amax: Tensor, x: Tensor, other: Tensor | None = None, eps: float | None = None
     ) -> None:
-        """Count an input that another op has cast by `scale`: x, or what `count_saturated` makes of these; amax []."""
+        """Count an input that another op has cast by `scale`: x, or what `count_saturated` makes of these; amax [].
+        Nothing where the layer is not watched: threads that share one would count over each other."""
+        if not self.is_watched:
+            return
         tensors = self._buffers
         _count_saturated(x, other, eps, scale, amax, tensors["amax"], tensors["saturated"], self.live_rows)
 

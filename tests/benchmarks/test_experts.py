@@ -26,7 +26,7 @@ def test_the_model_is_made_once_in_both_formats(tmp_path: Path) -> None:
 def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(SystemExit, match="has no llama_cpp; install it there"):
-        experts.main(["llama", "model.gguf", "BF16"])
+        experts.main(["llama", "model.gguf", "BF16", "1"])
 
 
 def test_one_run_prints_one_json_object(

@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 
+from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.model.config.encoder import EncoderActivation, EncoderConfig
+
+_look_up = torch.ops.fp8serve.look_up.default
 
 
 class Embeddings(nn.Module):
@@ -152,11 +155,10 @@ class Encoder(nn.Module):
 
 
 def activated(x: Tensor, kind: EncoderActivation) -> Tensor:
-    """GELU of x. Of BF16 on a CPU by a table of all 65,536 values: the vectorised function and the one for what is left
-    over at the end of a tensor may differ in the last bit."""
+    """GELU of x [T, N]. Of BF16 on a CPU by a table of all 65,536 values: the vectorised function and the one for what
+    is left over at the end of a tensor may differ in the last bit."""
     if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not x.requires_grad:
-        places = x.contiguous().view(torch.uint16).int()
-        return _table(kind).index_select(0, places.view(-1)).view(x.shape)  # a fifth of the time of indexing by []
+        return _look_up(x, _table(kind))  # type: ignore[no-any-return]
     return F.gelu(x, approximate=_APPROXIMATE[kind])
 
 

@@ -1,0 +1,79 @@
+"""Threads that divide texts: which texts each takes, and that no bit and no other thread learns of it."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.calibration.embedding import calibrate_encoder
+from fp8serve.engine.embedding import Embedder
+from fp8serve.engine.text_threads import LEAST, TextThreads, shares
+from tests.model.encoders import BERT, ids_of, make, pooled
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_shares_are_even_and_keep_the_order() -> None:
+    assert shares([10, 10, 10, 10], 2) == [[0, 2], [1, 3]]
+    assert shares([3, 50, 4, 40, 9], 2) == [[0, 1], [2, 3, 4]]
+    assert shares([5, 6, 6], 3) == [[1], [2], [0]]
+
+
+def test_each_thread_computes_alone_and_every_other_as_before() -> None:
+    seen: list[tuple[str, int, bool]] = []
+    both = threading.Barrier(2)
+
+    def compute(indexes: Sequence[int]) -> Tensor:
+        both.wait(60)  # until the other thread has its share
+        seen.append((threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()))
+        return torch.tensor([[float(i)] for i in indexes])
+
+    assert TextThreads().run([LEAST, LEAST + 1, LEAST + 2], compute)[:, 0].tolist() == [0.0, 1.0, 2.0]
+    assert {name for name, _, _ in seen} == {"texts_0", "texts_1"}
+    assert all(count == 1 and not graded for _, count, graded in seen)
+    later: list[int] = []
+    other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert (torch.get_num_threads(), later) == (2, [2])
+
+
+@pytest.mark.parametrize("lengths", [[LEAST, LEAST - 1], [10 * LEAST]], ids=["few tokens", "one text"])
+def test_what_is_too_little_for_every_thread_is_not_divided(lengths: list[int]) -> None:
+    taken: list[Sequence[int]] = []
+
+    def compute(indexes: Sequence[int]) -> Tensor:
+        taken.append(list(indexes))
+        return torch.zeros(len(indexes), 1)
+
+    TextThreads().run(lengths, compute)
+    assert taken == [list(range(len(lengths)))]
+
+
+def test_what_a_thread_raises_comes_back() -> None:
+    def compute(indexes: Sequence[int]) -> Tensor:
+        raise ValueError(f"no {list(indexes)}")
+
+    with pytest.raises(ValueError, match=r"no \[0\]"):
+        TextThreads().run([LEAST, LEAST], compute)
+
+
+@pytest.mark.parametrize("recipe", ["stored", "rowwise", "bf16"])
+def test_vectors_keep_their_bits(tmp_path: Path, recipe: str) -> None:
+    make(tmp_path / "m", BERT)
+    pooled(tmp_path / "m", "mean_tokens")
+    calibrate_encoder(tmp_path / "m", out=tmp_path / "fp8", samples=12, seq_len=24)
+    folder = tmp_path / ("m" if recipe == "bf16" else "fp8")
+    texts = [ids_of(n, seed=n).tolist() for n in (1, 40, 3, 24, 17, 40, 31, 9, 20)]
+    divided = Embedder(folder, recipe=recipe)
+    alone = Embedder(folder, recipe=recipe, threads=1)
+    assert torch.equal(divided.embed(texts).vectors, alone.embed(texts).vectors)
