@@ -27,6 +27,7 @@ from fp8serve.commands import (
     inspect,
     jobs,
     key,
+    merge,
     models,
     serve,
     studies,
@@ -44,7 +45,7 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Any] = {
     "calibrate": calibrate, "serve": serve, "generate": generate, "chat": chat,
-    "finetune": finetune, "eval": evaluate,
+    "finetune": finetune, "merge": merge, "eval": evaluate,
     "convert": convert, "inspect": inspect, "verify": verify, "doctor": doctor, "demo": demo,
 }  # fmt: skip
 for name, module in COMMANDS.items():

@@ -6,6 +6,7 @@ the weights would have to be rounded again: calibrating the model in high precis
 """
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,10 +17,11 @@ from fp8serve.fp8.spec import UNQUANTIZED, QuantSpec
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.checkpoint import kv_scales
 from fp8serve.model.export import write_calibrated
+from fp8serve.model.formats.file_formats import FORMATS
 from fp8serve.model.formats.interop import BLOCKED_INPUT, PER_TOKEN, STATIC
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, load_scales
-from fp8serve.model.storage.files import present
+from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 
 _CURRENT = Float8CurrentScaling()
@@ -47,7 +49,7 @@ def rewrite(source: Path | str, out: Path | str, format: str) -> None:
         )
     stored = stored_linears(checkpoint)
     recipe = recipe_of(checkpoint, stored, format)
-    state = _kept_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
+    state = kept_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
     weight = recipe.specs.linear["weight"]
     quantized = {name: (linear.weight_q, fitted(linear, weight)) for name, linear in stored.items()}
     write_calibrated(out, source, state, quantized=quantized, kept=checkpoint.kept_linears, format=format)
@@ -110,7 +112,14 @@ def fitted(linear: StoredLinear, spec: QuantSpec) -> Tensor:
     return scale.reshape(()).repeat(shape) if scale.numel() == 1 else scale
 
 
-def _kept_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | None:
+def format_of(source: Path) -> str:
+    """How the directory spells its FP8 weights, where we can write that; else the default."""
+    said: Any = read_json(source / "config.json").get("quantization_config")
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    return method if method in FORMATS else FORMATS[0]
+
+
+def kept_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | None:
     """The scaling state that lies beside the weights, with its histories, if it is of the same layout."""
     path = checkpoint.path / FILE_NAME
     if not present(path):

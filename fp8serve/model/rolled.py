@@ -12,17 +12,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fp8serve import __version__
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.export import write_calibrated
-from fp8serve.model.formats.file_formats import FORMATS
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, load_scales, read_scales
-from fp8serve.model.rewriting import fitted, layout, recipe_of, state_of, stored_linears
-from fp8serve.model.storage.files import present, read_json
+from fp8serve.model.rewriting import fitted, format_of, layout, recipe_of, state_of, stored_linears
+from fp8serve.model.storage.files import present
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 
 
@@ -33,7 +31,7 @@ def write_rolled(source: Path, out: Path, moved: ScalingCheckpoint, scales: Path
     be written.
     """
     checkpoint = open_checkpoint(source)
-    format = _format(source)
+    format = format_of(source)
     if not checkpoint.fp8_linears:
         state = _with(moved, _of_file(checkpoint, scales))
         kept = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
@@ -74,13 +72,6 @@ def _of_file(checkpoint: Checkpoint, scales: Path | None) -> ScalingCheckpoint:
     if scales is None:
         check_agreement(checkpoint, state, str(path))
     return state
-
-
-def _format(source: Path) -> str:
-    """How the directory spells its FP8 weights, where we can write that; else the default."""
-    said: Any = read_json(source / "config.json").get("quantization_config")
-    method = said.get("quant_method") if isinstance(said, dict) else None
-    return method if method in FORMATS else FORMATS[0]
 
 
 def main() -> int:

@@ -1,0 +1,56 @@
+"""Write MODEL with the adapter ADAPTER in it, as a model of its own.
+
+ADAPTER is what `finetune --lora-rank` or peft wrote. FP8 weights are rounded to FP8 again, with the scales that they
+have; where that takes too much of the adapter nothing is written. The result needs no calibration.
+
+\b
+Examples:
+  fp8serve merge ./llama ./run/model --out ./llama-tuned
+  fp8serve merge ./llama-fp8 ./run/model --out ./llama-tuned-fp8 --max-lost 0.8
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fp8serve.terminal import AsJson, Model, print_json
+
+if TYPE_CHECKING:
+    from fp8serve.model.merging import Loss
+
+SHOWN = 5
+
+
+def command(
+    model: Model,
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory with adapter_config.json.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; it must not exist yet.")],
+    max_lost: Annotated[
+        float, typer.Option(min=0, max=1, help="Largest share of the changed elements that rounding may put back.")
+    ] = 0.5,
+    json: AsJson = False,
+) -> None:
+    from fp8serve.hub import find_model
+    from fp8serve.model.merging import merge
+
+    losses = merge(find_model(model), adapter, out, max_lost)
+    total = losses.total
+    if json:
+        layers = {name: _figures(loss) for name, loss in losses.layers.items()}
+        print_json({"out": str(out), **_figures(total), "layers": layers})
+        return
+    print(f"Wrote {out}. All {len(losses.layers)} layers with an adapter: {_said(total)}.")
+    worst = sorted(losses.layers.items(), key=lambda item: item[1].lost_share, reverse=True)[:SHOWN]
+    for name, loss in worst:
+        print(f"  {name}: {_said(loss)}")
+
+
+def _figures(loss: "Loss") -> dict[str, Any]:
+    return asdict(loss) | {"lost_share": loss.lost_share, "error": loss.error}
+
+
+def _said(loss: "Loss") -> str:
+    grown = f", {loss.rescaled} scales grew" if loss.rescaled else ""
+    return f"{loss.lost_share:.1%} of {loss.changed} changes rounded back, relative error {loss.error:.3f}{grown}"
