@@ -65,7 +65,9 @@ def test_a_base_in_fp8_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) 
     made = recipe.from_name(kind)
     calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=made)  # type: ignore[arg-type]
     losses = merge(tmp_path / "base", adapter(tmp_path / "a", 0.001), tmp_path / "out", most_lost=1.0).total
-    assert losses.rescaled == 0
+    assert losses.rescaled < (
+        10 if kind == "rowwise" else 1
+    )  # of 128 rows a few pass E4M3's largest, at which all begin
     assert 0.01 < losses.lost_share < 0.9
     assert 0.05 < losses.error < 1.0
     before, after = open_checkpoint(tmp_path / "base"), open_checkpoint(tmp_path / "out")
@@ -75,7 +77,8 @@ def test_a_base_in_fp8_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) 
         assert new is not None
         same = torch.equal(old.weight_q.view(torch.uint8), new.weight_q.view(torch.uint8))
         assert same is (name != NAME)
-        assert torch.equal(old.weight_scale_inv, new.weight_scale_inv)
+        grown = int((old.weight_scale_inv != new.weight_scale_inv).sum())
+        assert grown == (losses.rescaled if name == NAME else 0)
     load_servable(tmp_path / "out")
 
 
@@ -97,7 +100,7 @@ def test_only_the_scales_that_must_grow(plain: Path, tmp_path: Path, kind: str) 
     ratio = after.weight_scale_inv / before.weight_scale_inv
     assert set(ratio.unique().log2().tolist()) <= {float(n) for n in range(12)}
     rest = [dequantize(w.weight_q, w.weight_scale_inv)[1:] for w in (before, after)]
-    torch.testing.assert_close(*rest, rtol=0, atol=float(after.weight_scale_inv.max()) * 2**-10)
+    torch.testing.assert_close(*rest, rtol=0, atol=float(after.weight_scale_inv.max()) * 1.001 * 2**-10)
     load_servable(tmp_path / "out")
 
 
