@@ -4,7 +4,7 @@ Every arm starts from the same weights, and reads the same text in the same orde
 rates differ by one part in ten thousand is chance, and BF16 is the mean of three such runs: a single one would carry
 its own chance into every distance. The final loss is that of the final weights on the same training rows, once under
 the arm's recipe and once in BF16: the first holds the error of the forward pass, the second only what training did.
-A study that was stopped goes on with the next seed.
+A study that was stopped goes on with the next run.
 """
 
 import json
@@ -38,7 +38,6 @@ ARMS = BF16 | {
     "current, input gradients only": _only(1),
     "current, weight gradients only": _only(2),
     "current, gradients in E4M3": _current(fp8_format="E4M3"),
-    "current, powers of two": _current(power_2_scale=True),
     "delayed": Arm("delayed"),
     "rowwise": Arm("rowwise"),
     "block": Arm("block"),
@@ -46,7 +45,7 @@ ARMS = BF16 | {
 
 
 def study(out: Path, plan: PartsPlan, tell: Tell) -> dict[str, Any]:
-    """{"arms": distances from BF16 over the seeds, "losses": of every run}; seeds that are done are kept in `out`."""
+    """{"arms": distances from BF16 over the seeds, "losses": of every run}; runs that are done are kept in `out`."""
     shared = {k: vars(v) if k == "shape" else v for k, v in vars(plan).items() if k != "seeds"}
     losses = {seed: _kept(out / f"seed-{seed}.json", shared, seed, plan, tell) for seed in range(plan.seeds)}
     return {
@@ -57,23 +56,24 @@ def study(out: Path, plan: PartsPlan, tell: Tell) -> dict[str, Any]:
 
 
 def _kept(file: Path, shared: Mapping[str, Any], seed: int, plan: PartsPlan, tell: Tell) -> dict[str, Losses]:
-    """The losses of one seed, from the file of an earlier call where it has the same plan."""
-    if file.exists() and (kept := json.loads(file.read_text()))["plan"] == shared:
-        return dict(kept["losses"])
-    found = _seed(plan, seed, tell)
+    """The losses of one seed by arm, those of an earlier call with the same plan from its file."""
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    found: dict[str, Losses] = kept["losses"] if kept.get("plan") == shared else {}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"plan": shared, "losses": found}, indent=1))
-    return found
-
-
-def _seed(plan: PartsPlan, seed: int, tell: Tell) -> dict[str, Losses]:
     with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
         folder = write_model(Path(name), plan, seed)
-        found: dict[str, Losses] = {}
-        for arm in ARMS:
+        for arm in (name for name in ARMS if name not in found):
             tell(f"seed {seed}, {arm}", seed * len(ARMS) + len(found), plan.seeds * len(ARMS))
             found[arm] = _run(Training(folder, plan, ARMS[arm], seed))
+            _write(file, {"plan": shared, "losses": found})
     return found
+
+
+def _write(file: Path, value: Mapping[str, Any]) -> None:
+    """Whole or not at all: a study may be stopped here, too."""
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    new.rename(file)
 
 
 def _run(training: Training) -> Losses:

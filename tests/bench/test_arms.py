@@ -70,7 +70,14 @@ def test_parts_of_current_scaling_that_are_left_out_are_in_bf16(tmp_path: Path) 
     }
 
 
-def test_seeds_that_are_done_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_can_be_trained(tmp_path: Path) -> None:
+    plan = ArmsPlan(steps=1, **SMALL)
+    folder = arms.write_model(tmp_path, plan, 0)
+    for name, arm in parts.ARMS.items():
+        assert len(trained(folder, plan, arm)[1]) == 1, name
+
+
+def test_runs_that_are_done_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ARMS", parts.BF16 | {"current": Arm("current")})
     plan = PartsPlan(steps=2, **SMALL)
     first = parts.study(tmp_path, plan, quiet)
@@ -79,6 +86,13 @@ def test_seeds_that_are_done_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     both = parts.study(tmp_path, replace(plan, seeds=2), lambda name, step, total: told.append(name))
     assert all(name.startswith("seed 1") for name in told)
     assert both["losses"]["0"] == first["losses"]["0"] != both["losses"]["1"]
+    last = both["losses"]["1"].pop("current")
+    kept = json.loads((tmp_path / "seed-0.json").read_text()) | {"losses": both["losses"]["1"]}
+    (tmp_path / "seed-1.json").write_text(json.dumps(kept))
+    told.clear()
+    again = parts.study(tmp_path, replace(plan, seeds=2), lambda name, step, total: told.append(name))
+    assert told == ["seed 1, current"]
+    assert again["losses"]["1"]["current"] == last
     assert parts.study(tmp_path, replace(plan, steps=3), quiet)["losses"]["0"] != first["losses"]["0"]
 
 

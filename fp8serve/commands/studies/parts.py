@@ -1,7 +1,7 @@
 """Train a small model with parts of current scaling left out, and compare where the runs end.
 
-Forward pass, input gradients and weight gradients alone, gradients in E4M3, powers of two, the other recipes; the
-distance from BF16, which is trained three times at rates that differ by 0.01 %.
+Forward pass, input gradients and weight gradients alone, gradients in E4M3, the other recipes; the distance from
+BF16, which is trained three times at rates that differ by 0.01 %.
 
 \b
 Examples:
@@ -23,7 +23,7 @@ from fp8serve.terminal import AsJson, print_table
 
 @with_options()
 def command(
-    out: Annotated[Path, typer.Option(help="Directory for the figures; goes on with the next seed if it is there.")],
+    out: Annotated[Path, typer.Option(help="Directory for the figures; goes on with the next run if it is there.")],
     options: Chosen[PartsPlan],
     json: AsJson = False,
 ) -> None:
