@@ -59,7 +59,7 @@ class DecodeStep:
         model.join()
         self.runner = Runner(model, CONTEXT // BLOCK + 1, BLOCK, torch.bfloat16)
         tokens, blocks = [5] * (CONTEXT + 1), list(range(CONTEXT // BLOCK + 1))
-        sequence = SimpleNamespace(token_ids=tokens, block_table=blocks, num_unscored=0)
+        sequence = SimpleNamespace(token_ids=tokens, block_table=blocks, num_unscored=0, adapter=None)
         self.work = [Work(cast(Any, sequence), CONTEXT, 1)]
         self.how = ""
         if device == "cuda":

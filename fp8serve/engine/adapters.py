@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,11 @@ from fp8serve.errors import MachineError, ModelError, RequestError, shown
 from fp8serve.fp8.beside import NONE, Assignment, Beside, Part, attach, factor_of
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.own_linear import OwnLinear
-from fp8serve.model.adapters import Adapter, LowRank, read_adapter
 from fp8serve.model.building import Model
 from fp8serve.model.network.memory import free_memory
+
+if TYPE_CHECKING:
+    from fp8serve.model.adapters import Adapter, LowRank
 
 DIGEST_BYTES = 16
 
@@ -68,6 +70,8 @@ class Adapters:
         the name is in use, MachineError for want of memory; then nothing has changed."""
         if name in self.named:
             raise RequestError(f"There is an adapter {shown(name)} already; unload it first, or choose another name.")
+        from fp8serve.model.adapters import read_adapter  # needs safetensors, which an engine without files does not
+
         found = read_adapter(directory, self.model.config)
         self._check(directory, found)
         number = next(self._numbers)
@@ -114,7 +118,7 @@ class Adapters:
     def end(self) -> None:
         self.assignment.end()
 
-    def _check(self, directory: Path, found: Adapter) -> None:
+    def _check(self, directory: Path, found: "Adapter") -> None:
         """Before anything is computed."""
         for linear, low in found.items():
             if (rank := low.a.shape[0]) > self.max_rank:
@@ -128,7 +132,7 @@ class Adapters:
         if self.model.embedding.weight.device.type == "cpu" and size > (free := free_memory()):
             raise MachineError(f"{directory} needs {size:,} bytes and {free:,} are free; unload another adapter first.")
 
-    def _part(self, linear: str, low: LowRank) -> Part:
+    def _part(self, linear: str, low: "LowRank") -> Part:
         base = _innermost(self.model.get_submodule(linear))
         device = cast(Tensor, base.weight).device
         a, b = low.a.to(device), low.b.to(device)
@@ -155,7 +159,7 @@ def _innermost(module: nn.Module) -> nn.Module:
     return module.inner if isinstance(module, RowIndependent) else module
 
 
-def _digest(found: Adapter) -> bytes:
+def _digest(found: "Adapter") -> bytes:
     """Of every number of an adapter, and of the layers that have them."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for linear, low in sorted(found.items()):

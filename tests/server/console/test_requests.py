@@ -48,7 +48,7 @@ def test_any_metrics_can_be_read(browser: Browser, server: Process) -> None:
     seconds = [f'fp8serve_request_seconds_bucket{{le="{le}"}} {n}' for le, n in (("1.0", 0), ("2.0", 10), ("+Inf", 10))]
     lines = ["# HELP x y", 'fp8serve_requests_in_flight{model="a"} 2.0', 'fp8serve_requests_in_flight{model="b"} 3.0']
     answer_with(browser, "/metrics", "\n".join([*lines, *tenants, *seconds, "fp8serve_nothing NaN", ""]))
-    browser.until("document.querySelector('#tiles .figure').textContent === '5'")
+    browser.until("document.querySelector('#tiles .figure')?.textContent === '5'")
     text = browser.run("return document.querySelector('.requests').textContent")
     assert 'a"},<b>' in text
     assert "1.5 s" in text
