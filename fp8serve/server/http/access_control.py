@@ -19,7 +19,7 @@ from fp8serve.server.access.scopes import opens
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.hosts import Hosts
 from fp8serve.server.http.scope import OPEN_PATHS, header, refuse
-from fp8serve.server.http.tenants import tenant_of
+from fp8serve.server.http.tenants import Tenants
 from fp8serve.server.settings import Settings
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -32,6 +32,7 @@ class AccessControl:
         self.app = app
         self._keys = keys
         self._hosts = Hosts(settings)
+        self._tenants = Tenants(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -44,7 +45,8 @@ class AccessControl:
         scope["caller"] = caller
         if caller is not None:
             logs.bind(tenant=caller.tenant)
-        scope["tenant"] = tenant_of(scope, caller.tenant if caller is not None and self._keys.needed else None)
+        named = caller.tenant if caller is not None and self._keys.needed else None
+        scope["tenant"] = self._tenants.name(scope, named)
         return await self.app(scope, receive, send)
 
     def _verdict(self, scope: Scope, caller: Caller | None) -> Fault | None:

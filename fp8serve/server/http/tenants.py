@@ -9,17 +9,65 @@ owner has all the rest.
 
 import hashlib
 import ipaddress
+import logging
+import os
 import secrets
+from pathlib import Path
 
 from starlette.types import Scope
 
-_SECRET = secrets.token_bytes(32)  # they say nothing about keys, and none can be made outside this process
+from fp8serve.server.settings import Settings
+
+log = logging.getLogger("fp8serve.server")
+SECRET_BYTES = 32
 
 
-def tenant_of(scope: Scope, name: str | None) -> str:
-    """The tenant of a request whose key is of the tenant `name`, or that needed none."""
-    who = f"named:{name}" if name is not None else f"from:{_network(scope)}"
-    return hashlib.blake2b(who.encode(), key=_SECRET, digest_size=16).hexdigest()
+class Tenants:
+    """Names made with a secret: they say nothing about keys, and nobody without it can make one.
+
+    A prefix cache that is kept across restarts is found by these names, so the secret is kept beside it, in the first
+    `cache_dir` of the server's models; without one it is of this process alone.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        folders = (settings.cache_dir, *(model.options.get("cache_dir") for model in settings.models))
+        folder = next((Path(name) for name in folders if name), None)
+        self._secret = secrets.token_bytes(SECRET_BYTES) if folder is None else _kept(folder)
+
+    def name(self, scope: Scope, named: str | None) -> str:
+        """The tenant of a request whose key is of the tenant `named`, or that needed none."""
+        who = f"named:{named}" if named is not None else f"from:{_network(scope)}"
+        return hashlib.blake2b(who.encode(), key=self._secret, digest_size=16).hexdigest()
+
+
+def _kept(folder: Path) -> bytes:
+    """The secret of a directory, which the first server that needs it makes; a new one where none can be kept."""
+    new, path = secrets.token_bytes(SECRET_BYTES), folder / "tenants.secret"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _write(path, new)
+        if len(found := path.read_bytes()) == SECRET_BYTES:
+            return found
+        problem = f"it has {len(found)} bytes, and not {SECRET_BYTES}"
+    except OSError as error:
+        problem = str(error)
+    log.warning("Prefixes of an earlier process will not be found: %s cannot be used: %s", path, problem)
+    return new
+
+
+def _write(path: Path, secret: bytes) -> None:
+    """Whole or not at all; of two servers that write at the same time the first is the one that counts."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(secret)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
 
 
 def _network(scope: Scope) -> str:

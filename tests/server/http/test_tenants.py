@@ -1,11 +1,14 @@
 """Who counts as one caller: a key or an address, nothing a request can say of itself."""
 
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from fp8serve.engine.request import Request
-from fp8serve.server.http.tenants import tenant_of
+from fp8serve.server.http.tenants import Tenants
+from fp8serve.server.settings import Settings
 from tests.server.conftest import Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -25,6 +28,9 @@ class Recording(FakeEngine):
 def scope(host: str, **headers: str) -> dict[str, Any]:
     named = [(name.encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http", "client": (host, 1234), "headers": named}
+
+
+tenant_of = Tenants(Settings(model=Path("m"))).name
 
 
 def test_an_address_is_a_tenant_where_no_key_is_set() -> None:
@@ -74,3 +80,20 @@ async def test_a_key_is_the_tenant(start: Start) -> None:
                 assert (await client.post("/generate", json=ask)).status_code == 200
         assert len({request.tenant for request in engine.asked}) == 1
         assert engine.asked[0].tenant
+
+
+def test_names_outlive_a_process_where_its_prefixes_do(tmp_path: Path) -> None:
+    kept = Settings(model=Path("m"), cache_dir=str(tmp_path / "kept"))
+    names = {Tenants(settings).name(scope("10.0.0.1"), None) for settings in (kept, kept)}
+    assert len(names) == 1
+    assert (tmp_path / "kept" / "tenants.secret").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["tenants.secret"]
+    alone = Settings(model=Path("m"))
+    assert len({Tenants(settings).name(scope("10.0.0.1"), None) for settings in (alone, alone)} | names) == 3
+
+
+def test_a_secret_that_cannot_be_kept_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tenants.secret").write_bytes(b"short")
+    settings = Settings(model=Path("m"), cache_dir=str(tmp_path))
+    assert Tenants(settings).name(scope("h"), None) != Tenants(settings).name(scope("h"), None)
+    assert "it has 5 bytes, and not 32" in caplog.text
