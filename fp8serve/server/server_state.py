@@ -234,25 +234,23 @@ class ServerState:
 
     def loadable(self) -> dict[str, Path]:
         """The directories below `models_dir` that hold a model, by their names there. Blocks."""
-        root = self.settings.models_dir
-        if root is None:
-            return {}
-        found = (path.parent for pattern in ("*/config.json", "*/*/config.json") for path in root.glob(pattern))
-        named = {path.relative_to(root).as_posix(): path for path in found if any(path.glob("*.safetensors"))}
-        return {name: path for name, path in named.items() if not any(p.startswith(".") for p in name.split("/"))}
+        return {name: path for name, path in self._holding("config.json").items() if any(path.glob("*.safetensors"))}
 
     def loadable_adapters(self) -> dict[str, tuple[str, Path]]:
         """The directories below `models_dir` that hold an adapter, by their names there and as whole paths: name and
         directory. Blocks."""
+        shown = self._holding("adapter_config.json")
+        by_name = {name: (name, path) for name, path in shown.items()}
+        return by_name | {str(path.absolute()): (name, path) for name, path in shown.items()}
+
+    def _holding(self, file: str) -> dict[str, Path]:
+        """The directories below `models_dir`, two deep and none hidden, with a file of this name. Blocks."""
         root = self.settings.models_dir
         if root is None:
             return {}
-        patterns = ("*/adapter_config.json", "*/*/adapter_config.json")
-        found = {path.parent for pattern in patterns for path in root.glob(pattern)}
+        found = (path.parent for pattern in (f"*/{file}", f"*/*/{file}") for path in root.glob(pattern))
         named = {path.relative_to(root).as_posix(): path for path in found}
-        shown = {name: path for name, path in named.items() if not any(p.startswith(".") for p in name.split("/"))}
-        by_name = {name: (name, path) for name, path in shown.items()}
-        return by_name | {str(path.absolute()): (name, path) for name, path in shown.items()}
+        return {name: path for name, path in named.items() if not any(p.startswith(".") for p in name.split("/"))}
 
     async def load_adapter(self, model: ServedModel, source: AdapterSource) -> ServedAdapter:
         """Beside `model`; goes on to its end if the client goes away. Fault: see `AdapterLoader.load`."""
